@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -50,7 +51,7 @@ class InteractionColumns:
             raise UserError(
                 f"the columns are {', '.join(map(repr, named))}: {repeated[0]!r} has two roles; give it one"
             )
-        _require_free_names(self, {USER, ITEM})
+        require_free_names(self, {USER, ITEM})
         if unusable := [name for name in self.categorical if "/" in name or "\0" in name or len(name.encode()) > 200]:
             raise UserError(f"an attribute is named {unusable[0]!r}, as no file can be; rename the column in the input")
 
@@ -109,16 +110,11 @@ class InteractionOptions:
     def __post_init__(self) -> None:
         InteractionSplit.parse(self.split)
         one_of("duplicates", self.duplicates, DUPLICATES)
-        if self.min_rating is not None and not self.min_rating - self.min_rating == 0:
+        if self.min_rating is not None and not math.isfinite(self.min_rating):
             raise UserError(f"min_rating (--min-rating) is {self.min_rating}: it must be a finite number")
-        if not 1 <= self.k_core < 2**31:
-            raise UserError(f"k_core (--k-core) is {self.k_core}: it must be in 1 to {2**31 - 1}; 1 keeps everything")
-        if not 0 <= self.max_rejected <= 1:
-            raise UserError(
-                f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed (--seed) is {self.seed}: it must be in 0 to {2**63 - 1}")
+        _require_between("k_core", self.k_core, 1, 2**31 - 1)
+        _require_between("max_rejected", self.max_rejected, 0, 1)
+        _require_between("seed", self.seed, 0, 2**63 - 1)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options, in the manifest's order."""
@@ -165,8 +161,7 @@ class SequenceOptions(InteractionOptions):
         super().__post_init__()
         one_of("windows", self.windows, (LATEST, ALL))
         one_of("format", self.format, (COLUMNS, LISTS))
-        if not 1 <= self.max_length < 2**31:
-            raise UserError(f"max_length (--max-length) is {self.max_length}: it must be in 1 to {2**31 - 1}")
+        _require_between("max_length", self.max_length, 1, 2**31 - 1)
         if InteractionSplit.parse(self.split).is_random:
             raise UserError(
                 f"split (--split) is {self.split!r}: what follows in a sequence is predicted, so it is split in the "
@@ -174,26 +169,18 @@ class SequenceOptions(InteractionOptions):
             )
 
 
-def _require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
+def require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
     """Makes sure that no attribute has the name of a column that the dataset has in any case.
 
     Raises:
         UserError: One has.
     """
-    for name in (*columns.categorical, *columns.dense):
-        if name in taken:
-            raise UserError(
-                f"an attribute is named {name!r}, as a column of the dataset is; rename the column in the input"
-            )
+    if used := [name for name in (*columns.categorical, *columns.dense) if name in taken]:
+        raise UserError(
+            f"an attribute is named {used[0]!r}, as a column of the dataset is; rename the column in the input"
+        )
 
 
-def require_columns(columns: InteractionColumns, options: InteractionOptions) -> None:
-    """Makes sure that the columns are there which options need, and that no attribute is in the way of the label.
-
-    Raises:
-        UserError: They are not, or one is.
-    """
-    if isinstance(options, RatingOptions):
-        _require_free_names(columns, {RATING})
-    if options.min_rating is not None and columns.rating is None:
-        raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")
+def _require_between(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{name} (--{name.replace('_', '-')}) is {value}: it must be in {least} to {most}")

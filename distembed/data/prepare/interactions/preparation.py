@@ -1,9 +1,9 @@
 """Interactions of users with items to a Parquet dataset: of ratings, or of sequences.
 
-1. ``read``: files are read into memory (``reading.py``);
-2. the interactions that stay are chosen (``selection.py``) and split (``splits.py``), users, items and other values get
-   ids (``text_vocabulary.py``);
-3. ``write``: rows are written as Parquet (``tables.py``), those of sequences cut into windows (``windows.py``).
+1. ``read``: files are read into a database (``reading.py``);
+2. the interactions that stay are chosen (``selection.py``) and split (``splits.py``) by SQL;
+3. ``write``: users, items and other values get ids, and rows are written as Parquet (``tables.py``), those of sequences
+   cut into windows (``windows.py``).
 
 The dataset appears under its name when it is complete, and not before
 (:mod:`~distembed.data.prepare.staging`). Its bytes depend on the rows and the options alone.
@@ -16,14 +16,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed import __version__
-from distembed.data.dataset.manifest import Manifest, Vocabulary
+from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import USER, CategoricalFeature, Schema
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.inputs import require_outside
@@ -31,22 +30,21 @@ from distembed.data.prepare.interactions.options import (
     LISTS,
     RATING,
     InteractionColumns,
-    InteractionOptions,
     RatingOptions,
     SequenceOptions,
-    require_columns,
+    require_free_names,
 )
 from distembed.data.prepare.interactions.reading import InteractionInput, read_interactions
 from distembed.data.prepare.interactions.selection import num_rows, select
 from distembed.data.prepare.interactions.splits import TEST, TRAIN, VALIDATION, InteractionSplit
 from distembed.data.prepare.interactions.tables import (
     EncodedInteractions,
-    RatingRows,
     Rows,
-    SequenceRows,
     encoded_interactions,
+    rating_rows,
+    sequence_rows,
     write_splits,
-    write_text_vocabulary,
+    write_text_vocabularies,
 )
 from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows, user_bounds
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
@@ -65,6 +63,7 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 
 # Memory of an interaction's split and windows, and of an id or a number while they are read (measured).
 _ROW_BYTES, _COLUMN_BYTES = 40, 8
+_SCRATCH = ".scratch"
 # What a split with a whole history in each row may hold, as a multiple of all interactions, before that is noted.
 _MANY_HISTORIES = 10
 
@@ -144,18 +143,7 @@ def prepare_sequences(
 ) -> Manifest:
     """Prepares a dataset with a row for a stretch of a user's history: the user, items, and attributes beside them.
 
-    Args:
-        files: What to read.
-        preparation: Where the dataset is made.
-        columns: Columns of the input; they are not looked at where the files are of lists.
-        options: Which interactions are taken, how they are split, and how histories are cut.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UserError: The input cannot be read, or nothing is left of it. Nothing was written.
-        RunError: The disk is full. Nothing was left behind.
+    Arguments and errors are those of :func:`prepare_ratings`; ``columns`` have no meaning for files of lists.
     """
     options = options or SequenceOptions()
     return _prepare(files, preparation, None if options.format == LISTS else columns or InteractionColumns(), options)
@@ -167,78 +155,73 @@ def _prepare(
     columns: InteractionColumns | None,
     options: RatingOptions | SequenceOptions,
 ) -> Manifest:
-    require_columns(columns or InteractionColumns(), options)
-    inputs, parts = _find_inputs(files, options, preparation.note)
-    output = Path(preparation.output)
-    require_outside([Path(each.place) for each in inputs if not is_url(each.place)], output)
-    given = InteractionInput(inputs, parts, columns, options.max_rejected)
-    memory_bytes = 3 * preparation.memory_limit_bytes // 8
+    split = InteractionSplit.parse(options.split)
+    given = InteractionInput(*_find_inputs(files, split, preparation.note), columns, options.max_rejected)
+    columns = columns or InteractionColumns()
+    if isinstance(options, RatingOptions):
+        require_free_names(columns, {RATING})
+    if options.min_rating is not None and columns.rating is None:
+        raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")
+    in_time = "place" if columns.time is None else "time, whole, place"
+    order = f"rows.k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
+    output, memory_bytes = Path(preparation.output), 3 * preparation.memory_limit_bytes // 8
+    require_outside([Path(each.place) for each in given.inputs if not is_url(each.place)], output)
     with (
         staged_folder(output, overwrite=preparation.overwrite) as folder,
         full_disk_explained(
             lambda error: disk_is_full_text(error, output, folder), (OSError, pa.ArrowException), max_file_size=True
         ),
     ):
-        scratch = folder / ".scratch"
-        with Database(scratch, memory_bytes) as database:
+        with Database(folder / _SCRATCH, memory_bytes) as database:
             sources, rejected = read_interactions(database, given, folder, memory_bytes, preparation.progress)
-            chosen, described = _chosen(
-                database, folder, columns or InteractionColumns(), options, preparation.memory_limit_bytes
-            )
-        shutil.rmtree(scratch, ignore_errors=True)
-        described |= {"sources": sources, "rejected": rejected}
-        return _write(folder, chosen, described, options, preparation)
+            (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
+            left_out = select(database, options, in_time)
+            split.assign(database, in_time)
+            _require_memory(num_rows(database), columns, preparation.memory_limit_bytes)
+            vocabularies = write_text_vocabularies(database, folder, columns.key_names)
+            chosen = encoded_interactions(database, columns, order)
+        shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
+        if split.is_random:
+            chosen = replace(chosen, parts=split.random_parts(len(chosen.parts), options.seed))
+        sizes = {name: FIRST_ID + vocabulary.num_ids for name, vocabulary in vocabularies.items()}
+        if isinstance(options, SequenceOptions):
+            splits, schema = _sequence_rows(chosen, sizes, options, preparation.note)
+        else:
+            splits, schema = _rating_rows(chosen, sizes)
+        if not splits["train"].num_rows:
+            raise UserError("the training part has no rows: give more interactions, or another split (--split)")
+        if not split.has_validation(bool(num_validation)):
+            del splits["validation"]
+        written = write_splits(folder, splits, schema.label, preparation.progress)
+        manifest = Manifest(
+            schema=schema,
+            splits={name: written_split(written[name]) for name in splits},
+            preparation={"source": "interactions", **options.to_json(), "left_out": left_out},
+            vocabularies=vocabularies,
+            sources=sources,
+            rejected=rejected,
+            tool_version=__version__,
+        )
+        return manifest.save(folder, {one.file.path: one.pieces for ones in written.values() for one in ones})
 
 
 def _find_inputs(
-    files: InteractionFiles, options: InteractionOptions, note: NoteCallback
+    files: InteractionFiles, split: InteractionSplit, note: NoteCallback
 ) -> tuple[list[TableInput], list[int]]:
     """Returns the inputs in order, and the number of the split that each is for.
 
     Raises:
         UserError: An input cannot be read, or inputs and the split do not go together.
     """
-    by_files = InteractionSplit.parse(options.split).is_by_files
-    if by_files != bool(files.test) or (files.validation and not files.test):
+    if split.is_by_files != bool(files.test) or (files.validation and not files.test):
         raise UserError(
-            f"split (--split) is {options.split!r} and {len(files.test)} files test, {len(files.validation)} validate: "
-            "name files for the test (--test), perhaps others for the validation (--validation), and no split; or a "
-            "split and no such files"
+            f"{len(files.test)} files test and {len(files.validation)} validate: name files for the test (--test), "
+            "perhaps others for the validation (--validation), and no split (--split files); or a split and no files "
+            "for it"
         )
     named = {TRAIN: files.train, VALIDATION: files.validation, TEST: files.test}
     parts = [part for part, paths in named.items() if paths or part == TRAIN for _ in find_inputs(paths, note)]
     return find_inputs([path for paths in named.values() for path in paths]), parts
-
-
-def _chosen(
-    database: Database,
-    folder: Path,
-    columns: InteractionColumns,
-    options: RatingOptions | SequenceOptions,
-    memory_bytes: int,
-) -> tuple[EncodedInteractions, dict[str, Any]]:
-    """Chooses and splits the interactions, and writes the vocabularies.
-
-    Returns:
-        The interactions, those of sequences by user, split and time; and what the manifest says of them.
-    """
-    in_time = "place" if columns.time is None else "time, whole, place"
-    split = InteractionSplit.parse(options.split)
-    (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
-    left_out = select(database, options, in_time)
-    split.assign(database, in_time)
-    _require_memory(num_rows(database), columns, memory_bytes)
-    (folder / "vocabulary").mkdir()
-    vocabularies = {
-        name: write_text_vocabulary(database, folder, name, number) for number, name in enumerate(columns.key_names)
-    }
-    order = f"rows.k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
-    described = {"left_out": left_out, "vocabularies": vocabularies}
-    described["has_validation"] = split.has_validation(bool(num_validation))
-    chosen = encoded_interactions(database, columns, order)
-    if split.is_random:
-        chosen = replace(chosen, parts=split.random_parts(len(chosen.parts), options.seed))
-    return chosen, described
 
 
 def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: int) -> None:
@@ -255,62 +238,28 @@ def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: in
         )
 
 
-def _write(
-    folder: Path,
-    chosen: EncodedInteractions,
-    described: Mapping[str, Any],
-    options: RatingOptions | SequenceOptions,
-    preparation: Preparation,
-) -> Manifest:
-    """Writes the rows and the manifest."""
-    vocabularies = described["vocabularies"]
-    if isinstance(options, SequenceOptions):
-        splits, schema = _sequence_rows(chosen, vocabularies, options, preparation.note)
-    else:
-        splits, schema = _rating_rows(chosen, vocabularies)
-    if not splits["train"].num_rows:
-        raise UserError("the training part has no rows: give more interactions, or another split (--split)")
-    if not described["has_validation"]:
-        del splits["validation"]
-    files = write_splits(folder, splits, schema.label, preparation.progress)
-    manifest = Manifest(
-        schema=schema,
-        splits={name: written_split(files[name]) for name in splits},
-        preparation={"source": "interactions", **options.to_json(), "left_out": described["left_out"]},
-        vocabularies=vocabularies,
-        sources=described["sources"],
-        rejected=described["rejected"],
-        tool_version=__version__,
-    )
-    return manifest.save(folder, {one.file.path: one.pieces for ones in files.values() for one in ones})
-
-
-def _rating_rows(chosen: EncodedInteractions, vocabularies: Mapping[str, Vocabulary]) -> tuple[dict[str, Rows], Schema]:
-    features = tuple(CategoricalFeature(name, FIRST_ID + entry.num_ids) for name, entry in vocabularies.items())
+def _rating_rows(chosen: EncodedInteractions, sizes: Mapping[str, int]) -> tuple[dict[str, Rows], Schema]:
+    """Returns the rows of each split and the schema, given the size of each table."""
+    features = tuple(CategoricalFeature(name, size) for name, size in sizes.items())
     schema = Schema(RATING, tuple(chosen.dense), features, label_kind="number", missing_dense=chosen.has_missing)
-    parts = enumerate(SPLIT_NAMES)
-    return {name: RatingRows(chosen, np.flatnonzero(chosen.parts == part)) for part, name in parts}, schema
+    return {name: rating_rows(chosen, part) for part, name in enumerate(SPLIT_NAMES)}, schema
 
 
 def _sequence_rows(
-    chosen: EncodedInteractions,
-    vocabularies: Mapping[str, Vocabulary],
-    options: SequenceOptions,
-    note: NoteCallback,
+    chosen: EncodedInteractions, sizes: Mapping[str, int], options: SequenceOptions, note: NoteCallback
 ) -> tuple[dict[str, Rows], Schema]:
+    """Returns the rows of each split and the schema, given the size of each table."""
     users, parts = chosen.ids[USER], chosen.parts
     windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
     windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
     for sentence in (*_notes_on_users(users, parts), *_notes_on_histories(windows, len(users))):
         note(sentence)
     mean = windows["train"].num_entries / max(1, len(windows["train"]))
-    features = [
-        CategoricalFeature(name, FIRST_ID + entry.num_ids, *(() if name == USER else (True, mean)))
-        for name, entry in vocabularies.items()
-    ]
+    lists = {name: CategoricalFeature(name, size, True, mean) for name, size in sizes.items()}
+    features = tuple((lists | {USER: CategoricalFeature(USER, sizes[USER])}).values())
     dense = tuple(chosen.dense)
-    schema = Schema(None, (), tuple(features), dense_sequences=dense, missing_dense=chosen.has_missing)
-    return {name: SequenceRows(chosen, rows) for name, rows in windows.items()}, schema
+    schema = Schema(None, (), features, dense_sequences=dense, missing_dense=chosen.has_missing)
+    return {name: sequence_rows(chosen, rows) for name, rows in windows.items()}, schema
 
 
 def _notes_on_users(users: NDArray[np.int32], parts: NDArray[np.uint8]) -> Iterator[str]:

@@ -9,10 +9,10 @@ Row groups of long histories have fewer rows (:func:`distembed.data.prepare.writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,25 +38,28 @@ from distembed.data.prepare.write_parquet import (
 _VOCABULARY = pa.schema([("id", pa.int64()), ("key", pa.string()), ("count", pa.int64())])
 
 
-def write_text_vocabulary(database: Database, folder: Path, name: str, number: int) -> Vocabulary:
-    """Gives ids to the values of a column that occur, in a table ``ids0``, ``ids1`` ..., and writes them down.
+def write_text_vocabularies(database: Database, folder: Path, names: Sequence[str]) -> dict[str, Vocabulary]:
+    """Gives ids to the values that occur, in tables ``ids0``, ``ids1`` ..., and writes them down.
 
     Args:
         database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
-        folder: Dataset folder, which has a folder ``vocabulary``.
-        name: Name of the column in the dataset.
-        number: Number of the column in the database.
+        folder: Dataset folder.
+        names: Names of the columns ``k0``, ``k1`` ... in the dataset.
     """
-    database.run(
-        f"create table ids{number} as select row_number() over (order by count(*) desc, key) + {FIRST_ID - 1} as id, "
-        f"code, key, count(*) as count from rows join keys{number} on k{number} = code group by code, key"
-    )
-    batches = database.batches(f"select id, key, count from ids{number} order by id")
-    table = pa.Table.from_batches(batches, _VOCABULARY)
-    file = f"vocabulary/{name}.parquet"
-    pq.write_table(table, folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
-    (num_missing,) = database.row(f"select count(*) from rows where k{number} = 0")
-    return Vocabulary(file, len(table), 0, 0, num_missing)
+    (folder / "vocabulary").mkdir()
+    vocabularies = {}
+    for n, name in enumerate(names):
+        database.run(
+            f"create table ids{n} as select row_number() over (order by count(*) desc, key) + {FIRST_ID - 1} as id, "
+            f"code, key, count(*) as count from rows join keys{n} on k{n} = code group by code, key"
+        )
+        batches = database.batches(f"select id, key, count from ids{n} order by id")
+        table = pa.Table.from_batches(batches, _VOCABULARY)
+        file = f"vocabulary/{name}.parquet"
+        pq.write_table(table, folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
+        (num_missing,) = database.row(f"select count(*) from rows where k{n} = 0")
+        vocabularies[name] = Vocabulary(file, len(table), 0, 0, num_missing)
+    return vocabularies
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,98 +102,47 @@ def encoded_interactions(database: Database, columns: InteractionColumns, order:
     )
 
 
-class Rows(Protocol):
-    """The rows of a split, which can be had as tables.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a split.
 
     Attributes:
         num_rows: Number of rows.
         group_rows: Rows of a row group.
-        schema: The columns.
+        table: Function that returns the rows ``[start, stop)``.
     """
 
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def group_rows(self) -> int: ...
-
-    @property
-    def schema(self) -> pa.Schema: ...
-
-    def table(self, start: int, stop: int) -> pa.Table:
-        """Returns the rows ``[start, stop)``."""
+    num_rows: int
+    group_rows: int
+    table: Callable[[int, int], pa.Table]
 
 
-@dataclass(frozen=True, eq=False)
-class RatingRows:
-    """A row for each of some interactions.
+def rating_rows(chosen: EncodedInteractions, part: int) -> Rows:
+    """Returns a row for each interaction of a split."""
+    columns = {RATING: chosen.ratings, **chosen.dense, **chosen.ids}
+    places = np.flatnonzero(chosen.parts == part)
 
-    Attributes:
-        columns: What is known of every interaction.
-        rows: Numbers of those that are taken, in order.
-    """
+    def table(start: int, stop: int) -> pa.Table:
+        return pa.table({name: _array(values[places[start:stop]]) for name, values in columns.items()})
 
-    columns: EncodedInteractions
-    rows: NDArray[np.int64]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    @property
-    def group_rows(self) -> int:
-        return ROW_GROUP_ROWS
-
-    @property
-    def schema(self) -> pa.Schema:
-        dense = [(name, pa.float32()) for name in self.columns.dense]
-        return pa.schema([(RATING, pa.float32()), *dense, *((name, pa.int32()) for name in self.columns.ids)])
-
-    def table(self, start: int, stop: int) -> pa.Table:
-        rows = self.rows[start:stop]
-        dense = [_numbers(values[rows]) for values in self.columns.dense.values()]
-        ids = [pa.array(values[rows]) for values in self.columns.ids.values()]
-        return pa.table([pa.array(self.columns.ratings[rows]), *dense, *ids], schema=self.schema)
+    return Rows(len(places), ROW_GROUP_ROWS, table)
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceRows:
-    """A row for each of some windows: the user, and lists of equal length of everything else.
+def sequence_rows(chosen: EncodedInteractions, windows: Windows) -> Rows:
+    """Returns a row for each window: the user, and lists of equal length of everything else."""
+    columns = {name: values for name, values in {**chosen.ids, **chosen.dense}.items() if name != USER}
 
-    Attributes:
-        columns: What is known of every interaction, in sorted order.
-        windows: The rows.
-    """
-
-    columns: EncodedInteractions
-    windows: Windows
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.windows)
-
-    @property
-    def group_rows(self) -> int:
-        return rows_per_group(self.windows.num_entries / max(1, len(self.windows)))
-
-    @property
-    def schema(self) -> pa.Schema:
-        lists = [(name, pa.list_(pa.int32())) for name in self.columns.ids if name != USER]
-        lists += [(name, pa.list_(pa.float32())) for name in self.columns.dense]
-        return pa.schema([(USER, pa.int32()), *lists])
-
-    def table(self, start: int, stop: int) -> pa.Table:
-        places, offsets = entries(self.windows, start, stop)
+    def table(start: int, stop: int) -> pa.Table:
+        places, offsets = entries(windows, start, stop)
         begins = pa.array(offsets.astype(np.int32))
-        users = pa.array(self.columns.ids[USER][self.windows.starts[start:stop]])
-        values = [pa.array(ids[places]) for name, ids in self.columns.ids.items() if name != USER]
-        values += [_numbers(numbers[places]) for numbers in self.columns.dense.values()]
-        lists = [pa.ListArray.from_arrays(begins, one) for one in values]
-        return pa.table([users, *lists], schema=self.schema)
+        lists = {name: pa.ListArray.from_arrays(begins, _array(values[places])) for name, values in columns.items()}
+        return pa.table({USER: pa.array(chosen.ids[USER][windows.starts[start:stop]]), **lists})
+
+    return Rows(len(windows), rows_per_group(windows.num_entries / max(1, len(windows))), table)
 
 
-def _numbers(values: NDArray[np.float32]) -> pa.Array:
-    """Returns numbers, null where they are NaN."""
+def _array(values: NDArray[Any]) -> pa.Array:
+    """Returns ids or numbers, null where a number is NaN."""
     return pa.array(values, from_pandas=True)
 
 
@@ -211,12 +163,12 @@ def write_splits(
         (folder / name).mkdir()
         written[name] = []
         for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
-            written[name].append(write_file(folder, plan, rows.schema, label, _groups(plan, rows)))
+            written[name].append(write_file(folder, plan, rows.table(0, 0).schema, label, _groups(plan, rows)))
             done += plan.stop - plan.start
             report(ProgressUpdate("write", done, total, done))
     return written
 
 
-def _groups(plan: FilePlan, rows: Rows) -> Iterator[Any]:
+def _groups(plan: FilePlan, rows: Rows) -> Iterator[pa.Table]:
     for start in range(plan.start, plan.stop, rows.group_rows):
         yield rows.table(start, min(start + rows.group_rows, plan.stop))
