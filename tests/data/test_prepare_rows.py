@@ -241,21 +241,6 @@ def test_a_split_by_time_needs_times(tmp_path: Path) -> None:
         prepare_rows(PythonRows(layout, [[{"price": 1.0}] * 9]), tmp_path / "out", PrepareOptions("time:0.5,0,0.5"))
 
 
-@pytest.mark.parametrize(("kind", "words", "base"), [("integer", "0,-1,20", 10), ("hexadecimal", "a,B,ffffffff", 16)])
-def test_a_column_of_numbers_says_the_split(tmp_path: Path, kind: Any, words: str, base: int) -> None:
-    layout = BlockLayout((NumberColumn("x", "dense", FLOAT32),), (KeyColumn("part", "split", kind),), ())
-    values = [int(word, base) for word in words.split(",")]
-    rows: list[Row] = [{"x": float(place), "part": values[place % 3]} for place in range(30)]
-    source = PythonRows(layout, [rows])
-    manifest = prepare_rows(source, tmp_path / "out", PrepareOptions(f"column:part={words}"))
-    assert manifest.schema.columns == ("x",)
-    for place, name in enumerate(SPLIT_NAMES):
-        assert [row["x"] for row in read_split(tmp_path / "out", name)] == list(range(place, 30, 3))
-    for wrong in ("train,test", f"1,{2**80}"):
-        with pytest.raises(UserError, match=f"the column 'part' has {kind} values: name the values"):
-            prepare_rows(source, tmp_path / "wrong", PrepareOptions(f"column:part={wrong}"))
-
-
 @pytest.mark.parametrize("keeps", [(True, True), (True, False), (False, False)])
 def test_missing_numbers(tmp_path: Path, keeps: tuple[bool, bool]) -> None:
     """They are null where they are kept; of the other columns they are 0, which is the mean once standardised."""

@@ -50,7 +50,6 @@ from distembed.data.prepare.row_splits import (
     RowSplits,
     SplitColumn,
     count_rows,
-    require_split_columns,
     row_rule,
     split_times,
     time_column,
@@ -112,7 +111,7 @@ def _prepare(
     note: NoteCallback,
 ) -> Manifest:
     """Prepares as one process of several."""
-    require_split_columns(source.layout, SplitRule.parse(options.split))
+    row_rule(SplitRule.parse(options.split), source.layout, [0], ())  # refuses a rule whose columns rows do not have
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:
         base.require_fits(source.layout)

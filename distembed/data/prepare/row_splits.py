@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.prepare.blocks import BlockLayout, IdColumn, KeyColumn
+from distembed.data.prepare.blocks import BlockLayout, IdColumn
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.split import SPLIT_NAMES, TRAIN, SplitRule
 from distembed.data.prepare.spool import SpooledBlock
@@ -193,16 +193,16 @@ def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType
 
 @dataclass(frozen=True)
 class SplitColumn:
-    """The column whose values say which split a row is in.
+    """The column of texts whose values say which split a row is in.
 
     Attributes:
         place: Number of the column among those of keys.
-        column: The column.
+        name: Name of the column.
         values: Value of each split.
     """
 
     place: int
-    column: KeyColumn
+    name: str
     values: tuple[str, ...]
 
     @classmethod
@@ -216,28 +216,14 @@ class SplitColumn:
             return None
         for place, column in enumerate(layout.ids):
             if column.role == "split" and column.name == rule.column:
-                return cls(place, column, rule.values)
+                return cls(place, column.name, rule.values)
         raise UserError(
             f"the split (--split) is by the column {rule.column!r}, which the rows do not have: name another"
         )
 
     def keys(self) -> tuple[int, ...]:
-        """Returns the key of each split.
-
-        Raises:
-            UserError: A value cannot be one of the column.
-        """
-        if self.column.kind == "string":
-            return tuple(text_keys(pa.array(self.values, pa.string())).tolist())
-        try:
-            numbers = [int(value, 16 if self.column.kind == "hexadecimal" else 10) for value in self.values]
-            return tuple(np.array(numbers, self.column.key_dtype).tolist())
-        except (ValueError, OverflowError):
-            raise UserError(
-                f"the values of the splits (--split) are {', '.join(self.values)}, and the column "
-                f"{self.column.name!r} has {self.column.kind} values: name the values of each split, such as "
-                f"'column:{self.column.name}=0,1,2'"
-            ) from None
+        """Returns the key of each split."""
+        return tuple(text_keys(pa.array(self.values, pa.string())).tolist())
 
     def require_known(self, ids: IdColumn, place: str) -> None:
         """Makes sure that all values of a block are those of splits.
@@ -249,37 +235,16 @@ class SplitColumn:
         Raises:
             UserError: A value is missing or is none of them.
         """
-        known = np.isin(ids.keys, np.array(self.keys(), ids.keys.dtype))
-        known[0] = False
-        unknown = np.flatnonzero(~known[ids.codes])
-        if not len(unknown):
-            return
-        code = int(ids.codes[unknown[0]])
-        raise UserError(
-            f"{place}: the column {self.column.name!r} has {self._text(ids, code)} in some row: it must be one of "
-            f"{', '.join(self.values)}, which say the row's split (--split column:{self.column.name}=...)"
-        )
-
-    def _text(self, ids: IdColumn, code: int) -> str:
-        """Returns the value of a code in words."""
-        if not code:
-            return "no value"
-        if ids.texts is not None:
-            return repr(ids.texts[code].as_py())
-        return f"{ids.keys[code]:x}" if self.column.kind == "hexadecimal" else str(ids.keys[code])
-
-
-def require_split_columns(layout: BlockLayout, rule: SplitRule) -> None:
-    """Makes sure, before anything is read, that rows have what their splits depend on.
-
-    Raises:
-        UserError: They have no time or no such column, or its values cannot be those of the rule.
-    """
-    if rule.needs_time:
-        time_column(layout, rule)
-    by_column = SplitColumn.of(layout, rule)
-    if by_column is not None:
-        by_column.keys()
+        assert ids.texts is not None, "the values of a splits' column are texts"
+        found = [None, *ids.texts.to_pylist()[1:]]
+        unknown = {code for code, value in enumerate(found) if value not in self.values}
+        first = next((code for code in np.unique(ids.codes).tolist() if code in unknown), None)
+        if first is not None:
+            value = repr(found[first]) if first else "no value"
+            raise UserError(
+                f"{place}: the column {self.name!r} has {value} in some row: it must be one of "
+                f"{', '.join(self.values)}, which say the row's split (--split column:{self.name}=...)"
+            )
 
 
 def row_rule(rule: SplitRule, layout: BlockLayout, source_rows: Sequence[int], times: Sequence[int]) -> RowRule:
@@ -289,7 +254,7 @@ def row_rule(rule: SplitRule, layout: BlockLayout, source_rows: Sequence[int], t
         rule: How rows are divided.
         layout: The columns of the blocks.
         source_rows: Number of well-formed rows of each input, in order.
-        times: What :func:`split_times` returned, of a rule by time.
+        times: The result of :func:`split_times`, of a rule by time.
     """
     if rule.needs_time:
         return ByTime(time_column(layout, rule), tuple(times))
