@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,14 +45,15 @@ def create_manifest(
 
 
 def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
-    files, sums = [], dict.fromkeys((schema.label, schema.weight), 0.0)
+    files: list[DataFile] = []
+    sums: Counter[str] = Counter()
     for path in paths:
         relative = _relative(folder, path)
         file = folder / relative
         if not file.is_file():
             raise UserError(f"{file} does not exist")
         num_rows, file_sums = _count_rows(file, schema)
-        sums = {name: total + file_sums.get(name, 0.0) for name, total in sums.items()}
+        sums.update(file_sums)
         files.append(DataFile(relative, num_rows, file.stat().st_size))
     num_rows = sum(file.num_rows for file in files)
     # a label may be NaN or infinite, which the reader refuses and JSON does not hold
@@ -76,7 +79,7 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
     raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
 
 
-def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str | None, float]]:
+def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str, Any]]:
     """Returns the number of rows of a file, and by column the sums of their labels and weights, where they have any.
 
     Raises:

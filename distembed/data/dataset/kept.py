@@ -46,8 +46,10 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
         RunError: The files cannot be written.
     """
     folder, kept = run / KEPT_FOLDER, manifest.without_rows()
-    if _is_kept(folder, kept):
-        return
+    with suppress(UserError):
+        found = Manifest.load(folder)
+        if not found.is_without_rows or found == kept:  # a dataset with rows is left as it is
+            return
     with full_disk_explained(lambda error: f"{folder} could not be written ({error}); {free_space(run)} are left"):
         folder.mkdir(exist_ok=True)
         files = kept.other_files
@@ -62,14 +64,6 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
         kept.write(folder)
 
 
-def _is_kept(folder: Path, kept: Manifest) -> bool:
-    """Returns whether the folder holds this manifest already, or is a dataset with rows, which is left as it is."""
-    with suppress(UserError):
-        found = Manifest.load(folder)
-        return not found.is_without_rows or found == kept
-    return False
-
-
 def _place(source: Path, target: Path, links: bool) -> None:
     """Puts a vocabulary into a run's folder: as a link to where it lies, as a hard link, or as a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +74,5 @@ def _place(source: Path, target: Path, links: bool) -> None:
         return
     try:
         os.link(os.path.realpath(source), target)
-    except FileNotFoundError:
-        raise
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, target)

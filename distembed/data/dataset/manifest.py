@@ -182,10 +182,17 @@ class Manifest:
             UserError: A file cannot be read.
             RunError: The manifest cannot be written.
         """
-        folder = Path(dataset_dir)
-        with_checksums = self._with_checksums(folder, pieces or {}) if self.has_checksums else self
-        with_checksums.write(folder)
-        return with_checksums
+        folder, pieces, saved = Path(dataset_dir), pieces or {}, self
+        if self.has_checksums:
+            try:
+                if files := [file.path for file in self._split_files]:
+                    write_pieces(folder, [pieces[f] if f in pieces else file_pieces(folder / f) for f in files])
+                checksums = {file: FileChecksum.of(folder / file) for file in self.other_files}
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
+            saved = dataclasses.replace(self, checksums=checksums)
+        saved.write(folder)
+        return saved
 
     def write(self, folder: Path) -> None:
         """Writes ``manifest.json`` with the checksums that it has, whole or not at all.
@@ -194,17 +201,6 @@ class Manifest:
             RunError: The manifest cannot be written.
         """
         write_text(folder / MANIFEST_NAME, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def _with_checksums(self, folder: Path, pieces: Mapping[str, Pieces]) -> Manifest:
-        try:
-            if self._split_files:
-                known = (pieces.get(file.path) for file in self._split_files)
-                paths = (folder / file.path for file in self._split_files)
-                write_pieces(folder, [file_pieces(p) if k is None else k for p, k in zip(paths, known, strict=True)])
-            checksums = {file: FileChecksum.of(folder / file) for file in self.other_files}
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
-        return dataclasses.replace(self, checksums=checksums)
 
     @property
     def has_checksums(self) -> bool:
@@ -245,19 +241,15 @@ class Manifest:
         """
         folder = dataset_folder(dataset_dir)
         mirror = mirror_of(folder)
-        if mirror is not None:
-            mirror.fetch(file)
-        problem = self._problem(folder, file)
-        if problem is not None and mirror is not None:
-            mirror.fetch(file, again=True)
-            problem = self._problem(folder, file)
-        if problem is not None:
-            raise UserError(f"{problem}; {REMEDY}.")
-        return folder / file
-
-    def _problem(self, folder: Path, file: str) -> str | None:
-        """Returns what is wrong with a file that belongs to no split; None where nothing is, or is known."""
-        return self.checksums[file].problem(folder / file) if self.has_checksums else None
+        for again in (False, True):
+            if mirror is not None:
+                mirror.fetch(file, again)
+            problem = self.checksums[file].problem(folder / file) if self.has_checksums else None
+            if problem is None:
+                return folder / file
+            if mirror is None:
+                break
+        raise UserError(f"{problem}; {REMEDY}.")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as plain JSON values, in a fixed order."""

@@ -79,11 +79,10 @@ class Batch(Pipelineable):
         arrays: dict[str, np.ndarray] = {}
         for name, values in self.fields.items():
             if isinstance(values, KeyedJaggedTensor):
-                keys = {"names": f"{name}_names", "values": name, "lengths": f"{name}_lengths"}
-                if name == SPARSE_FEATURES:
-                    keys = {"names": "feature_names", "values": "ids", "lengths": "lengths"}
-                arrays[keys["names"]] = np.array(values.keys())
-                arrays |= {keys["values"]: values.values().numpy(), keys["lengths"]: values.lengths().numpy()}
+                is_ids = name == SPARSE_FEATURES
+                arrays["feature_names" if is_ids else f"{name}_names"] = np.array(values.keys())
+                arrays["ids" if is_ids else name] = values.values().numpy()
+                arrays["lengths" if is_ids else f"{name}_lengths"] = values.lengths().numpy()
             else:
                 arrays[name] = values.numpy()
         np.savez(path, **arrays)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ later. Where the schema says that numbers may be missing, null and NaN alike are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,19 +27,21 @@ _MISSING_REMEDY = (
 )
 
 
+@dataclass(frozen=True)
 class GroupRows:
     """Rows of one row group.
 
-    Args:
+    Attributes:
         group: The row group, for errors.
         schema: Columns of the rows.
         start: Number of the first of the rows in the row group, for errors.
         table: The rows.
     """
 
-    def __init__(self, group: RowGroup, schema: Schema, start: int, table: pa.Table) -> None:
-        self._group, self._schema, self._start = group, schema, start
-        self._table = table
+    group: RowGroup
+    schema: Schema
+    start: int
+    table: pa.Table
 
     def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
         """Returns the ids of a single-valued feature.
@@ -62,7 +65,7 @@ class GroupRows:
         Raises:
             UserError: A value is infinite, is missing where it must not be, or is no label or weight.
         """
-        schema = self._schema
+        schema = self.schema
         values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
         if name == schema.weight:
             self._refuse(name, values, values < 0, "a weight is 0 or more")
@@ -78,13 +81,13 @@ class GroupRows:
             UserError: A value is as :meth:`ids` and :meth:`numbers` refuse it, or a list of numbers has another length
                 than the row's other lists.
         """
-        columns = {feature.name: self._id_lists(feature) for feature in self._schema.categorical if feature.multi_hot}
-        for name in self._schema.dense_sequences:
+        columns = {feature.name: self._id_lists(feature) for feature in self.schema.categorical if feature.multi_hot}
+        for name in self.schema.dense_sequences:
             column = self._column(name)
             lengths = _list_lengths(column)
-            numbers = self._finite(column.flatten(), name, self._schema.missing_dense, lengths)
+            numbers = self._finite(column.flatten(), name, self.schema.missing_dense, lengths)
             columns[name] = Jagged.from_lengths(numbers, lengths)
-        for name in self._schema.dense_sequences:
+        for name in self.schema.dense_sequences:
             self._check_aligned(name, columns)
         return columns
 
@@ -101,7 +104,7 @@ class GroupRows:
         self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
     ) -> NDArray[np.float32]:
         """Returns numbers, NaN for those that are missing; ``lengths`` says how many each row has, if not one."""
-        remedy = _LABEL_REMEDY if name == self._schema.label else _MISSING_REMEDY
+        remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
         if column.null_count and not may_miss:
             raise UserError(f"{self._where(name)}: {column.null_count} values are null; {remedy}")
         if pa.types.is_boolean(column.type):
@@ -127,7 +130,7 @@ class GroupRows:
         place = int(np.argmax(wrong))
         row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
         suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
-        raise UserError(f"{self._where(name)}: row {self._start + row} is {values[place]}; {law}{suffix}")
+        raise UserError(f"{self._where(name)}: row {self.start + row} is {values[place]}; {law}{suffix}")
 
     def _check_aligned(self, name: str, columns: Mapping[str, Jagged]) -> None:
         """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""
@@ -137,7 +140,7 @@ class GroupRows:
             if wrong.any():
                 row = int(np.argmax(wrong))
                 raise UserError(
-                    f"{self._where(name)}: row {self._start + row} has {lengths[row]} numbers, and {other!r} has "
+                    f"{self._where(name)}: row {self.start + row} has {lengths[row]} numbers, and {other!r} has "
                     f"{column.lengths[row]} values there; dense_sequences have one number for each id of the list "
                     "columns"
                 )
@@ -153,11 +156,11 @@ class GroupRows:
                 )
 
     def _column(self, name: str) -> pa.Array:
-        column = self._table.column(name)
+        column = self.table.column(name)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def _where(self, column: str) -> str:
-        return f"{self._group}, column {column!r}"
+        return f"{self.group}, column {column!r}"
 
 
 def _list_lengths(column: pa.Array) -> NDArray[np.int64]:
