@@ -99,8 +99,5 @@ class DataConfig:
             UserError: There is no dataset at the URL.
             RunError: The URL's server does not answer.
         """
-        return (
-            str(dataset_folder(dataset, CacheSettings(self.cache_dir, self.cache_bytes)))
-            if is_url(dataset)
-            else dataset
-        )
+        cache = CacheSettings(self.cache_dir, self.cache_bytes)
+        return str(dataset_folder(dataset, cache)) if is_url(dataset) else dataset

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
-from distembed.data.prepare.inputs import real_path
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space, whole_file, write_text
+from distembed.outputs import require_file
 
 KAGGLE_ROWS = 45_840_617
 CHUNK_ROWS = 32_768
@@ -131,7 +131,10 @@ def synthesize_criteo(
         raise UserError(f"seed (--seed) is {seed}: it must be in 0 to {2**64 - 1}")
     path = Path(output)
     summary_path = path.with_name(path.name + ".json")
-    _require_free_names(path, summary_path, overwrite)
+    for file in (path, summary_path):
+        require_file("OUTPUT", file, overwrite)
+    if not path.parent.is_dir():
+        raise UserError(f"the folder {path.parent} does not exist; make it first")
     is_packed = path.suffix == ".gz"
     row_bytes = _LEAST_ROW_BYTES_GZIP if is_packed else _LEAST_ROW_BYTES
     remedy = (
@@ -145,11 +148,11 @@ def synthesize_criteo(
     ):
         with (
             open(part, "wb") as raw,
-            gzip.GzipFile("", "wb", 1, raw, mtime=0) if is_packed else nullcontext(raw) as file,
+            gzip.GzipFile("", "wb", 1, raw, mtime=0) if is_packed else nullcontext(raw) as packed,
         ):
             for start in range(0, num_rows, CHUNK_ROWS):
                 rows = source.draw(start, min(start + CHUNK_ROWS, num_rows))
-                file.write(_text(rows))
+                packed.write(_text(rows))
                 positives += int(rows.labels.sum())
                 quality.add(rows.probabilities, rows.times)
                 if progress is not None:
@@ -171,24 +174,6 @@ def synthesize_criteo(
         # before the file itself, so that no file lacks its summary
         write_text(summary_path, json.dumps({**asdict(summary), "path": path.name}, indent=1) + "\n")
     return summary
-
-
-def _require_free_names(path: Path, summary_path: Path, overwrite: bool) -> None:
-    """Makes sure that nothing is lost by writing the file and its summary."""
-    real_path(path)
-    if not path.parent.is_dir():
-        raise UserError(f"the folder {path.parent} does not exist; make it first")
-    for file in (path, summary_path):
-        try:
-            os.lstat(file)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise UserError(f"{file} cannot be made: {error.strerror}; name another output") from error
-        if not os.path.isfile(file):
-            raise UserError(f"{file} is no file, so it is not replaced: name another output")
-        if not overwrite:
-            raise UserError(f"{file} exists already: name another output, remove it, or replace it with --overwrite")
 
 
 @dataclass(frozen=True)
