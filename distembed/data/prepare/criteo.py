@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import InputFiles, natural_key
+from distembed.data.prepare.inputs import InputFiles, natural_order
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
@@ -29,7 +29,7 @@ _FILES = InputFiles(
     can_be_named="files, folders, patterns, URLs or pipes of tab-separated rows",
     is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
     none_in_folder=".tsv, .txt, .gz or .zst file; name the files themselves to read others",
-    order=natural_key,
+    order=natural_order,
 )
 
 
@@ -65,8 +65,7 @@ class CriteoOptions:
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                option = f"--{name.replace('_', '-')}"
-                raise UserError(f"{name} ({option}) is {value}: it must be in {least} to {most}")
+                raise UserError(f"{name} (--{name.replace('_', '-')}) is {value}; give {least} to {most}")
         self.prepare_options()
         one_of("missing (--missing)", self.missing, ("zero", "keep"))
         if SplitRule.parse(self.split).kind in ("time", "column"):
@@ -120,9 +119,7 @@ def prepare_criteo(
         limits: Memory and threads to use; 2 GiB and every processor unless given.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
-        note: Function that is told in a sentence what should be known of the input: a header that was left out, files
-            of a folder that were not read, rows that are all alike. What the manifest tells is said by
-            :func:`~distembed.data.prepare.notes.dataset_warnings`.
+        note: Function that is told in a sentence what should be known of the input, such as a header.
 
     Returns:
         The manifest that was written.

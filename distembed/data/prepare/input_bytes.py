@@ -106,7 +106,7 @@ class InputBytes:
             UserError: It cannot be read, is cut short, or is damaged.
         """
         try:
-            with closing(open_place(self._place)) as file:
+            with closing(_open(self._place)) as file:
                 if self._start:
                     file.seek(self._start)
                 packed = _Packed(lambda: self._read(file))
@@ -126,6 +126,10 @@ class InputBytes:
         self._hash.update(piece)
         self.bytes_read += len(piece)
         return piece
+
+
+def _open(place: str) -> IO[bytes]:
+    return open_remote(place) if is_url(place) else open_input(Path(place))
 
 
 class _Packed:
@@ -156,18 +160,9 @@ _UNPACKERS: dict[str | None, Callable[[Any], Any]] = {
 }
 
 
-def open_place(place: str) -> IO[bytes]:
-    """Opens a file, a pipe or a URL for reading bytes.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return open_remote(place) if is_url(place) else open_input(Path(place))
-
-
 def sha256_of(place: str) -> str:
     """Returns the SHA-256 of an input, for which it is read once more."""
-    with open_place(place) as file:
+    with _open(place) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
@@ -179,27 +174,16 @@ def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iter
         start: First byte of the range.
         stop: Byte after the last one; None for the end of the input.
     """
-    place = max(0, start - 1)
-    is_skipping = start > 0
+    place, is_skipping = max(0, start - 1), start > 0
     for piece in pieces:
-        if is_skipping:
-            end = piece.find(b"\n") + 1
-            if not end:
-                place += len(piece)
-                continue
-            is_skipping, place, piece = False, place + end, piece[end:]
-        if stop is None:
-            yield piece
-            continue
-        if place >= stop:  # the lines of this range ended with the last byte before
+        begin = piece.find(b"\n") + 1 if is_skipping else 0
+        # the range ends with the first newline at byte stop - 1 or later
+        end = 0 if stop is None else piece.find(b"\n", max(0, stop - 1 - place)) + 1
+        if begin or not is_skipping:
+            is_skipping = False
+            yield piece[begin : end or None]
+        if end:
             return
-        if place + len(piece) >= stop:
-            end = piece.find(b"\n", stop - 1 - place) + 1
-            if end:
-                yield piece[:end]
-                return
-            stop = place + len(piece) + 1  # the last line goes on
-        yield piece
         place += len(piece)
 
 

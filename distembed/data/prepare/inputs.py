@@ -88,24 +88,14 @@ class InputFiles:
         return mode
 
 
-def natural_key(path: Path) -> list[tuple[int, int, str]]:
-    """Returns a key that sorts numbers within names by their value: ``day_2`` before ``day_10``."""
-    parts = re.split(r"(\d+)", path.name)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-
-
-def natural_order(place: str) -> list[list[tuple[int, int, str]]]:
-    """Returns a key that sorts paths and URLs so, folder by folder."""
-    return [natural_key(Path(name)) for name in place.split("/")]
+def natural_order(place: str | Path) -> list[list[tuple[int, int, str]]]:
+    """Returns a key that sorts paths and URLs, folder by folder, with ``day_2`` before ``day_10``."""
+    names = [re.split(r"(\d+)", name) for name in str(place).split("/")]
+    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] for parts in names]
 
 
 def note_order_of_letters(files: Sequence[Path], note: NoteCallback) -> None:
-    """Notes that files are in the order in which a shell lists them, ``day_10`` before ``day_2``.
-
-    Args:
-        files: The files in the order in which they are read, which is taken for that of time.
-        note: Function that is told.
-    """
+    """Notes that files, which are to be in the order of time, are in that of a shell: ``day_10`` before ``day_2``."""
     places = [str(file) for file in files]
     by_number = sorted(places, key=natural_order)
     if places != sorted(places) or places == by_number:

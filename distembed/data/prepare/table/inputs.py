@@ -15,7 +15,6 @@ from distembed.data.prepare.inputs import (
     InputFiles,
     input_names,
     is_pipe,
-    natural_key,
     natural_order,
     note_order_of_letters,
     open_input,
@@ -186,5 +185,5 @@ _FILES = InputFiles(
     is_readable=_is_table,
     none_in_folder=f"file that ends in {', '.join(_FORMATS)}, perhaps with {' or '.join(_COMPRESSIONS)}; name files "
     "that do not",
-    order=natural_key,
+    order=natural_order,
 )

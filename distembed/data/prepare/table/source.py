@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping, Sequence
 
 import pyarrow as pa
 
-from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import OpenPart, ParsedBlock, Part
 from distembed.data.prepare.input_bytes import sha256_of
 from distembed.data.prepare.table.criteo_rows import WANTED, criteo_layout, parse_regular, strict_rows
@@ -118,11 +117,7 @@ class TableSource:
                 self._layouts[number] = self._layout(table, first)
 
     def _layout(self, table: TableInput, first: bytes) -> TextLayout:
-        """Returns how a text input is read, given its first bytes.
-
-        Raises:
-            UserError: It is another kind of file.
-        """
+        """Returns how a text input is read, given its first bytes."""
         layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
         if self._is_criteo and layout.dialect is not None:
             layout = criteo_layout(layout, table.place, first)
@@ -130,21 +125,13 @@ class TableSource:
         return layout
 
     def _learn(self, table: TableInput, first: bytes) -> TextLayout:
-        """Returns how a pipe is read, given its first bytes.
-
-        Raises:
-            UserError: It is another kind of file, or lacks a column.
-        """
+        """Returns how a pipe is read, given its first bytes."""
         layout = self._layout(table, first)
         self._require_columns(table.place, layout)
         return layout
 
     def _require_columns(self, place: str, layout: TextLayout) -> None:
-        """Makes sure that a text input has the columns; of JSON lines, that some input has them.
-
-        Raises:
-            UserError: It has not, or one of its columns would have to have lists.
-        """
+        """Makes sure that a text input has the columns, none of them lists; of JSON lines, that some input has them."""
         is_json = layout.dialect is None
         names = tuple(self._known) if is_json else layout.columns
         types = pa.schema([(name, pa.string()) for name in names])
@@ -217,23 +204,20 @@ def _hints(schema: TableSchema) -> dict[str, str]:
 
 
 def _require_criteo(schema: TableSchema) -> None:
-    """Makes sure that a schema's rows are those that Criteo's parser reads, and become what it makes of them.
+    """Makes sure that a schema's rows are Criteo's, and become what the shipped schema makes of them.
 
     Raises:
         UserError: They are others.
     """
-    shipped = load_schema(CRITEO)
-    same = (
-        (schema.label, schema.weight, schema.time, schema.text) == (shipped.label, None, None, shipped.text)
-        and schema.split_column is None
-        and tuple(schema.dense) == CRITEO_DENSE
-        and all(each.transform == "log" and each.column is None for each in schema.dense.values())
-        and tuple(schema.categorical) == CRITEO_CATEGORICAL
-        and all(each.kind == "hexadecimal" and each.column is None for each in schema.categorical.values())
-        and not any(each.holds_lists for each in schema.categorical.values())
-    )
-    if not same:
+    if _columns(schema) != _columns(load_schema(CRITEO)):
         raise UserError(
             "the schema's parser is 'criteo', which reads Criteo's columns as the shipped schema has them alone; give "
             "`parser: table`"
         )
+
+
+def _columns(schema: TableSchema) -> tuple[object, ...]:
+    """Returns what becomes of the columns of a schema, ids and missing numbers left aside."""
+    dense = [(name, each.column, each.transform) for name, each in schema.dense.items()]
+    ids = [(name, each.column, each.kind, each.holds_lists, each.cross) for name, each in schema.categorical.items()]
+    return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids
