@@ -13,7 +13,7 @@ PREPARE = """
 import resource, sys
 from distembed.data.prepare import ResourceLimits, prepare_criteo
 
-prepare_criteo([sys.argv[1]], sys.argv[2], limits=ResourceLimits(224 << 20, threads=2))
+prepare_criteo([sys.argv[1]], sys.argv[2], limits=ResourceLimits(288 << 20, threads=2))
 assert "torch" not in sys.modules  # preparing starts without it
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

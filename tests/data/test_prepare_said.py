@@ -130,7 +130,7 @@ def test_ordinary_rows_are_not_warned_of(criteo_sample: Path, tmp_path: Path) ->
     [
         ("--hash-size", 2**62 + 1, "2 to 4611686018427387904"),
         ("--hash-size", 1, "2 to 4611686018427387904"),
-        ("--memory-limit", "1KB", "224MiB or more"),
+        ("--memory-limit", "1KB", "288MiB or more"),
         ("--min-count", 10**30, "1 to 9223372036854775807"),
         ("--hash-seed", 2**64, "0 to 18446744073709551615"),
         ("--split", "1e999999999,1,1", "three shares that add up to 1"),

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from distembed.errors import RunError
 
-_LEAST_BYTES = 64 << 20
+_LEAST_BYTES, _MOST_BYTES = 64 << 20, 1 << 60
 BATCH_ROWS = 131_072
 
 
@@ -43,7 +43,7 @@ class Database:
     """
 
     def __init__(self, folder: Path, memory_bytes: int, threads: int = 1) -> None:
-        self.memory_bytes = max(_LEAST_BYTES, memory_bytes)
+        self.memory_bytes = min(max(_LEAST_BYTES, memory_bytes), _MOST_BYTES)
         self._connection = duckdb.connect(
             config={
                 "memory_limit": f"{self.memory_bytes >> 20}MiB",

@@ -9,10 +9,9 @@ from distembed.cores import usable_cores
 from distembed.errors import UserError
 from distembed.units import format_bytes
 
-INTERPRETER_BYTES = 160 << 20
-"""What a process takes before it works, Python, numpy and PyArrow (measured, 80 to 110 MB), and what is kept of freed
-memory."""
-LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (64 << 20)
+INTERPRETER_BYTES = 200 << 20
+"""Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""
+LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (88 << 20)
 """The least that a process can work in, everything included."""
 MOST_THREADS = 1024
 MOST_PROCESSES = 4096
@@ -30,7 +29,7 @@ class ResourceLimits:
     The figures in the properties are for one process; they are upper bounds, measured on Criteo rows.
 
     Attributes:
-        memory_limit_bytes: Memory of all processes of this machine, everything included; 224 MiB for each or more.
+        memory_limit_bytes: Memory of all processes of this machine, everything included; 288 MiB for each or more.
         threads: Threads that work in all processes of this machine, 1 to 1024; None for as many as there are
             processors for this process.
         processes: Number of processes on this machine, and on each of the others.
@@ -85,9 +84,14 @@ class ResourceLimits:
         return min(16 << 20, max(_LEAST_BLOCK_BYTES, self.working_bytes // (_MEMORY_PER_BLOCK_BYTE * blocks)))
 
     @property
+    def num_counters(self) -> int:
+        """Databases at a time in which columns are counted; each takes up to 80 MB more than its limit."""
+        return max(1, min(self.num_threads, self.working_bytes // (160 << 20)))
+
+    @property
     def counting_bytes(self) -> int:
-        """Memory of the database in which one column is counted; as many columns are counted at a time as threads."""
-        return self.working_bytes // (2 * self.num_threads)
+        """Memory limit of each database."""
+        return self.working_bytes // (2 * self.num_counters)
 
     @property
     def num_writers(self) -> int:

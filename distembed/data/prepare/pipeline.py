@@ -252,8 +252,8 @@ class Preparation:
         )
         done = dict(zip(groups, zip(num_bytes, num_rows, strict=True), strict=True))
         do = partial(_learn, self.source, columns, inputs, groups, done)
-        threads = self.limits.num_threads
-        results = work.run_stage("vocabulary", [*inputs, *groups], do, threads=threads, total_bytes=total_bytes)
+        at_once = self.limits.num_counters
+        results = work.run_stage("vocabulary", [*inputs, *groups], do, threads=at_once, total_bytes=total_bytes)
         found = {name: learnt for task in groups for name, learnt in results[task].items()}
         learnt = {name: found[name] for name in columns.learnt_columns}
         return learnt, {number: results[task] for task, number in inputs.items()}
