@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import InputFiles, natural_order
+from distembed.data.prepare.inputs import InputFiles, natural_order, require_outside
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
@@ -85,7 +85,7 @@ class CriteoOptions:
 
     def schema(self) -> TableSchema:
         """Returns the shipped schema with these options."""
-        from distembed.data.table.schema_files import schema_of_preparation  # takes 60 ms to load
+        from distembed.data.table.schema_files import schema_of_preparation
 
         return schema_of_preparation(self.prepare_options().recorded)
 
@@ -128,14 +128,17 @@ def prepare_criteo(
         UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
-    from distembed.data.prepare.table.preparation import table_source
+    from distembed.data.prepare.same_values import require_same_values  # schemas take 60 ms to load
+    from distembed.data.prepare.table.source import TableSource
 
     options = options or CriteoOptions()
-    found = criteo_inputs(inputs, note)
-    base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
-    source = table_source(found, options.schema(), output, base)
+    found, schema = criteo_inputs(inputs, note), options.schema()
+    require_outside([each.place for each in found], output)
+    if options.vocabulary is not None:
+        require_same_values(schema, Base.load(options.vocabulary, options.grow))
+    prepared = options.prepare_options()
     return prepare_rows(
-        source, output, options.prepare_options(), limits, overwrite=overwrite, progress=progress, note=note
+        TableSource(found, schema), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
     )
 
 

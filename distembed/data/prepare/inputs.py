@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distembed.data.prepare.progress import NoteCallback, ignore
+from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
@@ -122,17 +123,21 @@ def require_distinct(files: list[Path]) -> list[Path]:
     return files
 
 
-def require_outside(files: Sequence[Path], output: Path) -> None:
+def require_outside(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     """Makes sure that no input is the output or lies inside it, which would be overwritten or taken for input.
+
+    Args:
+        places: Paths of the inputs; URLs among them are left aside.
+        output: The output.
 
     Raises:
         UserError: An input is the output, or lies inside it.
     """
-    target = real_path(output)
-    for file in files:
-        if real_path(file) == target:
+    target = real_path(Path(output))
+    for file in [real_path(Path(place)) for place in places if not is_url(place)]:
+        if file == target:
             raise UserError(f"the output {output} is an input too, which would be lost: name another output")
-        if real_path(file).is_relative_to(target):
+        if file.is_relative_to(target):
             raise UserError(f"the input {file} lies inside the output {output}: name another output")
 
 

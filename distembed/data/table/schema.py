@@ -238,8 +238,7 @@ class TableSchema:
         min_count: ``min_count`` of the columns that have none of their own.
         hash_size: ``hash_size`` of the columns that have none of their own, but for bins; null builds vocabularies.
         text: How text files are read.
-        parser: ``criteo`` for Criteo's rows in text, by their grammar (:mod:`distembed.data.prepare.table.criteo_rows`),
-            which is faster; ``table`` for any rows.
+        parser: ``criteo`` for text in the grammar of Criteo's files, which is faster; ``table`` for any rows.
     """
 
     label: LabelColumn | None = None

@@ -53,7 +53,6 @@ from distembed.data.prepare.staging import disk_is_full_text, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split
-from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
 from distembed.units import format_bytes
@@ -165,7 +164,7 @@ def _prepare(
     in_time = "place" if columns.time is None else "time, whole, place"
     order = f"rows.k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
     output, memory_bytes = Path(preparation.output), 3 * preparation.memory_limit_bytes // 8
-    require_outside([Path(each.place) for each in given.inputs if not is_url(each.place)], output)
+    require_outside([each.place for each in given.inputs], output)
     with (
         staged_folder(output, overwrite=preparation.overwrite) as folder,
         full_disk_explained(

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import is_pipe, require_outside
+from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.same_values import require_same_values
-from distembed.data.prepare.table.inputs import TableInput, find_inputs
+from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.remote import is_url
 from distembed.data.table.schema import TABLE, TableSchema
 from distembed.data.table.schema_files import load_schema
 from distembed.errors import UserError
@@ -100,7 +98,10 @@ def prepare_table(
     options = options or TableOptions()
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     chosen = options.applied_to(_schema(schema, base))
-    source = table_source(find_inputs(inputs, note), chosen, output, base)
+    found = find_inputs(inputs, note)
+    require_outside([each.place for each in found], output)
+    if base is not None:
+        require_same_values(chosen, base)
     prepared = PrepareOptions(
         split=chosen.split,
         max_rejected=options.max_rejected,
@@ -108,28 +109,9 @@ def prepare_table(
         grow=options.grow,
         recorded={"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected},
     )
-    return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
-
-
-def table_source(
-    found: Sequence[TableInput], schema: TableSchema, output: str | os.PathLike[str], base: Base | None
-) -> TableSource:
-    """Returns the rows of inputs, for a dataset that may be made of them.
-
-    Args:
-        found: The inputs.
-        schema: What becomes of the columns.
-        output: Dataset folder to make, or the URL of one.
-        base: Dataset whose ids are applied, if there is one.
-
-    Raises:
-        UserError: The output would replace an input, or columns become other values than in ``base``.
-    """
-    local = [Path(each.place) for each in found if not is_url(each.place) and not is_pipe(Path(each.place))]
-    require_outside(local, Path(output))
-    if base is not None:
-        require_same_values(schema, base)
-    return TableSource(found, schema)
+    return prepare_rows(
+        TableSource(found, chosen), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
+    )
 
 
 def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:
