@@ -82,12 +82,6 @@ def sort_edges(edges: Edges) -> Edges:
     return Edges(edges.keys[order], edges.weights[order])
 
 
-def count_equal(keys: NDArray[np.int64]) -> Edges:
-    """Returns each of the sorted keys once, with how often it is there as the weight of its edge."""
-    begins = np.flatnonzero(np.diff(keys, prepend=-1))
-    return Edges(keys[begins], np.diff(begins, append=len(keys)).astype(np.float64))
-
-
 def merge_equal(edges: Edges) -> Edges:
     """Returns each of the sorted edges once, with the sum of its weights.
 

@@ -24,7 +24,7 @@ from distembed.data.prepare.interactions import (
     prepare_sequences,
 )
 from distembed.errors import UserError
-from distembed.graph.prepare import GraphOptions, NodeIds, describe_graph, prepare_graph, sorted_runs
+from distembed.graph.prepare import GraphOptions, NodeIds, counted_edges, describe_graph, prepare_graph
 from tests.graph.reference import Rows, check_graph, reference_rows
 
 TOGETHER = GraphOptions(co_occurrence=True, count_shared=True)
@@ -113,7 +113,7 @@ def test_items_are_neighbours_within_some_steps(tmp_path: Path, sequences: Path,
     check_graph(graph, num_nodes(sequences, "item"), reference_rows(edges, directed=False))
 
 
-@pytest.mark.parametrize("run_records", [2**27, 50])
+@pytest.mark.parametrize("batch_rows", [2**20, 50])
 @pytest.mark.parametrize("count_shared", [False, True])
 @pytest.mark.parametrize(("min_shared", "max_neighbors"), [(2, None), (1, 3), (2, 1)])
 @pytest.mark.parametrize("measure", ["count", "cosine"])
@@ -125,10 +125,9 @@ def test_only_the_strongest_edges_are_kept(
     min_shared: int,
     max_neighbors: int | None,
     count_shared: bool,
-    run_records: int,
+    batch_rows: int,
 ) -> None:
-    monkeypatch.setattr(sorted_runs, "_RUN_RECORDS", run_records)
-    monkeypatch.setattr(sorted_runs, "_MERGED_RECORDS", run_records)
+    monkeypatch.setattr(counted_edges, "_BATCH_ROWS", batch_rows)
     sizes: dict[int, int] = defaultdict(int)
     for group in groups(ratings, "item"):
         for item in group:

@@ -25,12 +25,11 @@ from distembed.graph.folder import GraphWriter
 from distembed.graph.prepare import (
     GraphOptions,
     NodeIds,
+    counted_edges,
     describe_graph,
     edge_reader,
     preparation,
     prepare_graph,
-    shared_attributes,
-    sorted_runs,
 )
 from tests.data.reference import folder_bytes
 from tests.graph.edge_files import TEN, WEIGHTED, table_of, write
@@ -43,10 +42,9 @@ EDGES = random_edges(NUM_NODES, 2500, 0, 6.0)
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Gives a limit of memory with which everything is spooled, cut and merged in small pieces."""
+    """Gives a limit of memory with which everything is read and merged in small pieces."""
     monkeypatch.setattr(preparation, "LEAST_MEMORY_BYTES", 1)
-    monkeypatch.setattr(sorted_runs, "_MERGED_RECORDS", 64)
-    monkeypatch.setattr(shared_attributes, "_EDGES_AT_A_TIME", 100)
+    monkeypatch.setattr(counted_edges, "_BATCH_ROWS", 64)
     return {"memory_limit_bytes": 4000}
 
 
@@ -169,8 +167,7 @@ def test_an_integer_and_its_text_are_one_attribute(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.table({"source": [1, 2, 3], "kind": [7, -7, 10**18]}))
     (tmp_path / "b.csv").write_text(f"source,kind\n4,7\n5,-7\n6,{10**18}\n7,07\n8,\n9,\n")
     graph = prepare_graph([tmp_path], tmp_path / "out", TEN, GraphOptions(attribute="kind"))
-    # 10^18 as a text has more digits than are read as a number
-    check_graph(graph, 10, reference_rows([(1, 4, 1), (2, 5, 1)], False))
+    check_graph(graph, 10, reference_rows([(1, 4, 1), (2, 5, 1), (3, 6, 1)], False))
     assert graph.details["dropped"]["missing"] == 2
 
 

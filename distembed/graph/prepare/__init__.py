@@ -2,10 +2,8 @@
 
 - ``preparation.py`` puts the steps together; ``options.py`` says what the graph depends on besides the input.
 - ``value_ids.py`` turns the values that :mod:`distembed.data.prepare` reads from columns of files into ids.
-- ``co_occurrence.py`` makes edges of ids that occur together in a dataset's training split; ``strongest.py`` keeps the
-  strongest.
-- ``edge_reader.py`` makes edges of rows, ``shared_attributes.py`` of ids that share a value, and ``sorted_runs.py``
-  sorts them in bounded memory.
+- ``edge_reader.py`` reads rows of edges or of attributes, ``co_occurrence.py`` a dataset's training split.
+- ``counted_edges.py`` sorts the edges, and joins ids that share a value, in bounded memory.
 """
 
 from distembed.graph.prepare.options import GraphOptions, NodeIds

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from distembed.graph.prepare.options import GraphOptions
-from distembed.graph.prepare.shared_attributes import AttributeEdges
 
 
 @dataclass
@@ -31,11 +30,6 @@ class DroppedCounts:
     largest_hub: int = 0
     rare: int = 0
     beyond: int = 0
-
-    def take(self, shared: AttributeEdges) -> None:
-        """Takes over what was left out of ids that share attributes."""
-        self.duplicates = shared.num_repeated
-        self.hubs, self.largest_hub = shared.num_hubs, shared.largest_hub
 
     def to_json(self, options: GraphOptions) -> dict[str, int]:
         """Returns the counts of what can be left out of this kind of input."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,41 +13,34 @@ from numpy.typing import NDArray
 
 from distembed.data.prepare.column_batches import ColumnBatch, WantedColumns, read_columns, reported
 from distembed.data.prepare.column_numbers import positive_numbers
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import ProgressCallback
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT
 from distembed.errors import UserError
-from distembed.graph.edges import stored_edges
+from distembed.graph.edges import Edges, stored_edges
+from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.dropped import DroppedCounts
 from distembed.graph.prepare.options import GraphOptions
-from distembed.graph.prepare.shared_attributes import (
-    PAIR_TYPES,
-    AttributeEdges,
-    add_shared_edges,
-    new_id_counts,
-    value_numbers,
-)
-from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
 from distembed.graph.prepare.value_ids import ValueMap
 
+_PAIRS = pa.schema({"value": pa.string(), "id": pa.int64()})
+_WEIGHTS = pa.schema({"place": pa.int64(), "weight": pa.float64()})
+_KEYS = pa.schema({"key": pa.int64()})
 _MOST_READ_BYTES = 128 << 20
 
 
 class EdgeReader:
-    """Reads the input once, into sorted runs of edges.
+    """Reads the input once.
 
     Args:
         contents: Files to read, and where the content of each lies.
         options: How rows become edges.
         values: How values become ids.
-        scratch: Empty folder for what does not fit in memory.
-        memory_bytes: Memory to use.
+        memory_bytes: About what may be read at a time.
         report: Function that is called with the progress.
 
     Attributes:
-        options: How rows become edges.
-        report: Function that is called with the progress.
         dropped: Counts of what was left out so far.
-        id_counts: Number of values of each id so far, where that matters.
         rows_by_file: Number of rows read so far, by file.
     """
 
@@ -55,70 +49,66 @@ class EdgeReader:
         contents: Mapping[Path, Path],
         options: GraphOptions,
         values: ValueMap,
-        scratch: Path,
         memory_bytes: int,
         report: ProgressCallback,
     ) -> None:
-        self.options, self.report = options, report
         self.dropped = DroppedCounts()
-        self.id_counts = new_id_counts(values.num_nodes, options)
         self.rows_by_file: dict[Path, int] = dict.fromkeys(contents, 0)
-        self._contents = contents
-        self._values = values
-        self._scratch, self._memory_bytes = scratch, memory_bytes
+        self._contents, self._options, self._values = contents, options, values
+        self._memory_bytes, self._report = memory_bytes, report
         self._first_unknown = ""
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of ids of the graph."""
-        return self._values.num_nodes
 
     @property
     def num_rows(self) -> int:
         """Number of rows read so far."""
         return sum(self.rows_by_file.values())
 
-    def edges(self) -> SortedRuns:
-        """Returns all edges that are stored, with those that are given several times.
+    def edges(self, database: Database) -> Iterator[Edges]:
+        """Yields all edges in ascending order, each once.
 
         Raises:
             UserError: A row is malformed, or has a value without an id where that is an error.
         """
-        return self._named_edges() if self.options.attribute is None else self._shared_edges()
+        tables = EdgeTables(database, self._values.num_nodes, self._options, self.dropped, self._report)
+        if self._options.attribute is None:
+            schema = pa.schema([*_KEYS, *(_WEIGHTS if self._options.weighted else ())])
+            database.add("edges", self._named_edges(schema), schema)
+        else:
+            database.add("pairs", self._pairs(), _PAIRS)
+        if self.dropped.unknown and self._options.unknown == "error":
+            raise UserError(
+                f"{self._first_unknown}. {self.dropped.unknown:,} of {self.num_rows:,} rows have such a "
+                "value: mend them, or leave these rows out (unknown=drop, on the command line --unknown drop)"
+            )
+        return tables.named() if self._options.attribute is None else tables.of_values()
 
-    def _named_edges(self) -> SortedRuns:
+    def _named_edges(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Reads rows that name both ends of an edge."""
-        weighted, directed = self.options.weighted, self.options.directed
-        dtypes = (np.int64, np.float64) if weighted else (np.int64,)
-        runs = new_runs(self._scratch / "edges", dtypes, self._memory_bytes // 2)
+        place = 0
         for batch in self._batches((*self._values.kinds,), (*self._values.kinds,), (INTEGER, NUMBER)):
             sources, source_known = self._ids(batch, 0)
             targets, target_known = self._ids(batch, 1)
             known = self._known(source_known & target_known)
-            weights = self._weights(batch)[known] if weighted else None
+            weights = self._weights(batch)[known] if self._options.weighted else None
             sources, targets = sources[known], targets[known]
-            stored = stored_edges(self._values.num_nodes, sources, targets, weights, directed)
+            stored = stored_edges(self._values.num_nodes, sources, targets, weights, self._options.directed)
             self.dropped.self_loops += int(np.count_nonzero(sources == targets))
-            runs.add(stored.keys, *(() if stored.weights is None else (stored.weights,)))
-        self._require_known()
-        return runs
+            columns: list[NDArray[Any]] = [stored.keys]
+            if stored.weights is not None:
+                columns += [place + np.arange(len(stored)), stored.weights]
+            yield pa.record_batch(columns, schema=schema)
+            place += len(stored)
 
-    def _shared_edges(self) -> SortedRuns:
-        """Reads rows of ids and attributes, and makes edges of ids that share one."""
-        pairs = new_runs(self._scratch / "pairs", PAIR_TYPES, self._memory_bytes // 4)
+    def _pairs(self) -> Iterator[pa.RecordBatch]:
+        """Reads rows of ids and attributes, as text: an integer is its decimal digits."""
         for batch in self._batches((*self._values.kinds,), (INTEGER, TEXT, LIST)):
             ids, known = self._ids(batch, 0)
             lengths, values = _entries(batch.columns[1])
             self.dropped.missing += int(np.count_nonzero(lengths == 0))
             known = self._known(known | (lengths == 0))
             ids, known = np.repeat(ids, lengths), np.repeat(known, lengths)
-            pairs.add(*value_numbers(values.filter(pa.array(known))), ids[known])
-        self._require_known()
-        runs = new_runs(self._scratch / "edges", (np.int64,), self._memory_bytes // 4)
-        shared = AttributeEdges(self.num_nodes, self.options.max_shared, self.id_counts)
-        add_shared_edges(runs, pairs, shared)
-        self.dropped.take(shared)
-        return runs
+            values = values.filter(pa.array(known)).cast(pa.string())
+            yield pa.record_batch([values, ids[known]], schema=_PAIRS)
 
     def _batches(self, *kinds: Sequence[str]) -> Iterator[ColumnBatch]:
         """Yields all rows, and counts and reports them.
@@ -126,9 +116,9 @@ class EdgeReader:
         Args:
             *kinds: Kinds of values that each of the columns may hold.
         """
-        wanted = WantedColumns(dict(zip(self.options.columns, kinds, strict=False)))
+        wanted = WantedColumns(dict(zip(self._options.columns, kinds, strict=False)))
         batches = read_columns(self._contents, wanted, min(_MOST_READ_BYTES, self._memory_bytes // 8))
-        for batch in reported(batches, self._contents, self.report):
+        for batch in reported(batches, self._contents, self._report):
             self.rows_by_file[batch.path] += batch.num_rows
             yield batch
 
@@ -141,7 +131,7 @@ class EdgeReader:
         found = self._values.find(batch.columns[column])
         self._require_well_formed(batch, column, found.malformed, self._values.allowed)
         if not self._first_unknown and found.unknown.any():
-            place = _place(batch, column, int(found.unknown.argmax()), self.options)
+            place = _place(batch, column, int(found.unknown.argmax()), self._options)
             self._first_unknown = f"{place}, which {self._values.unknown_means}"
         return found.ids, ~found.unknown
 
@@ -152,19 +142,12 @@ class EdgeReader:
 
     def _require_well_formed(self, batch: ColumnBatch, column: int, malformed: NDArray[np.bool_], allowed: str) -> None:
         if malformed.any():
-            raise UserError(f"{_place(batch, column, int(malformed.argmax()), self.options)}; it must be {allowed}")
+            raise UserError(f"{_place(batch, column, int(malformed.argmax()), self._options)}; it must be {allowed}")
 
     def _known(self, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns the mask itself, and counts the rows whose values are not known."""
         self.dropped.unknown += int(np.count_nonzero(~known))
         return known
-
-    def _require_known(self) -> None:
-        if self.dropped.unknown and self.options.unknown == "error":
-            raise UserError(
-                f"{self._first_unknown}. {self.dropped.unknown:,} of {self.num_rows:,} rows have such a "
-                "value: mend them, or leave these rows out (unknown=drop, on the command line --unknown drop)"
-            )
 
 
 def _entries(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:

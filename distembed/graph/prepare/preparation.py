@@ -1,11 +1,11 @@
 """Prepares a knowledge graph over the ids of one table, from files of edges or of shared attributes.
 
-Rows become edges between ids as they are read (``edge_reader.py``), are sorted in bounded memory (``sorted_runs.py``),
-merged, and written as compressed sparse rows (:mod:`distembed.graph.folder`). The folder appears under its name when it
-is complete, and not before (:mod:`distembed.data.prepare.staging`). Its bytes depend on the rows and the options alone:
-not on the memory, nor, but for the checksums of the input, on the kind of file.
+Rows become edges between ids as they are read (``edge_reader.py``), are sorted and merged by SQL in bounded memory
+(``counted_edges.py``), and written as compressed sparse rows (:mod:`distembed.graph.folder`). The folder appears under
+its name when it is complete, and not before (:mod:`distembed.data.prepare.staging`). Its bytes depend on the rows and
+the options alone: not on the memory, nor, but for the checksums of the input, on the kind of file.
 
-Trade-off: edges that do not fit in memory take 8 bytes each on the output's disk while it runs, 16 with weights.
+Trade-off: edges that do not fit in memory are on the output's disk while it runs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distembed.data.prepare.column_batches import list_column_files, store_pipes
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.inputs import input_names, require_outside
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import disk_is_full_text, staged_folder
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
-from distembed.graph.edges import Edges, count_equal, merge_equal, require_num_nodes
+from distembed.graph.edges import Edges, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
 from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
-from distembed.graph.prepare.sorted_runs import SortedRuns
-from distembed.graph.prepare.strongest import strongest_edges
 from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
 
 LEAST_MEMORY_BYTES = 256 << 20
@@ -93,10 +92,19 @@ def prepare_graph(
         contents = store_pipes(files, scratch)
         reader: EdgeReader | CoOccurrenceReader
         if options.co_occurrence and nodes.data is not None and nodes.table is not None:
-            reader = CoOccurrenceReader(Path(nodes.data), nodes.table, options, scratch, memory_limit_bytes, progress)
+            reader = CoOccurrenceReader(Path(nodes.data), nodes.table, options, progress)
         else:
-            reader = EdgeReader(contents, options, values, scratch, memory_limit_bytes, progress)
-        writer = _write(folder, reader, reader.edges())
+            reader = EdgeReader(contents, options, values, memory_limit_bytes // 8, progress)
+        writer = GraphWriter(folder, values.num_nodes, options.weighted)
+        with Database(scratch / "database", memory_limit_bytes // 2) as database:
+            for edges in reader.edges(database):
+                writer.append(edges if options.weighted else Edges(edges.keys, None))
+        dropped = reader.dropped.to_json(options)
+        if not writer.num_edges:
+            listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
+            raise UserError(
+                f"the graph has no edge left: {reader.num_rows:,} rows were read; dropped: {listed}. Give other rows"
+            )
         sources = _sources(contents, reader.rows_by_file) if isinstance(reader, EdgeReader) else []
         shutil.rmtree(scratch)
         arrays = writer.finish()
@@ -106,7 +114,7 @@ def prepare_graph(
             "num_rows": reader.num_rows,
             "num_connected": writer.num_connected,
             "largest_degree": writer.largest_degree,
-            "dropped": reader.dropped.to_json(options),
+            "dropped": dropped,
             "sources": sources,
         }
         counts = values.num_nodes, writer.num_edges
@@ -160,42 +168,6 @@ def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
     values, described = table_ids(nodes.data, nodes.table)
     require_num_nodes(f"num_embeddings of table {nodes.table!r}", values.num_nodes)
     return values, described
-
-
-def _write(folder: Path, reader: EdgeReader | CoOccurrenceReader, runs: SortedRuns) -> GraphWriter:
-    """Writes the sorted edges, each once.
-
-    Raises:
-        UserError: There is no edge.
-    """
-    options = reader.options
-    writer = GraphWriter(folder, reader.num_nodes, options.weighted)
-    num_distinct = 0
-    for edges in strongest_edges(_merged(reader, runs), options, reader):
-        writer.append(edges)
-        num_distinct += len(edges)
-    if not options.is_shared:
-        repeated = runs.num_records - num_distinct
-        reader.dropped.duplicates = repeated if options.directed else repeated // 2
-    if not writer.num_edges:
-        dropped = reader.dropped.to_json(options)
-        listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
-        raise UserError(
-            f"the graph has no edge left: {reader.num_rows:,} rows were read; dropped: {listed}. Give other rows"
-        )
-    return writer
-
-
-def _merged(reader: EdgeReader | CoOccurrenceReader, runs: SortedRuns) -> Iterator[Edges]:
-    """Yields the sorted edges, each once: with the sum of its weights, or how often it is there, where that matters."""
-    done = 0
-    for columns in runs.merged():
-        if reader.options.counts_shared:
-            yield count_equal(columns[0])
-        else:
-            yield merge_equal(Edges(columns[0], columns[1] if len(columns) > 1 else None))
-        done += len(columns[0])
-        reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
 
 
 def _sources(contents: Mapping[Path, Path], num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:

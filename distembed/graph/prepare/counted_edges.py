@@ -1,0 +1,119 @@
+"""Edges in ascending order by SQL: those that rows name, and those of ids that share a value.
+
+A group of g ids with the same value has g (g - 1) edges. Trade-off: the largest groups, such as "unknown", cost the
+most and say the least; so groups of more than ``max_shared`` ids are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.graph.edges import Edges, merge_equal
+from distembed.graph.prepare.dropped import DroppedCounts
+from distembed.graph.prepare.options import COSINE, GraphOptions
+
+_BATCH_ROWS = 2**20
+
+
+@dataclass(frozen=True)
+class EdgeTables:
+    """A database that edges are made in.
+
+    Attributes:
+        database: The database.
+        num_nodes: Number of ids of the graph.
+        options: How rows become edges.
+        dropped: Takes the counts of what is left out.
+        report: Function that is called with the progress.
+    """
+
+    database: Database
+    num_nodes: int
+    options: GraphOptions
+    dropped: DroppedCounts
+    report: ProgressCallback
+
+    def named(self) -> Iterator[Edges]:
+        """Yields the edges of the table ``edges`` of keys, or of places, keys and weights, each once.
+
+        Raises:
+            UserError: The weights of an edge add up to infinity.
+        """
+        columns, order = ("key, weight", "key, place") if self.options.weighted else ("key", "key")
+        (num_edges,) = self.database.row("select count(*) from edges")
+        num_distinct = 0
+        for edges in self._whole_rows(f"select {columns} from edges order by {order}", num_edges):
+            merged = merge_equal(edges)
+            num_distinct += len(merged)
+            yield merged
+        self.dropped.duplicates = (num_edges - num_distinct) // (1 if self.options.directed else 2)
+
+    def of_values(self) -> Iterator[Edges]:
+        """Yields edges of the ids that have the same value in the table ``pairs`` of values and ids."""
+        database, most = self.database, self.options.max_shared
+        database.run("create table once as select value, id, count(*) as num_rows from pairs group by value, id")
+        database.run("create table sizes as select value, count(*) as num_ids from once group by value")
+        (self.dropped.duplicates,) = database.row("select coalesce(sum(num_rows) - count(*), 0)::bigint from once")
+        hubs = "select count(*), coalesce(max(num_ids), 0) from sizes where num_ids > ?"
+        self.dropped.hubs, self.dropped.largest_hub = database.row(hubs, most)
+        kept = "select value, id from once join sizes using (value) where num_ids <= ?"
+        database.run(f"create table entries as {kept}", most)
+        yield from self._shared("from entries one join entries other using (value)")
+
+    def of_steps(self, within: int) -> Iterator[Edges]:
+        """Yields edges of the ids that are few steps apart in the table ``entries`` of rows, places and ids."""
+        (longest,) = self.database.row("select coalesce(max(place), 0) from entries")
+        steps = min(within, longest)
+        yield from self._shared(
+            f"""from (select *, unnest(range({-steps}, {steps + 1})) as step from entries) as one
+            join entries as other on one.list = other.list and one.place + one.step = other.place"""
+        )
+
+    def _shared(self, together: str) -> Iterator[Edges]:
+        """Yields edges of ids that are ``one`` and ``other`` in rows of a table; ids are counted in ``entries``."""
+        options, num_nodes = self.options, self.num_nodes
+        together = f"select one.id * {num_nodes} + other.id as key {together} where one.id <> other.id"
+        num_values = np.ones(num_nodes if options.measure == COSINE else 0)
+        if options.measure == COSINE:
+            for batch in self.database.batches("select id, count(*) as num_values from entries group by id"):
+                num_values[batch["id"].to_numpy()] = batch["num_values"].to_numpy()
+        self.database.run(f"create table edges as {together}")
+        (num_edges,) = self.database.row("select count(*) from edges")
+        for edges in self._whole_rows("select key from edges order by key", num_edges):
+            keys, counts = np.unique(edges.keys, return_counts=True)
+            kept = counts >= options.min_shared
+            self.dropped.rare += int(np.count_nonzero(~kept))
+            keys, weights = keys[kept], counts[kept].astype(np.float64)
+            sources = keys // num_nodes
+            if options.measure == COSINE:
+                weights /= np.sqrt(num_values[sources] * num_values[keys % num_nodes])
+            if options.max_neighbors is not None:
+                # the heaviest of each source first, which leaves equal ones in the order of their targets
+                order = np.lexsort((-weights, sources))
+                begins = np.searchsorted(sources, sources)
+                nearest = np.sort(order[np.arange(len(order)) - begins < options.max_neighbors])
+                self.dropped.beyond += len(keys) - len(nearest)
+                keys, weights = keys[nearest], weights[nearest]
+            yield Edges(keys, weights)
+
+    def _whole_rows(self, query: str, num_edges: int) -> Iterator[Edges]:
+        """Yields ascending edges, all edges of a source together."""
+        waiting = Edges(np.zeros(0, np.int64), None)
+        done = 0
+        for batch in self.database.batches(query, rows=_BATCH_ROWS):
+            keys = np.concatenate([waiting.keys, batch["key"].to_numpy()])
+            weights = None
+            if "weight" in batch.schema.names:
+                before = np.zeros(0) if waiting.weights is None else waiting.weights
+                weights = np.concatenate([before, batch["weight"].to_numpy()])
+            last = int(np.searchsorted(keys, keys[-1] // self.num_nodes * self.num_nodes))
+            yield Edges(keys[:last], None if weights is None else weights[:last])
+            waiting = Edges(keys[last:], None if weights is None else weights[last:])
+            done += len(batch)
+            self.report(ProgressUpdate("write", done * 8, num_edges * 8, done))
+        yield waiting
