@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,12 @@ from distembed.data.prepare.blocks import BlockLayout, KeyColumn
 from distembed.data.prepare.feature_ids import BaseVocabulary
 from distembed.data.prepare.learnt_numbers import num_bins
 from distembed.data.remote import is_url
+from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
 _RUN_CONFIG = "config.yaml"
+_MOST_SAID = 5
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,32 @@ class Base:
                     f"than {number.transform} takes: give the schema with which it was prepared"
                 )
 
+    def require_same_values(self, schema: TableSchema) -> None:
+        """Makes sure that columns become the values that they became in it; a base without a schema is not compared.
+
+        Raises:
+            UserError: A number is transformed otherwise, or a value is of another kind.
+        """
+        if self.manifest.preparation.get("source") not in (TABLE, CRITEO):
+            return
+        if differing := sorted(_differences(schema, TableSchema.of_manifest(self.manifest))):
+            raise UserError(
+                f"columns become other values than in the dataset {self.named} (--vocabulary), whose ids and means are "
+                f"of its own: {enumerate_names(differing, _MOST_SAID)}. Give the schema and the options with which it "
+                "was prepared, such as --missing"
+            )
+
     def _require_same_kind(self, column: KeyColumn) -> None:
         feature = self.feature(column.name)
         described = f"the column {column.name!r} of the dataset {self.named} (--vocabulary)"
         if feature.multi_hot != column.is_list:
             kinds = ("lists", "one value a row") if feature.multi_hot else ("one value a row", "lists")
             raise UserError(f"{described} has {kinds[0]}, and the rows have {kinds[1]}: name a dataset of such rows")
+        if feature.table != column.vocabulary:
+            raise UserError(
+                f"{described} has the ids of {feature.table or column.name!r}, and its values are to have the ids of "
+                f"{column.vocabulary or column.name!r}: give the `vocabulary` of the schema of that dataset"
+            )
         if (column.name in self.manifest.vocabularies) != (column.hash_size is None):
             kinds = ("a vocabulary", "hashed") if column.hash_size else ("no vocabulary", "given ids by one")
             raise UserError(
@@ -139,6 +161,23 @@ class Base:
     def _id_fingerprint(self) -> str:
         """What its ids stand for, for which all vocabularies are read."""
         return id_fingerprint(self.folder, self.manifest)
+
+
+def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
+    """Yields a line for each setting by which columns of two schemas become other values."""
+    for name in schema.dense.keys() & known.dense.keys():
+        for setting in ("transform", "missing"):
+            own, its = getattr(schema.dense[name], setting), getattr(known.dense[name], setting)
+            if own != its:
+                yield f"dense.{name}.{setting} is {own!r} and was {its!r}"
+    for name in schema.categorical.keys() & known.categorical.keys():
+        value, before = schema.categorical[name], known.categorical[name]
+        if value.kind != before.kind:
+            yield f"categorical.{name}.kind is {value.kind!r} and was {before.kind!r}"
+        if value.cross is None and before.cross is not None:
+            yield f"categorical.{name} is a column and was a cross of {' and '.join(before.cross)}"
+        if value.cross is not None and before.cross is None:
+            yield f"categorical.{name} is a cross of {' and '.join(value.cross)} and was a column"
 
 
 def _local_folder(path: Path) -> Path:

@@ -128,14 +128,13 @@ def prepare_criteo(
         UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
-    from distembed.data.prepare.same_values import require_same_values  # schemas take 60 ms to load
     from distembed.data.prepare.table.source import TableSource
 
     options = options or CriteoOptions()
     found, schema = criteo_inputs(inputs, note), options.schema()
     require_outside([each.place for each in found], output)
     if options.vocabulary is not None:
-        require_same_values(schema, Base.load(options.vocabulary, options.grow))
+        Base.load(options.vocabulary, options.grow).require_same_values(schema)
     prepared = options.prepare_options()
     return prepare_rows(
         TableSource(found, schema), output, prepared, limits, overwrite=overwrite, progress=progress, note=note

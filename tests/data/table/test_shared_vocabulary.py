@@ -10,6 +10,7 @@ import pytest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.table.preparation import TableOptions, prepare_table
 from distembed.data.table.schema import TableSchema
+from distembed.errors import UserError
 
 LETTERS = np.array(list("abcdefghijklmnop"))
 
@@ -63,6 +64,10 @@ def test_a_value_has_one_id_in_all_columns(tmp_path: Path) -> None:
     options = TableOptions(vocabulary=tmp_path / "first", grow=True)
     prepare_table([tmp_path / "1.csv"], tmp_path / "second", schema(min_count=3), options)
     check_rows(tmp_path / "second", second, ordered(second, keys, 3))
+    own = schema().to_json()
+    del own["categorical"]["history"]["vocabulary"]
+    with pytest.raises(UserError, match="has the ids of 'item', and its values are to have the ids of 'history'"):
+        prepare_table([tmp_path / "1.csv"], tmp_path / "own", TableSchema.from_json(own, "the schema"), options)
 
 
 @pytest.mark.parametrize("hash_size", [5, 1000])

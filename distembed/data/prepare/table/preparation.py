@@ -13,7 +13,6 @@ from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.same_values import require_same_values
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TABLE, TableSchema
@@ -101,7 +100,7 @@ def prepare_table(
     found = find_inputs(inputs, note)
     require_outside([each.place for each in found], output)
     if base is not None:
-        require_same_values(chosen, base)
+        base.require_same_values(chosen)
     prepared = PrepareOptions(
         split=chosen.split,
         max_rejected=options.max_rejected,
