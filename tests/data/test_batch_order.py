@@ -110,12 +110,11 @@ def test_resume_from_any_step_on_any_number_of_ranks(tmp_path: Path, schema: Sch
 
 
 @pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize("in_flight", [0, 1, 3, 10])
-def test_batches_in_flight_are_read_again(tmp_path: Path, in_flight: int) -> None:
+def test_batches_in_flight_are_read_again(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 71, group_rows=5)
     ahead = open_reader(folder)
     whole = take(itertools.chain(*[ahead] * 5), 40)
-    for step in (10, 16, 17):
+    for step, in_flight in itertools.product((10, 16, 17), (0, 1, 3, 10)):
         pulling = open_reader(folder)
         batches = itertools.chain(pulling, pulling, pulling)
         take(batches, step)
@@ -161,23 +160,19 @@ def test_drop_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("prefetch_batches", [0, 2])
-def test_hardly_any_rows(tmp_path: Path, num_rows: int, world_size: int, prefetch_batches: int) -> None:
+def test_hardly_any_rows(tmp_path: Path, num_rows: int) -> None:
     folder = make_dataset(tmp_path / "d", num_rows)
-    seen = []
-    for rank in range(world_size):
-        each = open_reader(folder, 8, rank=rank, world_size=world_size, prefetch_batches=prefetch_batches)
-        batches = list(each)
-        assert len(batches) == min(num_rows, 1) and each.epoch == 1 and each.num_rows == num_rows
-        for batch in batches:
-            assert batch["dense_features"].shape == (len(batch["labels"]), 2)
-            seen += rows_of(batch)
-        assert each.state_dict()["epoch"] == 1
-    assert sorted(seen) == list(range(num_rows))
-
-
-def test_a_split_without_files(tmp_path: Path) -> None:
+    for world_size, prefetch_batches in itertools.product((1, 4), (0, 2)):
+        seen = []
+        for rank in range(world_size):
+            each = open_reader(folder, 8, rank=rank, world_size=world_size, prefetch_batches=prefetch_batches)
+            batches = list(each)
+            assert len(batches) == min(num_rows, 1) and each.epoch == 1 and each.num_rows == num_rows
+            for batch in batches:
+                assert batch["dense_features"].shape == (len(batch["labels"]), 2)
+                seen += rows_of(batch)
+            assert each.state_dict()["epoch"] == 1
+        assert sorted(seen) == list(range(num_rows))
     create_manifest(tmp_path, SCHEMA, {"all": []})
     assert list(open_reader(tmp_path)) == []
 
@@ -199,16 +194,11 @@ def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
         open_reader(folder, 3).load_state_dict({**state, "split": "x"})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"batch_size": 0}, {"rank": 2, "world_size": 2}, {"rank": -1}, {"world_size": 0}, {"seed": -1},
-     {"prefetch_batches": -1}],
-)  # fmt: skip
-def test_impossible_settings(tmp_path: Path, wrong: dict) -> None:
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        open_reader(make_dataset(tmp_path / "d", 10), **{"batch_size": 4, **wrong})
-
-
-def test_an_unknown_split(tmp_path: Path) -> None:
+def test_impossible_settings(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 10)
+    too_small = [{"batch_size": 0}, {"rank": -1}, {"world_size": 0}, {"seed": -1}, {"prefetch_batches": -1}]
+    for wrong in ({"rank": 2, "world_size": 2}, *too_small):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            open_reader(folder, **{"batch_size": 4, **wrong})
     with pytest.raises(UserError, match="no split 'train': it has all"):
-        BatchReader(make_dataset(tmp_path / "d", 10), "train", BatchOrder(1))
+        BatchReader(folder, "train", BatchOrder(1))

@@ -128,17 +128,16 @@ def test_all_problems_are_found_at_once(criteo: Path, whole: dict[Path, bytes]) 
         assert sum(str(path) in problem for problem in problems) == 1, path
 
 
-@pytest.mark.parametrize("length", [0, 1, 0.5, -1, 1.5])
-def test_files_cut_or_extended_are_refused_at_the_start(criteo: Path, length: float) -> None:
+def test_files_cut_or_extended_are_refused_at_the_start(criteo: Path) -> None:
     """All splits of a run are looked at before its first step, those that are read last too."""
     for name in ("train", "validation", "test"):
         path = criteo / name / "part-00000.parquet"
         content = path.read_bytes()
-        bound = int(length) if length in (0, 1, -1) else int(length * len(content))
-        path.write_bytes((content + content)[:bound] if bound >= 0 else content[:bound])
-        with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet has .* bytes, the manifest says"):
-            require_whole(criteo, ["train", "validation", "test"])
-        assert any(str(path) in problem for problem in verify_dataset(criteo).problems)
+        for changed in (b"", content[:1], content[: len(content) // 2], content[:-1], content + content[:99]):
+            path.write_bytes(changed)
+            with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet has .* bytes, the manifest says"):
+                require_whole(criteo, ["train", "validation", "test"])
+            assert any(str(path) in problem for problem in verify_dataset(criteo).problems)
         path.unlink()
         with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet is missing"):
             require_whole(criteo, ["train", "validation", "test"])
@@ -234,35 +233,36 @@ def test_old_datasets_are_read_and_what_only_looks_old_is_damaged(criteo: Path) 
 OUTSIDE = ["../secret.parquet", "/secret.parquet", "train/../../secret.parquet", "..", "", ".", None, 5, "\0", "\ud800"]
 
 
-@pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("old", [False, True])
-def test_the_manifests_paths_stay_inside_the_folder(criteo: Path, outside: object, old: bool) -> None:
+def test_the_manifests_paths_stay_inside_the_folder(criteo: Path, old: bool) -> None:
     (criteo.parent / "secret.parquet").write_bytes((criteo / "vocabulary" / "C1.parquet").read_bytes())
     if old:
         make_old(criteo)
     content = (criteo / "manifest.json").read_bytes()
+    parts: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "splits.test.files[0].path": lambda value: value["splits"]["test"]["files"][0],
+        "vocabularies.C4.file": lambda value: value["vocabularies"]["C4"],
+        "rejected.file": lambda value: value["rejected"],
+    }
+    for outside in OUTSIDE:
+        for field, part in parts.items():
+            if outside is None and field == "rejected.file":  # there are none
+                continue
+            value = json.loads(content)
+            checksum = value.pop(KEY, None)
+            part(value)[field.rpartition(".")[2]] = outside
+            (criteo / "manifest.json").write_text(json.dumps(value if checksum is None else with_checksum(value)))
+            for read in (Manifest.load, verify_dataset, lambda folder: require_whole(folder, ["train"])):
+                with pytest.raises(UserError, match=rf"manifest\.json: {re.escape(field)} is .*must be a path inside"):
+                    read(criteo)
 
-    def refuse(field: str, change: Callable[[dict[str, Any]], object]) -> None:
-        value = json.loads(content)
-        checksum = value.pop(KEY, None)
-        change(value)
-        (criteo / "manifest.json").write_text(json.dumps(value if checksum is None else with_checksum(value)))
-        for read in (Manifest.load, verify_dataset, lambda folder: require_whole(folder, ["train"])):
-            with pytest.raises(UserError, match=rf"manifest\.json: {field} is .*must be a path inside"):
-                read(criteo)
 
-    refuse(r"splits\.test\.files\[0\]\.path", lambda v: v["splits"]["test"]["files"][0].update(path=outside))
-    refuse(r"vocabularies\.C4\.file", lambda v: v["vocabularies"]["C4"].update(file=outside))
-    if outside is not None:
-        refuse(r"rejected\.file", lambda v: v["rejected"].update(file=outside))
-
-
-@pytest.mark.parametrize("value", ["9", -1, 1.5, None, True, [1]])
 @pytest.mark.parametrize("field", ["num_rows", "bytes"])
-def test_sizes_that_are_none(criteo: Path, field: str, value: object) -> None:
-    change_manifest(criteo, lambda v: v["splits"]["train"]["files"][0].update({field: value}))
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        Manifest.load(criteo)
+def test_sizes_that_are_none(criteo: Path, field: str) -> None:
+    for size in ("9", -1, 1.5, None, True, [1]):
+        change_manifest(criteo, lambda v, size=size: v["splits"]["train"]["files"][0].update({field: size}))
+        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+            Manifest.load(criteo)
 
 
 def test_links_that_the_user_made_are_followed(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from distembed.errors import UserError
 from tests.data.small_dataset import make_dataset, open_reader, rows_of
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 65, 1001])
+@pytest.mark.parametrize("num_rows", [0, 1, 65, 1001])
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_ranks_share_all_rows_in_order_and_take_equally_many_steps(
     num_rows: int, batch_size: int, world_size: int
 ) -> None:

@@ -65,11 +65,7 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
-    """Returns a path relative to the folder; a link in the folder counts as what lies there.
-
-    Raises:
-        UserError: It lies outside.
-    """
+    """Returns a path relative to the folder; a link in the folder counts as what lies there."""
     absolute = Path(os.path.abspath(folder / path))
     if absolute.is_relative_to(os.path.abspath(folder)):
         return absolute.relative_to(os.path.abspath(folder)).as_posix()
@@ -80,11 +76,7 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
 
 
 def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str, Any]]:
-    """Returns the number of rows of a file, and by column the sums of their labels and weights, where they have any.
-
-    Raises:
-        UserError: The file cannot be read, has other columns, or has a weight that is none.
-    """
+    """Returns the number of rows of a file, and by column the sums of their labels and weights, where they have any."""
     names = [name for name in (schema.label, schema.weight) if name is not None]
     try:
         file = pq.ParquetFile(path)

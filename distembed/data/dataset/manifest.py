@@ -32,7 +32,7 @@ import pyarrow as pa
 from distembed.checksums import KEY, FileChecksum, checksum_differs, with_checksum
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces, write_pieces
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import Schema, plain_fields
 from distembed.errors import UserError
 from distembed.files import read_folder_json, require_inside, write_text
 
@@ -258,9 +258,9 @@ class Manifest:
             "format_version": self.format_version,
             "tool_version": self.tool_version,
             "schema": self.schema.to_json(),
-            "splits": {name: _plain(split) for name, split in self.splits.items()},
+            "splits": {name: plain_fields(split) for name, split in self.splits.items()},
             "preparation": dict(self.preparation),
-            "vocabularies": {name: _plain(entry) for name, entry in self.vocabularies.items()},
+            "vocabularies": {name: plain_fields(entry) for name, entry in self.vocabularies.items()},
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "rejected": {**dataclasses.asdict(self.rejected), "by_reason": dict(self.rejected.by_reason)},
         }
@@ -312,18 +312,16 @@ class Manifest:
         return manifest
 
     def _require_usable(self, path: Path) -> None:
-        """Makes sure that all files are inside the folder, and that those that belong to no split have checksums.
-
-        Raises:
-            UserError: They are not, or have not.
-        """
-        for name, split in self.splits.items():
-            for index, file in enumerate(split.files):
-                require_inside(file.path, f"splits.{name}.files[{index}].path", path)
-        for name, vocabulary in self.vocabularies.items():
-            require_inside(vocabulary.file, f"vocabularies.{name}.file", path)
-        if self.rejected.file is not None:
-            require_inside(self.rejected.file, "rejected.file", path)
+        """Makes sure that all files are inside the folder, and that those that belong to no split have checksums."""
+        paths = {
+            f"splits.{name}.files[{index}].path": file.path
+            for name, split in self.splits.items()
+            for index, file in enumerate(split.files)
+        }
+        paths |= {f"vocabularies.{name}.file": vocabulary.file for name, vocabulary in self.vocabularies.items()}
+        paths |= {} if self.rejected.file is None else {"rejected.file": self.rejected.file}
+        for field_name, inside in paths.items():
+            require_inside(inside, field_name, path)
         lacking = [file for file in self.other_files if file not in self.checksums] if self.has_checksums else []
         if lacking:
             raise UserError(f"{path} is damaged: it has no checksum of {', '.join(lacking)}; {REMEDY}")
@@ -363,12 +361,6 @@ def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> s
         except OSError as error:
             raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
     return digest.hexdigest()
-
-
-def _plain(value: Split | Vocabulary) -> dict[str, Any]:
-    """Returns a part as plain JSON values, without newer fields that are None: files without them stay the same."""
-    newer = [each.name for each in dataclasses.fields(value) if each.default is None]
-    return {name: own for name, own in dataclasses.asdict(value).items() if own is not None or name not in newer}
 
 
 def _split_from_json(value: Mapping[str, Any]) -> Split:

@@ -120,11 +120,7 @@ class PiecewiseFile:
         return index, start, start + sizes[index]
 
     def _read(self, index: int, start: int, stop: int) -> bytes:
-        """Reads a piece.
-
-        Raises:
-            UserError: It is not as it was written.
-        """
+        """Reads a piece."""
         checksum = None if self.pieces is None else _checksum(self.pieces[index])
         if self.remote is not None:
             assert checksum is not None, "remote files have checksums"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from distembed.errors import UserError
@@ -206,8 +206,8 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema in plain values, which :meth:`from_json` reads back."""
-        features = [_plain(each, *["mean_ids_per_row"] * each.multi_hot) for each in self.categorical]
-        return {**_plain(self), "categorical": features}
+        features = [plain_fields(each, *["mean_ids_per_row"] * each.multi_hot) for each in self.categorical]
+        return {**plain_fields(self), "categorical": features}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
@@ -223,11 +223,13 @@ class Schema:
         return cls(**{**value, **lists, "categorical": features})
 
 
-def _plain(value: Schema | CategoricalFeature, *always: str) -> dict[str, Any]:
-    """Returns the fields that differ from their defaults, so that a newer field changes no schema that lacks it."""
-    named = {each.name: getattr(value, each.name) for each in fields(value)}
+def plain_fields(value: Any, *always: str) -> dict[str, Any]:
+    """Returns a dataclass in plain values, without the fields that have their defaults, but for those named.
+
+    So a field that is added with a default changes neither files nor fingerprints of values that do without it.
+    """
     defaults = {each.name: each.default for each in fields(value) if each.name not in always}
-    plain = {name: own for name, own in named.items() if name not in defaults or own != defaults[name]}
+    plain = {name: own for name, own in asdict(value).items() if name not in defaults or own != defaults[name]}
     return {name: list(own) if isinstance(own, tuple) else own for name, own in plain.items()}
 
 

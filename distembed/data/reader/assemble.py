@@ -93,13 +93,7 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJag
 
 
 def _jagged_fields(schema: Schema, ids: NDArray[np.int64], blocks: Sequence[Block]) -> dict[str, KeyedJaggedTensor]:
-    """Returns the jagged fields of a batch.
-
-    Args:
-        schema: Columns of the batch.
-        ids: The single-valued features' ids, ``[num_keys, num_rows]``.
-        blocks: The rows, in order; there may be none.
-    """
+    """Returns the jagged fields of rows, of ids ``[num_keys, num_rows]`` of single-valued features and of lists."""
     num_rows = ids.shape[1]
     single = (feature.name for feature in schema.categorical if not feature.multi_hot)
     ones = np.ones(num_rows, np.int64)

@@ -59,31 +59,24 @@ class RecordLayout:
     Attributes:
         single: Single-valued features, in the order of their ids in a record.
         numbers: Names of the columns of numbers, in the order of their values in a record: dense, label, weight.
-        multi_hot: Multi-hot features, which are not in the record.
-        dense_sequences: Names of the columns of lists of numbers, which are not in the record.
+        has_lists: Whether a row has lists, which are not in its record.
         dtype: int32, or int64 where the ids of a table need it.
     """
 
     single: tuple[CategoricalFeature, ...]
     numbers: tuple[str, ...]
-    multi_hot: tuple[CategoricalFeature, ...]
-    dense_sequences: tuple[str, ...]
+    has_lists: bool
     dtype: np.dtype[Any]
 
     @classmethod
     def from_schema(cls, schema: Schema) -> RecordLayout:
         """Returns the layout for the rows of this schema."""
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
-        multi_hot = tuple(feature for feature in schema.categorical if feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
         last = tuple(name for name in (schema.label, schema.weight) if name is not None)
         dtype = np.dtype(np.int64 if wide else np.int32)
-        return cls(single, (*schema.dense, *last), multi_hot, schema.dense_sequences, dtype)
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether a row has lists, which are not in its record."""
-        return bool(self.multi_hot or self.dense_sequences)
+        has_lists = len(single) < len(schema.categorical) or bool(schema.dense_sequences)
+        return cls(single, (*schema.dense, *last), has_lists, dtype)
 
     @property
     def first_float(self) -> int:

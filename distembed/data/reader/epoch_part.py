@@ -18,53 +18,50 @@ from numpy.typing import NDArray
 
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.batch import Batch
-from distembed.data.reader.decode import Block, Decoder
+from distembed.data.reader.decode import Block, Decoder, Decoding
 from distembed.data.reader.order import EpochOrder, Window
 
 # Batches of fewer rows than this are made several at a time.
 _ROWS_AT_ONCE = 4096
 
 
-class EpochPart:
-    """What one rank reads of one epoch from a batch on.
+def epoch_batches(
+    order: EpochOrder, decoder: Decoder, decoding: Decoding, ranks: tuple[int, int], start: tuple[int, int]
+) -> Iterator[Batch]:
+    """Yields what one rank reads of one epoch from a batch on; batches are pinned where they are made.
 
-    It does not refer to the reader, so that the thread that holds it does not hold the reader.
+    Args:
+        order: The order of the rows.
+        decoder: Reads row groups.
+        decoding: How rows are decoded, and into which memory.
+        ranks: The rank, and the number of ranks.
+        start: The epoch, and the first batch.
     """
+    (rank, world_size), (epoch, batch) = ranks, start
+    assembler = BatchAssembler(decoder.schema)
+    lanes: dict[int, _LaneCursor] = {}
+    needed = windows_in_need_order(order, epoch, rank, world_size, batch)
+    most_waiting = max(len({lane for lane, _ in needed}), decoding.threads)
+    with DecodeAhead(decoder, needed, decoding.threads, most_waiting) as decoded:
+        while batch < order.num_batches:
+            count = 1 if assembler.layout.has_lists else _num_at_once(order, batch, world_size)
+            blocks = []
+            for lane, first, stop in order.rank_parts(batch, rank, world_size):
+                if lane not in lanes:
+                    lanes[lane] = _LaneCursor(order, decoded, epoch, lane)
+                batch_starts = order.lane_start(lane, 1) * np.arange(count)[:, None]
+                blocks.append(lanes[lane].gather((batch_starts + np.arange(first, stop)).reshape(-1)))
+            for made in assembler.assemble(blocks, [order.batch_rows(index) for index in range(batch, batch + count)]):
+                yield made.pin_memory() if decoding.pins else made
+            batch += count
 
-    def __init__(self, order: EpochOrder, decoder: Decoder, ranks: tuple[int, int], start: tuple[int, int]) -> None:
-        self._order, self._decoder = order, decoder
-        self._rank, self._world_size = ranks
-        self._epoch, self._first_batch = start
-        self._assembler = BatchAssembler(decoder.schema)
-        self._lanes: dict[int, _LaneCursor] = {}
 
-    def batches(self, decode_threads: int) -> Iterator[Batch]:
-        """Yields the batches, in order; windows are decoded ahead in so many threads."""
-        needed = windows_in_need_order(self._order, self._epoch, self._rank, self._world_size, self._first_batch)
-        most_waiting = max(len({lane for lane, _ in needed}), decode_threads)
-        with DecodeAhead(self._decoder, needed, decode_threads, most_waiting) as self._decoded:
-            batch = self._first_batch
-            while batch < self._order.num_batches:
-                count = self._num_at_once(batch)
-                parts = self._order.rank_parts(batch, self._rank, self._world_size)
-                blocks = [self._lane_rows(part.lane, part.start, part.stop, count) for part in parts]
-                sizes = [self._order.batch_rows(index) for index in range(batch, batch + count)]
-                yield from self._assembler.assemble(blocks, sizes)
-                batch += count
-
-    def _num_at_once(self, batch: int) -> int:
-        """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
-        batch_size = self._order.batches.batch_size
-        full_batches = self._order.num_rows // batch_size - batch
-        rows_each = -(-batch_size // self._world_size)
-        return 1 if self._assembler.layout.has_lists else max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
-
-    def _lane_rows(self, lane: int, start: int, stop: int, count: int) -> Block:
-        """Returns a lane's rows of ``count`` batches, batch by batch; they are ``[start, stop)`` in the first."""
-        if lane not in self._lanes:
-            self._lanes[lane] = _LaneCursor(self._order, self._decoded, self._epoch, lane)
-        batch_starts = self._order.lane_start(lane, 1) * np.arange(count)[:, None]
-        return self._lanes[lane].gather((batch_starts + np.arange(start, stop)).reshape(-1))
+def _num_at_once(order: EpochOrder, batch: int, world_size: int) -> int:
+    """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
+    batch_size = order.batches.batch_size
+    full_batches = order.num_rows // batch_size - batch
+    rows_each = -(-batch_size // world_size)
+    return max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
 
 
 class DecodeAhead(ExitStack):

@@ -23,7 +23,7 @@ from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Decoder, Decoding
-from distembed.data.reader.epoch_part import EpochPart
+from distembed.data.reader.epoch_part import epoch_batches
 from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
 from distembed.data.reader.unreadable import Unreadable
@@ -136,8 +136,9 @@ class BatchReader:
                 self.close()
 
     def _start(self) -> Iterator[Batch]:
-        part = EpochPart(self._order, self._decoder, self._ranks, (self._epoch, self._batch))
-        make_batches = partial(_make_batches, part, self._decoding)
+        start = (self._epoch, self._batch)
+        # without a reference to the reader, so that the thread does not hold it
+        make_batches = partial(epoch_batches, self._order, self._decoder, self._decoding, self._ranks, start)
         if not self._prefetch_batches:
             return make_batches()
         self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
@@ -189,9 +190,3 @@ class BatchReader:
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
             prefetcher.close()
-
-
-def _make_batches(part: EpochPart, decoding: Decoding) -> Iterator[Batch]:
-    """Yields a part's batches; they are pinned where they are made, which may be in a thread."""
-    for batch in part.batches(decoding.threads):
-        yield batch.pin_memory() if decoding.pins else batch
