@@ -124,7 +124,7 @@ def _id_column(column: pa.Array) -> IdColumn:
 
 
 def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
-    """Returns a block's rows, in which labels and integers that Criteo's grammar refuses are malformed in a table."""
+    """Returns a block's rows, in which values that Criteo's grammar refuses are malformed in a table too."""
     text = block.text.replace(b"\r\n", b"\n")
     text = text[:-1] + b"\n" if text.endswith(b"\r") else text
     rows = dataclasses.replace(block, text=text.translate(_HARMLESS)).rows(columns)
@@ -136,6 +136,9 @@ def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
             table = table.set_column(place, name, pc.if_else(known, column, pa.scalar(None, pa.string())))
         elif name in CRITEO_DENSE:
             table = table.set_column(place, name, _strict_integers(column))
+        else:
+            is_id = pc.fill_null(pc.match_substring_regex(column, "^[0-9a-fA-F]{1,8}$"), True)
+            table = table.set_column(place, name, pc.if_else(is_id, column, "?"))
     line = Lines(block.text).line
     bad = tuple(dataclasses.replace(row, text=line(row.line)) for row in rows.bad)
     return dataclasses.replace(rows, table=table, bad=bad, line_text=line)
