@@ -16,6 +16,7 @@ Trade-off: the limit is DuckDB's own; of 400 MB, 500 were measured.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -129,9 +130,12 @@ class _explained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        said = str(error).partition("\n")[0]  # the lines after it advise on DuckDB's own settings
+        if "No space left" in said or "max_temp_directory_size" in str(error):  # DuckDB leaves a tenth of the disk free
+            raise OSError(errno.ENOSPC, said) from error
         if isinstance(error, duckdb.OutOfMemoryException):
             raise RunError(
-                f"the memory limit is too small for counting ({error}); allow more (--memory-limit)"
+                f"the memory limit is too small for counting ({said}); allow more (--memory-limit)"
             ) from error
         if isinstance(error, duckdb.IOException):
-            raise OSError(28 if "No space left" in str(error) else 5, str(error)) from error
+            raise OSError(errno.EIO, said) from error

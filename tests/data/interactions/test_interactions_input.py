@@ -1,13 +1,15 @@
 """What may be wrong with files of interactions, and what is made of odd ones."""
 
 import gzip
+import json
 import os
-import subprocess
-import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,6 +56,10 @@ def test_malformed_rows_are_listed_with_line_and_reason(tmp_path: Path) -> None:
         "a,y,five,6",
         "a,y,,7",
         "a,y,2,noon",
+        "a,y,2",
+        "a,y,2,3,4",
+        "a,\xff,2,3",
+        "",
         "b,x,2.5,9",
     ]
     manifest = prepared(tmp_path, HEADER + "\n".join(rows))
@@ -61,33 +67,14 @@ def test_malformed_rows_are_listed_with_line_and_reason(tmp_path: Path) -> None:
         ("a", "x", 1.0),
         ("b", "x", 2.5),
     ]
-    assert manifest.rejected.by_reason == {"user": 1, "item": 1, "rating": 4, "time": 1}
-    listed = [line.split("\t")[:3] for line in (tmp_path / "out" / "rejected.tsv").read_text().splitlines()[1:]]
+    reasons = ["user", "item", *["rating"] * 4, "time", "columns", "columns", "text"]
+    assert manifest.rejected.by_reason == Counter(reasons)
+    listed = [line.split("\t") for line in (tmp_path / "out" / "rejected.tsv").read_text("latin-1").splitlines()[1:]]
     assert listed == [
-        ["rows.csv", str(number), reason]
-        for number, reason in zip(range(3, 10), ["user", "item", *["rating"] * 4, "time"], strict=True)
+        ["rows.csv", str(number), reason, rows[number - 2]] for number, reason in enumerate(reasons, start=3)
     ]
-    assert "7 of 9 rows were rejected" in "\n".join(describe_dataset(manifest, tmp_path / "out"))
-
-
-@pytest.mark.parametrize("header", [HEADER, ""])
-def test_rows_with_other_numbers_of_fields_are_listed(tmp_path: Path, header: str) -> None:
-    columns = InteractionColumns(rating="3", time="4", has_header=False) if not header else TIMED
-    rows = [f"u{n % 7},i{n},{n % 5},{n}" for n in range(150_000)]
-    bad = (
-        {0: "x,y", 70_000: "a,b,c,1,2", 70_001: "a,b,c,d", 149_999: ""} if header else {9: "a,b,1", 149_999: "a,b,c,4"}
-    )
-    for line, row in bad.items():
-        rows[line] = row or "a"
-    (tmp_path / "rows.csv").write_text(header + "\n".join(rows))
-    files = InteractionFiles([tmp_path / "rows.csv"])
-    manifest = prepare_ratings(files, Preparation(tmp_path / "out"), columns, HALVES)
-    listed = [line.split("\t") for line in (tmp_path / "out" / "rejected.tsv").read_text().splitlines()[1:]]
-    reasons = {line: "rating" if row.count(",") == 3 else "columns" for line, row in bad.items()}
-    first = 2 if header else 1
-    assert [(int(line), reason) for _, line, reason, *_ in listed] == [(line + first, reasons[line]) for line in bad]
-    assert manifest.sources[0].num_rows == 150_000 and manifest.sources[0].num_rejected == len(bad)
-    assert sum(split.num_rows for split in manifest.splits.values()) == 150_000 - len(bad)
+    assert manifest.sources[0].num_rows == 12 and manifest.sources[0].num_rejected == 10
+    assert "10 of 12 rows were rejected" in "\n".join(describe_dataset(manifest, tmp_path / "out"))
 
 
 def test_too_many_malformed_rows_are_an_error(tmp_path: Path) -> None:
@@ -216,6 +203,54 @@ def test_integers_and_dates_of_parquet(tmp_path: Path) -> None:
     assert read(tmp_path / "out", "test") == [{"user": "1", "item": ["8", "7", "9"]}]
 
 
+def test_inputs_are_those_of_tables(tmp_path: Path) -> None:
+    """Whole numbers of 64 bits keep their order as times, in JSON too."""
+    rows = [{"user": "u", "item": f"i{n}", "time": 1_500_000_000_000_000_000 - n} for n in range(9)]
+    lines = [f"u,i{n},{1_500_000_000_000_000_000 - n}" for n in range(9)]
+    for part in (0, 1):
+        (tmp_path / f"part-{part}.csv").write_text(
+            "\n".join(["user,item,time", *lines[part * 4 : part * 4 + 4 + part]])
+        )
+    whole = "\n".join(["user,item,time", *lines])
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    fsspec.filesystem("memory").pipe("/rows.csv", whole.encode())
+    os.mkfifo(tmp_path / "pipe")
+    thread = threading.Thread(target=(tmp_path / "pipe").write_text, args=(whole.replace(",", "\t"),))
+    thread.start()
+    columns, options = InteractionColumns(time="time"), SequenceOptions(split="last-one")
+    for name in ("part-*.csv", "rows.jsonl.gz", "rows.parquet", "memory://rows.csv", "pipe"):
+        output = tmp_path / f"out {name[:3]} {len(name)}"
+        source = name if "://" in name else tmp_path / name
+        prepare_sequences(InteractionFiles([source]), Preparation(output), columns, options)
+        assert read(output, "test") == [{"user": "u", "item": [f"i{n}" for n in reversed(range(9))]}]
+    thread.join()
+
+
+def test_a_json_object_of_lists(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"u": ["a", 3], "v": ["a", "b", "c"]}))
+    options = SequenceOptions(split="last-one")
+    manifest = prepare_sequences(
+        InteractionFiles([tmp_path / "rows.json"]), Preparation(tmp_path / "out"), None, options
+    )
+    assert [row["item"] for row in read(tmp_path / "out", "test")] == [["a", "3"], ["a", "b", "c"]]
+    assert manifest.sources[0].num_rows == 5
+
+
+@pytest.mark.parametrize("late", ["2263-01-01", "2020-01-01T00:00:00.000000003"])
+def test_times_of_parquet_to_the_nanosecond(tmp_path: Path, late: str) -> None:
+    """Of times that nanoseconds of 64 bits do not hold, the order is that of microseconds."""
+    unit = "us" if late.startswith("2263") else "ns"
+    times = ["2020-01-01T00:00:00.000002", late, "2019-01-01", "2020-01-01T00:00:00.000000001"]
+    times[3] = times[3] if unit == "ns" else "2020-01-01T00:00:00.000001"
+    table = pa.table({"user": [1] * 4, "item": [2, 3, 0, 1], "time": pa.array(np.array(times, f"datetime64[{unit}]"))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    files, options = InteractionFiles([tmp_path / "rows.parquet"]), SequenceOptions(split="last-one")
+    prepare_sequences(files, Preparation(tmp_path / "out"), InteractionColumns(time="time"), options)
+    order = ["0", "1", "2", "3"] if unit == "us" else ["0", "1", "3", "2"]
+    assert read(tmp_path / "out", "test") == [{"user": "1", "item": order}]
+
+
 def test_recboles_headers_and_files_without_one(tmp_path: Path) -> None:
     (tmp_path / "a.inter").write_text("user_id:token\titem_id:token\trating:float\nu\ti\t2\nv\tj\t3\n")
     (tmp_path / "a.csv").write_text("2,i,u\n3,j,v\n")
@@ -311,19 +346,3 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prepared(tmp_path, HEADER + "a,x,1,1\nb,x,1,2\n")
     assert isinstance(caught.value, RunError) == isinstance(error, OSError)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-
-
-def test_a_killed_preparation_is_begun_anew(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text(HEADER + "a,x,1,1\nb,x,1,2\n")
-    code = (
-        "import os, sys\n"
-        "from distembed.data.prepare.interactions import tables, prepare_ratings, InteractionFiles, Preparation\n"
-        "tables.write_file = lambda *_: os._exit(9)\n"
-        "prepare_ratings(InteractionFiles([sys.argv[1]]), Preparation(sys.argv[2]))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(tables.__file__).parents[4])}
-    command = [sys.executable, "-c", code, str(tmp_path / "rows.csv"), str(tmp_path / "out")]
-    assert subprocess.run(command, env=environment, check=False).returncode == 9
-    assert len(list(tmp_path.iterdir())) == 2 and not (tmp_path / "out").exists()
-    prepared(tmp_path, HEADER + "a,x,1,1\nb,x,1,2\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.csv"]

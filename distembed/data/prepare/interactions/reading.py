@@ -211,7 +211,8 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
         try:
             column = column.cast(pa.timestamp("ns")).cast(pa.int64())
         except pa.ArrowInvalid:  # before 1677 or after 2262
-            column = pc.multiply(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64()), 1e3)
+            microseconds = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+            column = pc.multiply(microseconds.cast(pa.float64(), safe=False), 1e3)
     times, wrong = finite_numbers(column)
     is_64_bit = np.abs(times) < 2.0**63
     whole = np.where(is_64_bit, times, 0).astype(np.int64)
