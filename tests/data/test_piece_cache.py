@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distembed.checksums import checksum_of
+from distembed.data.dataset import mirror
 from distembed.data.dataset.piece_cache import PieceCache
 from distembed.errors import RunError
 from tests.processes import run_processes
@@ -112,3 +113,14 @@ def test_processes_share_it_within_the_limit_and_fetch_each_piece_once(tmp_path:
     run_processes(3, use_cache, tmp_path, tmp_path / "log")
     assert count(tmp_path / "limited") == bytes_on_disk(tmp_path / "limited")
     assert (tmp_path / "log").read_text() == "." * 20
+
+
+def test_bytes_that_were_damaged_on_their_way_are_asked_for_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [b"dama", b"data", b"dama", b"dama"]
+    monkeypatch.setattr(mirror, "read_range", lambda url, start, stop: answers.pop(0))
+    pieces = mirror.RemotePieces("flaky://file", PieceCache(tmp_path, 1000))
+    assert pieces.read(0, 4, checksum_of(b"data")) == b"data" and len(answers) == 2
+    assert pieces.read(0, 4, checksum_of(b"data")) == b"data" and len(answers) == 2  # from the cache
+    assert pieces.read(0, 4, checksum_of(b"other")) is None and not answers
