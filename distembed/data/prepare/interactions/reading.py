@@ -36,7 +36,7 @@ from distembed.data.prepare.progress import ProgressCallback
 from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
-from distembed.data.table.keys import coded
+from distembed.data.table.keys import coded, string_keys
 from distembed.data.table.numbers import Bools, dense_values
 from distembed.data.table.schema import TableSchema
 
@@ -86,8 +86,8 @@ class InteractionInput:
         """What a row has, in a sentence."""
         if self.columns is None:
             return "A line is a user and one or more items, separated by blanks."
-        named = {"rating": self.columns.rating, "time": self.columns.time}
-        numbers = "".join(f", a number for the {role} ({name})" for role, name in named.items() if name is not None)
+        named = [("rating", self.columns.rating), ("time", self.columns.time)]
+        numbers = "".join(f", a number for the {role} ({name})" for role, name in named if name is not None)
         return f"A row is a user ({self.columns.user_column}), an item ({self.columns.item_column}){numbers}."
 
 
@@ -197,9 +197,11 @@ def _named(rows: NamedRows, columns: InteractionColumns) -> tuple[list[pa.Array]
 
 
 def _texts(column: pa.Array) -> pa.Array:
-    """Returns the texts of values, null for missing ones and empty texts."""
+    """Returns the texts of values, those that a column of a table has, null for missing ones and empty texts."""
     values = coded(column, _MISSING)
-    return values.distinct.cast(pa.string()).take(pa.array(values.codes - 1, mask=values.codes == 0))
+    keys = string_keys(values.distinct)
+    assert keys.texts is not None, "keys of texts have them"
+    return keys.texts.take(pa.array(values.codes - 1, mask=values.codes == 0))
 
 
 def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
