@@ -88,6 +88,7 @@ def _parse_typed(text: bytes) -> ParsedBlock:
         ),
     )
     columns = [one_array(column) for column in table.columns]
+    del table  # of which the columns are copies
     labels = np.frombuffer(columns[0].buffers()[1], np.uint8)[: len(columns[0])] - ord("0")
     if columns[0].null_count or labels.max() > 1:
         raise _IrregularError
