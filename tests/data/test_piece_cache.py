@@ -45,10 +45,10 @@ def get(cache: PieceCache, data: bytes, fetched: list[bytes] | None = None) -> N
 @pytest.mark.parametrize("most_bytes", [0, 1, 999, 5000, 10**6])
 def test_what_is_read_was_written_and_the_limit_holds(tmp_path: Path, most_bytes: int) -> None:
     cache, draw, fetched = PieceCache(tmp_path / "cache", most_bytes), random.Random(0), []
-    for _ in range(300):
-        get(cache, piece(draw.randrange(40)), fetched)
+    for _ in range(120):
+        get(cache, piece(draw.randrange(16)), fetched)
         assert count(cache.folder) == bytes_on_disk(cache.folder) <= most_bytes
-    assert (len(fetched) < 300) == (most_bytes > 500) and (len(fetched) == 40) == (most_bytes == 10**6)
+    assert (len(fetched) < 120) == (most_bytes > 500) and (len(fetched) == 16) == (most_bytes == 10**6)
     assert cache.get(checksum_of(b"none"), lambda: None) is None
 
 
@@ -97,10 +97,10 @@ def use_cache(rank: int, folder: Path, log: Path) -> None:
         PieceCache(folder / "roomy", 10**6),
         random.Random(rank),
     )
-    for _ in range(60):
-        get(limited, piece(draw.randrange(30)))
+    for _ in range(25):
+        get(limited, piece(draw.randrange(15)))
         assert bytes_on_disk(limited.folder) <= 4000
-    for number in range(20):
+    for number in range(8):
         fetched: list[bytes] = []
         get(roomy, piece(number), fetched)
         with log.open("a") as file:
@@ -112,7 +112,7 @@ def use_cache(rank: int, folder: Path, log: Path) -> None:
 def test_processes_share_it_within_the_limit_and_fetch_each_piece_once(tmp_path: Path) -> None:
     run_processes(3, use_cache, tmp_path, tmp_path / "log")
     assert count(tmp_path / "limited") == bytes_on_disk(tmp_path / "limited")
-    assert (tmp_path / "log").read_text() == "." * 20
+    assert (tmp_path / "log").read_text() == "." * 8
 
 
 def test_bytes_that_were_damaged_on_their_way_are_asked_for_once_more(
