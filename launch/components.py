@@ -11,7 +11,7 @@ from typing import Optional
 
 from torchx import specs
 
-from launch.apps.applications import benchmark_app, preparation_app, single_node_app, training_app
+from launch.apps.applications import benchmark_app, single_node_app, training_app
 from launch.apps.component import component
 from launch.apps.request import ElasticRequest, NodeRequest
 
@@ -68,22 +68,20 @@ def prepare(
     *arguments: str,
     output: str,
     kind: str = "criteo",
-    j: str = "1x1",
     name: Optional[str] = None,
     request: NodeRequest,
 ) -> specs.AppDef:
-    """Turn raw files into a dataset on one or many nodes; one that was interrupted is gone on with.
+    """Turn raw files into a dataset on one node, or from there on a Ray or Spark cluster; an interrupted one resumes.
 
     Args:
-        arguments: Files, and more arguments of `distembed prepare`, after a --.
-        output: Folder to make; of several nodes, one that all of them see.
-        kind: What is prepared, such as criteo, table or graph; the first two on several nodes and in several processes.
-        j: NODESxPROCESSES.
+        arguments: Files, and more arguments of `distembed prepare`, such as --engine ray, after a --.
+        output: Folder to make; with a cluster, one that all of its machines see.
+        kind: What is prepared, such as criteo, table or graph; the first two can run on a cluster.
         name: Name of the job; that of the output folder unless given.
         request: What is asked of the node, each field as an argument of its own.
     """
     command = ["prepare", kind, *arguments, "--output", output]
-    return preparation_app(command, j=j, name=name or output, request=request)
+    return single_node_app("prepare", command, name=name or output, request=request)
 
 
 @component

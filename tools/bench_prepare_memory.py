@@ -1,14 +1,12 @@
-"""Measures the memory and the processor time that preparing takes, of all its processes, beside limit and estimate.
+"""Measures the memory and the processor time that preparing takes, beside the memory limit.
 
 ::
 
     python tools/bench_prepare_memory.py                            # 5 million synthetic rows, limits of 1 and 4 GB
-    python tools/bench_prepare_memory.py --rows 20000000 --limits 1GB 4GB --processes 1 2
+    python tools/bench_prepare_memory.py --rows 20000000 --limits 1GB 4GB --threads 1 2
     python tools/bench_prepare_memory.py --input train.txt          # rows of one's own
 
-What Linux counts as resident is summed over the command and its processes every 10 ms, libraries that they share
-counted for each; that is compared with the limit. The processor time is compared with what is estimated from the first
-block (``distembed/data/prepare/space.py``).
+What Linux counts as resident is summed over the command and its processes every 10 ms.
 """
 
 from __future__ import annotations
@@ -26,10 +24,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distembed.data.prepare import CriteoOptions, ResourceLimits
-from distembed.data.prepare.criteo import criteo_inputs
-from distembed.data.prepare.space import estimate
-from distembed.data.prepare.table.source import TableSource
 from distembed.files import write_json
 from distembed.units import parse_bytes
 
@@ -55,10 +49,10 @@ def resident_bytes(process: int) -> int:
         return 0
 
 
-def measure(source: Path, output: Path, limit: str, processes: int) -> dict[str, Any]:
+def measure(source: Path, output: Path, limit: str, threads: int) -> dict[str, Any]:
     """Prepares in a process of its own, and returns what it took."""
     command = [sys.executable, "-m", "distembed", "prepare", "criteo", str(source), "--output", str(output)]
-    command += ["--memory-limit", limit, "--processes", str(processes), "--overwrite"]
+    command += ["--memory-limit", limit, "--threads", str(threads), "--overwrite"]
     start, stage, before = time.perf_counter(), "", _processor_seconds()
     peak: dict[str, int] = {}
     with tempfile.TemporaryFile("w+") as said:
@@ -70,7 +64,7 @@ def measure(source: Path, output: Path, limit: str, processes: int) -> dict[str,
         assert process.returncode == 0
     return {
         "limit": limit,
-        "processes": processes,
+        "threads": threads,
         "limit_bytes": parse_bytes("--limits", limit),
         "peak_bytes": max(peak.values()),
         "peak_bytes_by_stage": peak,
@@ -88,7 +82,7 @@ def _processor_seconds() -> float:
 def _stage(output: Path) -> str:
     """Returns the stage that a preparation is in, by its work folder."""
     try:
-        stages = list(output.parent.glob(str(Path(f".{output.name}.preparing-*", "work", "results", "*"))))
+        stages = list(output.parent.glob(str(Path(f".{output.name}.preparing", "work", "results", "*"))))
         return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
     except OSError:
         return ""  # the work is over, and its folder goes
@@ -100,27 +94,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000, help="synthetic rows (default 5 million)")
     parser.add_argument("--input", type=Path, help="file of Criteo's rows in their place")
     parser.add_argument("--limits", nargs="+", default=["1GB", "4GB"], help="memory limits (default 1GB 4GB)")
-    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="numbers of processes (default 1 2)")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads (default 1 2)")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
     arguments = parser.parse_args()
-    table = Table("limit", "processes", "peak MB", "of the limit", "by stage, MB", "processor s", "estimated")
+    table = Table("limit", "threads", "peak MB", "of the limit", "by stage, MB", "processor s")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         source = arguments.input or Path(folder) / "rows.tsv"
         if arguments.input is None:
             command = [sys.executable, "-m", "distembed", "synthesize", str(source), "--rows", str(arguments.rows)]
             subprocess.run(command, check=True)
-        chosen = ResourceLimits(threads=1)
-        estimated = estimate(TableSource(criteo_inputs([source]), CriteoOptions().schema()), chosen).core_seconds
         for limit in arguments.limits:
-            for processes in arguments.processes:
-                found = measure(source, Path(folder) / "dataset", limit, processes)
+            for threads in arguments.threads:
+                found = measure(source, Path(folder) / "dataset", limit, threads)
                 results.append(found)
                 stages = ", ".join(f"{name} {peak / 1e6:.0f}" for name, peak in found["peak_bytes_by_stage"].items())
                 share = found["peak_bytes"] / found["limit_bytes"]
                 peak = f"{found['peak_bytes'] / 1e6:,.0f}"
                 used = f"{found['processor_seconds']:.1f}"
-                table.add_row(limit, str(processes), peak, f"{share:.0%}", stages, used, f"{estimated:.1f}")
+                table.add_row(limit, str(threads), peak, f"{share:.0%}", stages, used)
     Console(width=140).print(table)
     if arguments.output is not None:
         write_json(arguments.output, results)

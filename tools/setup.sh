@@ -6,6 +6,7 @@
 #   tools/setup.sh aws_batch    and what starts them on AWS Batch
 #   tools/setup.sh launch       both of these
 #   tools/setup.sh serve        and what `distembed serve` needs
+#   tools/setup.sh ray spark    and what `distembed prepare --engine ray` and `--engine spark` need (Spark: Java too)
 #   tools/setup.sh test         and what the tests need, `launch` and `serve` included
 #   tools/setup.sh --trio 2.11  on another tested trio of torch, TorchRec and FBGEMM than the newest one, by its torch;
 #                               they stand in distembed/doctor/trio.py, with the Pythons that each is tested on
@@ -205,8 +206,8 @@ while (($#)); do
     shift
 done
 for extra in "${extras[@]}"; do
-    [[ " kubernetes aws_batch launch serve test " == *" $extra "* ]] ||
-        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, serve, test"
+    [[ " kubernetes aws_batch launch serve ray spark test " == *" $extra "* ]] ||
+        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, serve, ray, spark, test"
     [[ $extra != launch && $extra != test ]] || extras+=(kubernetes aws_batch)
 done
 device=$(choose_device)

@@ -1,13 +1,11 @@
-"""Options of preparations that may be large: memory, threads, processes and machines."""
+"""Options of preparations that may be large: memory, threads and the engine."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distembed.errors import UserError
 from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -24,16 +22,19 @@ class WorkOptions:
     """What a preparation may use."""
 
     memory_limit: Annotated[
-        str, typer.Option(help="Memory to stay within on this machine, everything included, such as 2GB.")
+        str, typer.Option(help="Memory to stay within, everything included, such as 2GB; on a cluster, of each task.")
     ] = "2GB"
-    threads: Annotated[int | None, typer.Option(help="Threads in all; the number of cores unless given.")] = None
-    processes: Annotated[int, typer.Option(help="Processes on this machine.")] = 1
-    node: Annotated[
+    threads: Annotated[
+        int | None, typer.Option(help="Threads; the number of cores unless given. On a cluster, of each task: 1.")
+    ] = None
+    engine: Annotated[
         str,
-        typer.Option(help="Number of this machine, from 0, and of all that run the same command, such as 0/4."),
-    ] = "0/1"
+        typer.Option(
+            help="Who runs the tasks: `threads` here, or a `ray` or `spark` cluster, whose machines share the folders."
+        ),
+    ] = "threads"
     work: Annotated[
-        Path | None, typer.Option(help="Folder for the work, where OUTPUT is a URL; of several machines, shared.")
+        Path | None, typer.Option(help="Folder for the work, where OUTPUT is a URL; of a cluster, shared.")
     ] = None
 
     def limits(self) -> "ResourceLimits":
@@ -45,13 +46,4 @@ class WorkOptions:
         from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, ResourceLimits
 
         memory_limit_bytes = parse_bytes("--memory-limit", self.memory_limit, LEAST_MEMORY_BYTES)
-        if not (numbers := re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", self.node, re.ASCII)):
-            raise UserError(f"node (--node) is {self.node[:100]!r}: give the machine's number and that of all, as 0/4")
-        return ResourceLimits(
-            memory_limit_bytes,
-            self.threads,
-            self.processes,
-            node=int(numbers[1]),
-            num_nodes=int(numbers[2]),
-            work=self.work,
-        )
+        return ResourceLimits(memory_limit_bytes, self.threads, self.work, self.engine)

@@ -53,6 +53,7 @@ def judge(facts: Facts) -> list[Finding]:
         *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
         *check_dependencies(facts.installed, facts.requirements, tested),
         check_fused_lookup(facts.fused_lookup),
+        *check_engines(facts.installed),
         *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu, facts.driver, tested),
         *check_machine(facts.machine),
     ]
@@ -176,6 +177,19 @@ def check_fused_lookup(result: LoadResult) -> Finding:
     if reason:
         return Finding("fused lookup", "note", f"no: {reason}; until then FBGEMM looks tables up")
     return Finding("fused lookup", "ok", f"yes, by numba {result.facts['numba']}")
+
+
+def check_engines(installed: Mapping[str, str]) -> list[Finding]:
+    """Tells whether raw rows can be prepared on a Ray or a Spark cluster, which are extras of distembed."""
+    findings = []
+    for extra, distribution in (("ray", "ray"), ("spark", "pyspark")):
+        if found := installed.get(distribution):
+            finding = Finding(f"prepare on {extra}", "ok", f"yes, by {distribution} {found}")
+        else:
+            detail = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
+            finding = Finding(f"prepare on {extra}", "note", detail)
+        findings.append(finding)
+    return findings
 
 
 def check_accelerators(

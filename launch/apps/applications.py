@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from torchx import specs
 
 from distembed.errors import UserError
-from launch.apps.node_script import elastic_script, numbered_script, single_script
+from launch.apps.node_script import elastic_script, single_script
 from launch.apps.request import ElasticRequest, NodeRequest
 from launch.apps.roles import (
     GRACE_SECONDS,
@@ -74,26 +74,6 @@ def single_node_app(
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(shape.processes), "-m"]
     module = [*(launcher if shape.processes > 1 else []), "distembed", *command]
     return _single_node_app(role, [request.python, "-m", *module], shape, name, request)
-
-
-def preparation_app(command: Sequence[str], *, j: str, name: str, request: NodeRequest) -> specs.AppDef:
-    """Returns the application that runs ``distembed prepare ...`` on every node, in as many processes as ``j`` says.
-
-    Raises:
-        UserError: An argument cannot be accepted.
-    """
-    shape = parse_shape(j)
-    if shape.elastic:
-        raise UserError(
-            f"j is {j!r}, and which node prepares what is fixed when it begins; give one number of nodes, such as "
-            f"{shape.max_nodes}x{shape.processes}"
-        )
-    several = ["--processes", str(shape.processes)] if shape.processes > 1 else []
-    module = [request.python, "-m", "distembed", *command, *several]
-    script = single_script(module) if shape.max_nodes == 1 else numbered_script(module, shape)
-    # its processes need no GPU, however many the nodes have
-    role = _role("prepare", script, Shape(shape.min_nodes, shape.max_nodes, 1), request)
-    return specs.AppDef(name=_name(name), roles=[role])
 
 
 def benchmark_app(benchmark: str, arguments: Sequence[str], *, name: str | None, request: NodeRequest) -> specs.AppDef:

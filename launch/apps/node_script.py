@@ -74,8 +74,3 @@ def elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: E
 def single_script(command: Sequence[str]) -> str:
     """Returns the script that runs one command in the place of the shell."""
     return f"exec {' '.join(map(quoted, command))}\n"
-
-
-def numbered_script(command: Sequence[str], shape: Shape) -> str:
-    """Returns the script that runs one command on each node, whose last option says which node it is of how many."""
-    return f'exec {" ".join(map(quoted, command))} --node "{macros.replica_id}"/{shape.max_nodes}\n'

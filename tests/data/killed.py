@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -15,19 +14,18 @@ ResultFiles = dict[str, tuple[int, int]]
 
 
 def start(code: str, *arguments: object) -> "subprocess.Popen[bytes]":
-    """Starts Python with a program and arguments, in a process group of its own."""
+    """Starts Python with a program and arguments."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
 def result_files(output: Path) -> ResultFiles:
     """Returns the finished tasks of an interrupted preparation, each with what changes when it is done again."""
     found = {}
     # unlike pathlib's, this glob may be called while folders go
-    for file in map(
-        Path, glob(str(output.with_name(f".{output.name}.preparing-*") / "work" / "results" / "*" / "[!.]*.json"))
-    ):
+    results = output.with_name(f".{output.name}.preparing") / "work" / "results"
+    for file in map(Path, glob(str(results / "*" / "[!.]*.json"))):
         with suppress(FileNotFoundError):  # the preparation is done, and clears up
             found[f"{file.parent.name}/{file.name}"] = file.stat().st_ino, file.stat().st_mtime_ns
     return found
@@ -39,9 +37,9 @@ def prepare_with_kills(
     """Begins a preparation again after each kill, until it is done, and makes sure that no task is done twice.
 
     Args:
-        begin: Starts the preparation, in a process group of its own.
+        begin: Starts the preparation.
         output: Folder that it makes, which is not there.
-        draw: Says when it is killed, and whether all processes are or one.
+        draw: Says when it is killed.
         kills: Most kills.
 
     Returns:
@@ -53,9 +51,8 @@ def prepare_with_kills(
         process = begin()
         if killed < kills:
             _await_moment(process, output, len(done), draw)
-            killed += _kill(process, draw)
+            killed += _kill(process)
         said = process.communicate(timeout=120)[1].decode()
-        _await_end_of_group(process.pid)
         if output.exists():
             break
         assert killed, said
@@ -73,27 +70,9 @@ def _await_moment(process: "subprocess.Popen[bytes]", output: Path, done: int, d
     time.sleep(draw.choice([0.0, 0.01, 0.05, 0.3]))
 
 
-def _kill(process: "subprocess.Popen[bytes]", draw: random.Random) -> int:
-    """Kills all processes of a group, or one of them, and returns whether there were any."""
+def _kill(process: "subprocess.Popen[bytes]") -> int:
+    """Kills a process, and returns whether it was alive."""
     if process.poll() is not None:
         return 0
-    try:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        if draw.random() < 0.5:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            os.kill(draw.choice([process.pid, *map(int, children)]), signal.SIGKILL)
-    except (ProcessLookupError, FileNotFoundError):
-        return 0  # it has just ended
+    process.kill()
     return 1
-
-
-def _await_end_of_group(group: int) -> None:
-    """Waits until no process of a group is left: the others end with the one that started them."""
-    for _ in range(1000):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
-    raise AssertionError("a process outlives the command")

@@ -229,7 +229,7 @@ def command(*arguments: object) -> str:
 
 
 def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
-    """Known ids never change, and the bytes of what one process or two make are the same."""
+    """Known ids never change, and one thread or two make the same bytes."""
     contents = [reference.content(400, seed) for seed in (1, 2)]
     for day, content in enumerate(contents):
         (tmp_path / f"day{day}.tsv").write_bytes(content)
@@ -239,7 +239,7 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     )
     command(
         *(tmp_path / "day1.tsv", "-o", tmp_path / "two", "--split", "none", "--vocabulary", tmp_path / "0", "--grow"),
-        *("--processes", 2),
+        *("--threads", 1),
     )
     assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "two")
     manifest = Manifest.load(tmp_path / "1")

@@ -118,11 +118,11 @@ def test_bytes_depend_on_rows_and_options_alone(
     assert folder_bytes(tmp_path / "once") == folder_bytes(tmp_path / "out")
 
 
-def test_two_processes_make_the_same_bytes(tmp_path: Path) -> None:
+def test_two_threads_make_the_same_bytes(tmp_path: Path) -> None:
     rows: list[Row | str] = [*random_rows(300, 1), "odd"]
     source = PythonRows(LAYOUT, [rows], block_rows=20, part_rows=70)
-    for name, processes in (("one", 1), ("two", 2)):
-        limits = ResourceLimits(threads=2, processes=processes)
+    for name, threads in (("one", 1), ("two", 2)):
+        limits = ResourceLimits(threads=threads)
         prepare_rows(source, tmp_path / name, PrepareOptions("time:0.7,0.1,0.2"), limits)
     assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
 

@@ -32,8 +32,8 @@ def flaky() -> Iterator[type[Flaky]]:
         yield files
 
 
-def limits(tmp_path: Path, processes: int = 1) -> ResourceLimits:
-    return ResourceLimits(processes=processes, work=tmp_path / "work")
+def limits(tmp_path: Path, threads: int | None = None) -> ResourceLimits:
+    return ResourceLimits(threads=threads, work=tmp_path / "work")
 
 
 def remote_bytes(url: str) -> dict[str, bytes]:
@@ -53,7 +53,7 @@ def test_files_leave_the_disk_when_they_are_uploaded_and_the_manifest_comes_last
     order: list[str] = []
 
     def upload(path: Path, url: str) -> None:
-        (dataset,) = (tmp_path / "work").glob(".*/dataset")
+        (dataset,) = (tmp_path / "work").glob(".*/staged")
         lying = list(dataset.rglob("part-*.parquet"))
         assert path.name.startswith("part-") == bool(lying) and len(lying) <= 1
         order.append(url)
@@ -83,7 +83,7 @@ def test_a_server_that_is_gone_for_long_interrupts(
         prepare_criteo([rows], URL, OPTIONS, chosen)
     flaky.share = 0.0
     prepare_criteo([rows], URL, OPTIONS, chosen, note=notes.append)
-    assert written.count(written[0]) == 1 and written.count(written[1]) == 2 and "goes on" in notes[0]
+    assert written.count(written[0]) == 1 and written.count(written[1]) == 2 and "this resumes" in notes[0]
     prepare_criteo([rows], tmp_path / "local", OPTIONS)
     assert remote_bytes(URL) == folder_bytes(tmp_path / "local")
 
@@ -134,7 +134,7 @@ def test_the_work_is_done_in_a_local_folder(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_processes_write_to_an_s3_that_fails_often(
+def test_two_threads_write_to_an_s3_that_fails_often(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "server").mkdir()
@@ -147,7 +147,7 @@ def test_two_processes_write_to_an_s3_that_fails_often(
         }.items():
             monkeypatch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
-        prepare_criteo([rows], f"s3://{BUCKET}/criteo", OPTIONS, limits(tmp_path, processes=2))
+        prepare_criteo([rows], f"s3://{BUCKET}/criteo", OPTIONS, limits(tmp_path, threads=2))
         prepare_criteo([rows], tmp_path / "local", OPTIONS)
         assert remote_bytes(f"s3://{BUCKET}/criteo") == folder_bytes(tmp_path / "local")
         s3fs.S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""Preparing Criteo's rows in several processes, and going on after it was interrupted."""
+"""Preparing Criteo's rows, and resuming after it was interrupted."""
 
 import os
 import random
@@ -14,15 +14,12 @@ from tests.data import reference
 from tests.data.killed import prepare_with_kills, result_files, start
 from tests.data.reference import folder_bytes
 
-pytestmark = pytest.mark.distributed
-
 OPTIONS = CriteoOptions(split="days", min_count=3)
 OPTIONS_OF_FEW = CriteoOptions(max_rejected=1)
-TWO = ResourceLimits(processes=2)
 PREPARE = """
 import sys
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
-prepare_criteo(sys.argv[2:], sys.argv[1], CriteoOptions(split="days", min_count=3), ResourceLimits(processes=2))
+prepare_criteo(sys.argv[2:], sys.argv[1], CriteoOptions(split="days", min_count=3), ResourceLimits(threads=2))
 """
 
 
@@ -40,16 +37,6 @@ def undisturbed(days: list[Path], tmp_path_factory: pytest.TempPathFactory) -> d
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     prepare_criteo(days, output, OPTIONS)
     return folder_bytes(output)
-
-
-def test_the_bytes_depend_on_no_number_of_processes(
-    days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path
-) -> None:
-    notes: list[str] = []
-    prepare_criteo(days, tmp_path / "two", OPTIONS, TWO, note=notes.append)
-    prepare_criteo(days, tmp_path / "three", OPTIONS, ResourceLimits(processes=3))
-    assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "three") == undisturbed
-    assert not notes and sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
 
 
 @pytest.mark.parametrize("part_bytes", [100, 10_000, 2**20])
@@ -76,7 +63,6 @@ def test_the_bytes_depend_on_no_size_of_parts(
 def test_interrupted_it_goes_on(
     days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And with other options it begins anew."""
     output, written = tmp_path / "out", []
 
     def write(writer: FileWriter, plan: FilePlan) -> WrittenFile:
@@ -93,14 +79,14 @@ def test_interrupted_it_goes_on(
     kept: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         prepare_criteo(days, output, OPTIONS, note=kept.append)
-    assert not output.exists() and len(kept) == 1 and "what is done is kept" in kept[0]
+    assert not output.exists() and len(kept) == 1 and "finished tasks are kept" in kept[0]
     done = result_files(output)
-    assert len([name for name in done if name.startswith("read/")]) == 5 and "vocabulary/000025.json" in done
+    assert len([name for name in done if name.startswith("read/")]) == 5 and "vocabulary/000000.json" in done
     notes: list[str] = []
     before = list(written)
     monkeypatch.setattr(write_parquet.FileWriter, "write", write_and_note)
     prepare_criteo(days, output, OPTIONS, note=notes.append)
-    assert folder_bytes(output) == undisturbed and "goes on with what was done" in notes[0]
+    assert folder_bytes(output) == undisturbed and "this resumes" in notes[0]
     assert len(set(written)) == len(written) and set(before) < set(written)
 
 
@@ -117,21 +103,15 @@ def test_a_changed_input_is_not_gone_on_with(days: list[Path], tmp_path: Path, m
     os.utime(rows, (1, 1))
     notes: list[str] = []
     prepare_criteo([rows], tmp_path / "out", note=notes.append)
-    assert any("begins anew" in note for note in notes)
+    assert any("starts over" in note for note in notes)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.tsv"]
 
 
-def test_wrong_rows_of_any_process_leave_nothing(days: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "other.tsv").write_text("another\tkind\tof file\n" * 3000)
-    with pytest.raises(UserError, match="other.tsv"):
-        prepare_criteo([days[0], tmp_path / "other.tsv"], tmp_path / "out", OPTIONS, TWO)
-    assert [path.name for path in tmp_path.iterdir()] == ["other.tsv"]
-
-
-def test_pipes_are_read_by_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ray", "spark"])
+def test_a_cluster_cannot_read_pipes(tmp_path: Path, engine: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="processes .*2, and .*pipe has no known size"):
-        prepare_criteo([tmp_path / "pipe"], tmp_path / "out", OPTIONS, TWO)
+    with pytest.raises(UserError, match=f"engine .*'?{engine}.*, and .*pipe has no known size"):
+        prepare_criteo([tmp_path / "pipe"], tmp_path / "out", OPTIONS, ResourceLimits(engine=engine))
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 

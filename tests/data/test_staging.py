@@ -173,8 +173,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 
 def test_remains_of_a_process_that_died_before_it_locked(source: Path, tmp_path: Path) -> None:
-    (tmp_path / ".out.preparing-1").mkdir()
-    (tmp_path / ".out.preparing-1" / "train").mkdir()
-    (tmp_path / ".outer.preparing-1").mkdir()
+    (tmp_path / ".out.preparing").mkdir()
+    (tmp_path / ".out.preparing" / "train").mkdir()
+    (tmp_path / ".outer.preparing").mkdir()
     prepare_criteo([source], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.preparing-1", "out", "rows.tsv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.preparing", "out", "rows.tsv"]

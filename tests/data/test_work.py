@@ -1,11 +1,11 @@
-"""Tasks of a preparation are done once, and every process has the results of all."""
+"""Tasks of a preparation run once, and their results and errors are the same on every engine."""
 
 from pathlib import Path
 
 import pytest
 
 from distembed.data.prepare.progress import ProgressUpdate
-from distembed.data.prepare.work import Work
+from distembed.data.prepare.work import Advance, Work
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -15,7 +15,7 @@ def test_a_finished_task_is_not_done_again(tmp_path: Path, num_tasks: int, threa
     done: list[str] = []
     fails = set(tasks[4:5])
 
-    def do(task: str) -> dict[str, object]:
+    def do(task: str, advance: Advance) -> dict[str, object]:
         if task in fails:
             raise OSError("the disk is gone")
         done.append(task)
@@ -36,9 +36,9 @@ def test_progress_counts_what_was_done_before_a_kill(tmp_path: Path) -> None:
     updates: list[ProgressUpdate] = []
     work = Work(tmp_path, updates.append)
 
-    def do(task: str) -> None:
-        work.advance(task, num_bytes=10, num_rows=1)
-        work.advance(task, num_bytes=5)
+    def do(task: str, advance: Advance) -> None:
+        advance(num_bytes=10, num_rows=1)
+        advance(num_bytes=5)
 
     work.run_stage("write", ["a", "b"], do, total_bytes=45)
     work = Work(tmp_path, updates.append)

@@ -336,21 +336,9 @@ def test_single_nodes_run_one_command(tmp_path: Path) -> None:
     assert arguments(prepare("day_0.gz", "--split", "days", output="out", python=python)) == [
         *("-m", "distembed", "prepare", "criteo", "day_0.gz", "--split", "days", "--output", "out")
     ]
-    alone = arguments(prepare("rows.csv", "--schema", "avazu", output="out", kind="table", j="3", python=python))
-    assert alone[-4:] == ["--output", "out", "--processes", "3"] and alone[2:4] == ["prepare", "table"]
+    cluster = arguments(prepare("rows.csv", "--engine", "ray", output="out", kind="table", python=python))
+    assert cluster[2:] == ["prepare", "table", "rows.csv", "--engine", "ray", "--output", "out"]
     assert arguments(bench("--output", "x.json", python=python)) == ["tools/bench_train.py", "--output", "x.json"]
-
-
-def test_each_node_that_prepares_knows_its_number(tmp_path: Path) -> None:
-    application = prepare("day 0.gz", output="$out", j="3x8", gpu=1, cpu=8, memMB=2000, python=str(program(tmp_path)))
-    assert application.roles[0].num_replicas == 3
-    for node in range(3):
-        ((words, _),) = run_node(application, tmp_path, node, "elsewhere")
-        assert words[2:] == [
-            *("prepare", "criteo", "day 0.gz", "--output", "$out", "--processes", "8", "--node", f"{node}/3")
-        ]
-    with pytest.raises(UserError, match="give one number of nodes, such as 4x2"):
-        prepare("day_0.gz", output="out", j="2:4x2")
 
 
 def test_this_machine_is_not_waited_for() -> None:

@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kubernetes": {"queue": "research"},
     "aws_batch": {"queue": "research", "user": "ada"},
 }
-# file name -> scheduler, arguments of `train`, or of `prepare` where the name has it
+# file name -> scheduler, arguments of `train`
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "launch_slurm.sh": ("slurm", {"j": "2x8", "max_retries": 1}),
     "launch_slurm_elastic.sh": ("slurm", {"j": "2:4x8"}),
@@ -47,13 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "aws_batch",
         {**BOX, "j": "2x8", "max_retries": 1, "cpu": None, "gpu": None, "memMB": None, "h": "aws_p4d.24xlarge"},
     ),
-    "launch_slurm_prepare.sh": ("slurm", {"j": "4x16"}),
-    "launch_kubernetes_prepare.yaml": ("kubernetes", {**BOX, "j": "4x16", "max_retries": 2}),
 }
-
-
-def preparation(**arguments: Any) -> specs.AppDef:
-    return prepare("/data/a b$c", "--split", "days", output="/shared/first", **{**NODE, **arguments})
 
 
 def app(**arguments: Any) -> specs.AppDef:
@@ -68,9 +62,9 @@ def dry_run(application: specs.AppDef, scheduler: str) -> Any:
 def written(name: str) -> str:
     """The request of a case, as it is kept: without what differs each time."""
     scheduler, arguments = CASES[name]
-    request = dry_run(preparation(**arguments) if "prepare" in name else app(**arguments), scheduler)
+    request = dry_run(app(**arguments), scheduler)
     if scheduler == "slurm":
-        return re.sub(r"first-[a-z0-9]+/(train|prepare)", r"first-ID/\1", str(request))
+        return re.sub(r"first-[a-z0-9]+/train", "first-ID/train", str(request))
     fields = request.job_def if scheduler == "aws_batch" else yaml.safe_load(str(request))
     # before the text is laid out: the id's length differs too
     fields = json.loads(re.sub(r"first-[a-z0-9]+", "first-ID", json.dumps(fields)))

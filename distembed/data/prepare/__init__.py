@@ -8,16 +8,16 @@
   ``learnt_numbers.py`` learns means and bins, column by column (``dataset_columns.py``); ``vocabulary.py`` says what
   ids are.
 - The third: ``write_parquet.py`` writes the files, whose columns ``output_columns.py`` fills.
-- ``space.py`` tells whether the disk has room, and ``notes.py`` what a user should know of the result.
+- ``notes.py`` tells what a user should know of the result.
 - ``table/`` prepares tables of any columns, by a schema, and ``criteo.py`` those of Criteo.
 - ``interactions/`` prepares ratings and sequences.
 - ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
   numbers.
 - For every kind of preparation: ``inputs.py`` checks the inputs, ``input_bytes.py`` unpacks them and cuts them into
   blocks of lines, ``rejected_rows.py`` takes the malformed rows, ``limits.py`` and ``progress.py`` say what it may use
-  and how far it is, and ``staging.py`` makes its output appear at once.
-- For preparations in several processes, and those that go on after a kill: ``resumable.py`` gives the folders,
-  ``work.py`` does each task once, ``processes.py`` starts the processes, and by ``beats.py`` they hear of each other.
+  and how far it is, ``space.py`` whether the disk suffices, and ``staging.py`` makes its output appear at once.
+- ``work.py`` runs each task once and resumes after a kill, ``engine.py`` has threads, Ray or Spark run the tasks, and
+  ``destination.py`` uploads a dataset to a URL.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal.
 """
 

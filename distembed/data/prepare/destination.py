@@ -124,7 +124,8 @@ class Destination:
         """
         if self.url is None:
             return
-        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_NAME}
+        written = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        files = {path.relative_to(folder).as_posix() for path in written} - {MANIFEST_NAME}
         for file in sorted(files):
             upload(folder / file, join_url(self.url, file))
         for name, url in self._files_there().items():

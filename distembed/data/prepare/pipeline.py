@@ -1,6 +1,6 @@
 """Rows of any kind to a Parquet dataset that the reader reads.
 
-Three passes, each with bounded memory, and each a stage of tasks that any number of processes share (``work.py``):
+Three passes, each with bounded memory, and each a stage of tasks that threads or a cluster run (``work.py``):
 
 1. ``read``: the text is parsed once, a part of an input a task (``ingest.py``), and each block is spooled as numbers,
    and as codes into its own lists of keys;
@@ -13,7 +13,7 @@ Between them are small stages: ``times`` finds the times at which splits begin, 
 a column says which they are in, and ``finish`` writes the manifest.
 
 The dataset appears under its name when it is complete, and not before (``staging.py``). Its bytes depend on the rows
-and the options alone: not on the number of processes and threads, the memory, or how the rows are compressed.
+and the options alone: not on the engine and its threads, the memory, or how the rows are compressed.
 
 Trade-off: the spool takes about 0.7 of the text's size on the output's disk while it runs.
 """
@@ -38,14 +38,11 @@ from distembed.data.prepare.blocks import Part, RowSource
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
 from distembed.data.prepare.destination import Destination
-from distembed.data.prepare.ingest import Advance, Ingested, PartFound, PartReader
+from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.processes import Worker
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.purpose import explained_output, work_purpose
-from distembed.data.prepare.resumable import resumable_work
 from distembed.data.prepare.row_splits import (
     RowSplits,
     SplitColumn,
@@ -57,7 +54,7 @@ from distembed.data.prepare.row_splits import (
 from distembed.data.prepare.space import disk_is_full, require_space
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock
-from distembed.data.prepare.work import Work
+from distembed.data.prepare.work import Advance, Work, resumable_work, work_purpose
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
@@ -65,7 +62,7 @@ from distembed.files import full_disk_explained
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
 PART_BYTES = 1 << 29
-"""Bytes of a plain input that are read as one part: what a kill costs, and what one process reads at a time."""
+"""Bytes of a plain input that are read as one part: what a kill costs, and what one worker reads at a time."""
 
 
 def prepare_rows(
@@ -98,35 +95,21 @@ def prepare_rows(
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
-    return _prepare(source, destination, options, limits, Worker(), progress, note)
-
-
-def _prepare(
-    source: RowSource,
-    destination: Destination,
-    options: PrepareOptions,
-    limits: ResourceLimits,
-    worker: Worker,
-    progress: ProgressCallback,
-    note: NoteCallback,
-) -> Manifest:
-    """Prepares as one process of several."""
     row_rule(SplitRule.parse(options.split), source.layout, [0], ())  # refuses a rule whose columns rows do not have
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:
         base.require_fits(source.layout)
     purpose = work_purpose(source, options, limits, PART_BYTES, base)
     with (
-        explained_output(destination, source, options, base),
         full_disk_explained(
             lambda error: disk_is_full(error, source, destination.path),
             (OSError, pa.ArrowException),
             max_file_size=True,
         ),
-        resumable_work(destination, purpose, worker, report=progress, note=note) as (folder, work),
+        resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work),
     ):
-        if worker.is_first:
-            require_space(source, destination.path, limits, note, begun=work.folder.parent)
+        if not work.folder.exists():
+            require_space(source, destination.path)
         return Preparation(source, options, limits, folder, destination, base).run(work, note)
 
 

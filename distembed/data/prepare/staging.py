@@ -1,9 +1,16 @@
 """A folder that appears whole or not at all.
 
-Everything is written in a hidden folder beside the target, flushed to disk, and renamed. A process that is killed
-leaves the hidden folder behind: the next run on the same target removes it, since the lock that the process held is
-free, or goes on with it where it is a :func:`kept_folder` of the same command. A run that finds the lock taken fails at
-once and changes nothing.
+Its files are written in a hidden folder beside the target, flushed to disk, and renamed::
+
+    .criteo.preparing/
+        lock          held by the process at work; a second command on the same output is refused at once
+        purpose       the inputs and options that the work is for (a checksum), and the machine since it was started
+        staged/       becomes criteo/
+        work/         results of finished tasks (work.py), and other files that are needed only meanwhile
+    .criteo.replaced/ the dataset that --overwrite replaces, for the moment between two renames
+
+A process that is killed leaves the hidden folder behind. The next command on the same output resumes it where its
+purpose is the same, and else removes it.
 """
 
 from __future__ import annotations
@@ -14,30 +21,43 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.inputs import real_path, require_text_name
 from distembed.errors import TemporaryFailure, UserError
 from distembed.files import free_space
 
-_LOCK_NAME = ".lock"
-_BOOT_NAME = "boot"
-_REMOVED = "-removed"
+STAGED = "staged"
+"""Name of the folder, in a kept one, that becomes the output."""
 
 
 class OutputExists(UserError):
     """There is an output already, which is not to be replaced."""
 
 
+@dataclass(frozen=True)
+class KeptFolder:
+    """A folder that outlives the process which works in it.
+
+    Attributes:
+        path: The folder; its folder ``staged`` becomes the output.
+        is_resumed: Whether a command with the same purpose was interrupted, and this one goes on with its files.
+        is_anew: Whether the files of an interrupted command were removed.
+    """
+
+    path: Path
+    is_resumed: bool
+    is_anew: bool
+
+
 @contextmanager
 def staged_folder(
     output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
 ) -> Iterator[Path]:
-    """Gives a folder to write in, which becomes ``output`` when the block ends, and is removed when the block fails.
+    """Yields a folder to write in, which becomes ``output`` when the block ends, and is removed when the block fails.
 
     Args:
         output: Folder to make; its parents are made as needed.
@@ -48,67 +68,63 @@ def staged_folder(
     Raises:
         UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
     """
-    output = _checked_target(output, overwrite, kind, marker)
-    folder = output.with_name(f"{_prefix(output)}{os.getpid()}")
-    with _alone(folder, output, overwrite, kind, marker):
-        try:
-            yield folder
-            _flush(folder)
-            with _alone_in(output.parent):
-                (folder / _LOCK_NAME).unlink()
-                _swap(folder, output, overwrite)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class KeptFolder:
-    """A folder that outlives the process which works in it.
-
-    Attributes:
-        path: The folder; what is in its folder ``dataset`` becomes the output.
-        is_resumed: Whether a command with the same purpose was interrupted, and this one goes on with what it did.
-        is_anew: Whether what a command with another purpose had done was removed.
-    """
-
-    path: Path
-    is_resumed: bool
-    is_anew: bool
+    with kept_folder(output, None, overwrite=overwrite, kind=kind, marker=marker) as kept:
+        yield kept.path / STAGED
 
 
 @contextmanager
-def kept_folder(output: Path, purpose: str | None, *, overwrite: bool, is_moved: bool = False) -> Iterator[KeptFolder]:
-    """Gives a folder to work in, which is there again for the same purpose after a process was killed.
+def kept_folder(
+    output: Path,
+    purpose: str | None,
+    *,
+    overwrite: bool,
+    is_moved: bool = False,
+    kind: str = "dataset",
+    marker: str = MANIFEST_NAME,
+) -> Iterator[KeptFolder]:
+    """Yields a folder to work in, which exists again for the same purpose after the process was killed.
 
-    Its folder ``dataset`` becomes ``output`` when the block ends. The folder is removed when the block ends or fails,
-    but not when it is interrupted, or fails by what may pass. What was written before the machine itself was restarted
-    may never have come to its disk, and is not gone on with.
+    Its folder ``staged`` becomes ``output`` when the block ends. The folder is removed when the block ends or fails,
+    but not by Ctrl-C or a temporary failure. Files of before the machine was restarted may never have come to its disk,
+    and are not resumed.
 
     Args:
-        output: Dataset folder to make; its parents are made as needed.
-        purpose: A short text that differs for commands which may not go on with each other's work; None where none may.
-        overwrite: Whether a dataset is replaced, which stays until the new one is complete.
-        is_moved: Whether the block moves the dataset elsewhere, so that nothing becomes ``output``.
+        output: Folder to make; its parents are made as needed.
+        purpose: A short text that differs for commands which may not resume each other; None where none may.
+        overwrite: Whether a folder of the same kind is replaced, which stays until the new one is complete.
+        is_moved: Whether the block moves the files elsewhere, so that nothing becomes ``output``.
+        kind: What the output is, in words.
+        marker: Name of the file that every folder of this kind has.
 
     Raises:
-        UserError: As :func:`staged_folder`.
+        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
     """
-    _finish_removing(real_path(output))
-    output = _checked_target(output, overwrite, "dataset", MANIFEST_NAME)
-    folder = kept_path(output, purpose or str(os.getpid()))
-    with _alone(folder, output, overwrite, "dataset", MANIFEST_NAME, keep=purpose is not None) as removed:
+    output = real_path(output)
+    require_text_name(output)
+    folder, replaced = (output.with_name(f".{output.name}.{end}") for end in ("preparing", "replaced"))
+    with _locked(folder, output, kind):
+        if replaced.is_dir() and not os.path.lexists(output):
+            replaced.rename(output)  # the last process was killed between the two renames
+        shutil.rmtree(replaced, ignore_errors=True)
+        was_begun = (folder / STAGED).is_dir()
         try:
-            # without it there is nothing yet, or the dataset was put in place before a kill
-            is_resumed = (folder / DATASET).is_dir() and _is_of_this_boot(folder)
-            if is_resumed:
-                _remove_temporary_files(folder / DATASET)
-            else:
-                _begin(folder)
-            yield KeptFolder(folder, is_resumed, bool(removed))
+            _check_target(output, overwrite, kind, marker)
+        except UserError:
+            if not was_begun:
+                _remove(folder)
+            raise
+        is_resumed = was_begun and purpose is not None and _is_for(folder / "purpose", purpose)
+        if not is_resumed:
+            _empty(folder)
+            (folder / STAGED).mkdir()
+            (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
+        try:
+            yield KeptFolder(folder, is_resumed, was_begun and not is_resumed)
             if not is_moved:
-                _flush(folder / DATASET)
-                with _alone_in(output.parent):
-                    _swap(folder / DATASET, output, overwrite)
+                for path in (folder / STAGED).rglob(".*"):  # files that a killed process was writing
+                    path.unlink()
+                _flush(folder / STAGED)
+                _swap(folder / STAGED, output, replaced, overwrite)
         except (KeyboardInterrupt, TemporaryFailure):
             if purpose is None:
                 _remove(folder)
@@ -119,131 +135,74 @@ def kept_folder(output: Path, purpose: str | None, *, overwrite: bool, is_moved:
         _remove(folder)
 
 
-DATASET = "dataset"
-"""Name of the folder, in a kept one, that becomes the output."""
-
-
-def kept_path(output: Path, purpose: str) -> Path:
-    """Returns where the folder of :func:`kept_folder` is."""
-    output = real_path(output)
-    return output.with_name(f"{_prefix(output)}{purpose}")
-
-
-def _checked_target(output: Path, overwrite: bool, kind: str, marker: str) -> Path:
-    """Returns the absolute path of a folder that is to be made, without links, so that a link to a dataset stays one.
-
-    Raises:
-        UserError: Something is there that may not be replaced, or the name is none of a folder.
-    """
-    output = real_path(output)
-    require_text_name(output)
-    _check_target(output, overwrite, kind, marker)
-    return output
-
-
 @contextmanager
-def _alone(
-    folder: Path, output: Path, overwrite: bool, kind: str, marker: str, keep: bool = False
-) -> Iterator[list[Path]]:
-    """Makes a hidden folder beside the output, and keeps other runs away from the output meanwhile.
-
-    Args:
-        folder: The hidden folder.
-        output: Folder to make in the end.
-        overwrite: Whether a folder of the same kind is replaced.
-        kind: What the folder is, in words.
-        marker: Name of the file that every folder of this kind has.
-        keep: Whether the hidden folder, where it is there, stays as it is.
-
-    Yields:
-        Other hidden folders, which were removed.
+def _locked(folder: Path, output: Path, kind: str) -> Iterator[None]:
+    """Makes the hidden folder, and keeps other commands away from it and the output.
 
     Raises:
-        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
+        UserError: Another process has the lock, or the folder cannot be made.
     """
-    with ExitStack() as held:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with _alone_in(output.parent):
-                removed = _clear_remains(output, folder if keep else None)
-                # once more: a run that was killed may have left it aside
-                _check_target(output, overwrite, kind, marker)
-                folder.mkdir(exist_ok=keep)
-                _lock(held.enter_context(open(folder / _LOCK_NAME, "w")), output)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                raise
-            raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
-        yield removed
-
-
-def _begin(folder: Path) -> None:
-    """Makes what a kept folder begins with, and nothing else."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _LOCK_NAME:
-            path.unlink()
-    (folder / _BOOT_NAME).write_text(_boot())
-    (folder / DATASET).mkdir()
-
-
-def _remove_temporary_files(folder: Path) -> None:
-    """Removes the files that were being written, to replace others once they are whole, when their process died."""
-    for path in list(folder.rglob(".*")):
-        path.unlink()
-
-
-def _is_of_this_boot(folder: Path) -> bool:
-    """Returns whether a kept folder was begun by another machine, or by this one since it was started."""
     try:
-        host, boot = (folder / _BOOT_NAME).read_text().split()
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = open(folder / "lock", "w")
+            except FileNotFoundError:
+                continue  # the process before has just removed the folder
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                raise UserError(f"another process is preparing {output}: wait for it, or name another output") from None
+            except OSError:
+                break  # a file system without locks
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
+                    break
+            lock.close()  # of a folder that has just been removed
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
+    with lock:
+        yield
+
+
+def _is_for(file: Path, purpose: str) -> bool:
+    """Returns whether a folder is for a purpose, and was begun by another machine or since this one was started."""
+    try:
+        known, host, boot = file.read_text().split()
     except (OSError, ValueError):
         return False
-    return host != socket.gethostname() or f"{host} {boot}" == _boot()
+    return known == purpose and (host != socket.gethostname() or boot == _boot())
 
 
 def _boot() -> str:
-    """Returns the name of this machine, and an identity that it has until it is started anew."""
+    """Returns an identity that this machine has until it is restarted."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        boot = "unknown"
-    return f"{socket.gethostname()} {boot}"
+        return "unknown"
+
+
+def _empty(folder: Path) -> None:
+    """Removes all in a folder but its lock, the purpose first: half of the files are resumed by nobody."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != "purpose"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
 
 
 def _remove(folder: Path) -> None:
-    """Removes a kept folder, which no command goes on with from the first moment on."""
-    removed = folder.with_name(f"{folder.name}{_REMOVED}")
+    """Removes the hidden folder, the lock last."""
     with suppress(OSError):
-        folder.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def _finish_removing(output: Path) -> None:
-    """Removes what a process was removing when it was killed, perhaps after it had put the output in place."""
-    for removed in output.parent.glob(f"{_prefix(Path(_escaped(output.name)))}*{_REMOVED}"):
-        shutil.rmtree(removed, ignore_errors=True)
-
-
-def _prefix(output: Path) -> str:
-    return f".{output.name}.preparing-"
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Lets one process at a time begin or end what it makes in a folder, where the file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        _empty(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
-    """Makes sure that nothing is at ``output``, or what may be replaced.
+    """Makes sure that nothing is at ``output``, or a folder that may be replaced.
 
     Raises:
         UserError: Something is there that may not be replaced.
@@ -256,50 +215,8 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
         raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 
 
-def _clear_remains(output: Path, kept: Path | None) -> list[Path]:
-    """Removes what processes that have ended left behind, but for a folder to go on with, and returns what it was.
-
-    Raises:
-        UserError: A process is still writing the same output.
-    """
-    removed = []
-    for remains in output.parent.glob(f".{_escaped(output.name)}.preparing-*"):
-        try:
-            with open(remains / _LOCK_NAME, "r+") as lock:
-                _lock(lock, output)
-        except FileNotFoundError:
-            pass
-        if remains != kept:
-            removed.append(remains)
-            shutil.rmtree(remains, ignore_errors=True)
-    for replaced in output.parent.glob(f".{_escaped(output.name)}.replaced-*"):
-        if os.path.lexists(output):
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:  # killed between the two renames: the old dataset is the one that is whole
-            replaced.rename(output)
-    return removed
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def _lock(lock: IO[str], output: Path) -> None:
-    """Takes the lock of a folder that is being prepared.
-
-    Raises:
-        UserError: Another process has it.
-    """
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another process is preparing {output}: wait for it, or name another output") from None
-    except OSError:
-        pass  # a file system without locks: the rename still lets only one of two runs win
-
-
 def _flush(folder: Path) -> None:
-    """Makes the system put every file and folder on disk, so that a power cut after the rename loses nothing."""
+    """Puts every file and folder on disk, so that a power cut after the rename loses nothing."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -308,13 +225,12 @@ def _flush(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _swap(folder: Path, output: Path, overwrite: bool) -> None:
+def _swap(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
     """Gives the complete folder its name, and removes the one that it replaces.
 
     Raises:
         UserError: Something has appeared under that name meanwhile.
     """
-    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
     if overwrite and os.path.lexists(output):
         output.rename(replaced)
     try:

@@ -1,0 +1,188 @@
+"""Who runs the tasks of a preparation: threads of this process, or the workers of a Ray or a Spark cluster.
+
+An engine runs a function on tasks, in any order, and hands each result back once it is there. Which tasks there are,
+and which are done already, is the business of ``work.py``. Workers of a cluster have distembed installed, and see the
+work folder, local inputs and a local output under the same paths as this process.
+
+=========  =====================================================  ================================================
+engine     cluster                                                a lost worker
+=========  =====================================================  ================================================
+threads    none                                                   ends the command
+ray        ``RAY_ADDRESS``, one of ``ray start``, else a new one  its tasks run again, up to 5 times
+spark      ``MASTER``, ``spark-submit``, ``spark-defaults.conf``  its tasks run again, ``spark.task.maxFailures``
+=========  =====================================================  ================================================
+
+Trade-off: each task is a Spark job of its own, some 50 ms each, so that results come as they are done and the first
+error ends the stage.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from distembed import __version__
+from distembed.data.prepare.limits import ResourceLimits
+from distembed.errors import RunError, TemporaryFailure, UserError, one_line
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Submit = Callable[[Any], "Future[Any]"]
+
+_LOOK_SECONDS = 0.05
+_RAY_RETRIES = 5
+_SPARK_JOBS = 256
+"""Most Spark jobs at a time; the cluster's cores decide how many of them run."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The error of a task on a worker."""
+
+    error: Exception
+
+
+def run_tasks(
+    engine: str,
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    limits: ResourceLimits,
+    threads: int,
+) -> Iterator[list[Result]]:
+    """Yields the results of tasks as they are done, and an empty list now and then meanwhile.
+
+    Args:
+        engine: One of :data:`distembed.data.prepare.limits.ENGINES`.
+        function: Runs a task; pickled for ``ray`` and ``spark``, where a task may run twice.
+        tasks: The tasks, in the order in which they begin.
+        limits: Memory and threads that a task of a cluster may use.
+        threads: Tasks that ``threads`` run at a time.
+
+    Raises:
+        Exception: The error of a task, raised in a worker as here; no further task begins.
+        TemporaryFailure: The cluster has lost too many workers.
+        UserError: The engine is not installed, or a worker has another version of distembed.
+    """
+    pools: dict[str, Callable[[], AbstractContextManager[Submit]]] = {
+        "threads": lambda: _threads(function, threads),
+        "ray": lambda: _ray(function, limits),
+        "spark": lambda: _spark(function),
+    }
+    with pools[engine]() as submit:
+        waiting = {submit(task) for task in tasks}
+        while waiting:
+            done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+            results = [future.result() for future in done]
+            for result in results:
+                if isinstance(result, _Failed):
+                    raise result.error
+            yield results
+
+
+@contextmanager
+def _threads(function: Callable[[Any], Any], threads: int) -> Iterator[Submit]:
+    pool = ThreadPoolExecutor(threads, "distembed-task")
+    try:
+        yield lambda task: pool.submit(function, task)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _ray(function: Callable[[Any], Any], limits: ResourceLimits) -> Iterator[Submit]:
+    ray = _imported("ray")
+    if not ray.is_initialized():
+        ray.init(logging_level=logging.WARNING)
+    options = {"num_cpus": limits.num_threads, "memory": limits.memory_limit_bytes, "max_retries": _RAY_RETRIES}
+    remote, shared = ray.remote(_attempt).options(scheduling_strategy="SPREAD", **options), ray.put(function)
+    running: list[Any] = []
+
+    def submit(task: Any) -> Future[Any]:
+        running.append(remote.remote(shared, __version__, task))
+        return running[-1].future()
+
+    try:
+        yield submit
+    except BaseException as error:
+        for task in running:
+            ray.cancel(task, force=True)
+        ray.wait(running, num_returns=len(running), timeout=10)
+        if isinstance(error, ray.exceptions.RayError):
+            raise _lost("Ray", error) from error
+        raise
+
+
+@contextmanager
+def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
+    sql, py4j = _imported("pyspark.sql"), _imported("py4j.protocol")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if sql.SparkSession.getActiveSession() is None:
+        builder = sql.SparkSession.builder.appName("distembed prepare").config("spark.ui.showConsoleProgress", False)
+        atexit.register(builder.getOrCreate().stop)
+    context = sql.SparkSession.builder.getOrCreate().sparkContext
+    shared = context.broadcast(function)
+    pool = ThreadPoolExecutor(_SPARK_JOBS, "distembed-spark")
+
+    def run(task: Any) -> Any:
+        context.addJobTag(__name__)  # of this thread's jobs
+        attempt = functools.partial(_attempt_broadcast, shared, __version__)
+        return context.parallelize([task], 1).map(attempt).collect()[0]
+
+    try:
+        yield lambda task: pool.submit(run, task)
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        context.cancelJobsWithTag(__name__)
+        if isinstance(error, py4j.Py4JError):
+            raise _lost("Spark", error) from error
+        raise
+    finally:
+        pool.shutdown()
+        shared.unpersist()
+
+
+def _attempt_broadcast(shared: Any, version: str, task: Any) -> Any:
+    return _attempt(shared.value, version, task)
+
+
+def _attempt(function: Callable[[Any], Any], version: str, task: Any) -> Any:
+    """Runs a task on a worker; its error is a result, or the engine would wrap it and run the task again."""
+    if version != __version__:
+        return _Failed(UserError(f"a worker has distembed {__version__}, and this command {version}; install the same"))
+    try:
+        return function(task)
+    except Exception as error:
+        try:
+            error.add_note(f"On the worker:\n{traceback.format_exc()}")
+            return pickle.loads(pickle.dumps(_Failed(error)))
+        except Exception:
+            return _Failed(RunError(one_line(error)))
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = "ray" if module == "ray" else "spark"
+        raise UserError(
+            f"engine (--engine) is '{extra}', which is not installed ({error}): `tools/setup.sh {extra}`, or "
+            f"`pip install 'distembed[{extra}]'`"
+        ) from error
+
+
+def _lost(engine: str, error: BaseException) -> TemporaryFailure:
+    return TemporaryFailure(
+        f"{engine} could not run a task to its end ({one_line(error)}); begin the same command again: finished tasks "
+        "are kept"
+    )
