@@ -180,9 +180,9 @@ def test_json_is_read_as_two_columns(tmp_path: Path, ratings: Path, name: str) -
     [
         ("[1, 2]", "no JSON object of lists"),
         ("{}", "no JSON object of lists"),
-        ('{"a": 1}', "no JSON object of lists"),
+        ('{"a": 1}', "has no column 'source', 'b'"),
         ('{"a": [1.5]}', "'a': 1.5"),
-        ('{"a": [1', "not valid JSON"),
+        ('{"a": [1', "neither JSON lines nor one JSON value"),
     ],
 )
 def test_other_json_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -265,7 +265,7 @@ def test_the_systems_own_refusal_to_write_is_explained(
 
 
 def test_progress_goes_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_reader, "_MOST_READ_BYTES", 1 << 15)
+    monkeypatch.setattr(edge_reader, "_MOST_READ_BYTES", 1 << 13)
     for part in range(2):
         write(tmp_path / "in" / f"{part}.parquet", table_of(*EDGES))
     updates: list[ProgressUpdate] = []

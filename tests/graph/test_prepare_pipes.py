@@ -30,7 +30,7 @@ def arrays(graph: Path) -> dict[str, bytes]:
     return {name: content for name, content in folder_bytes(graph).items() if name.endswith(".bin")}
 
 
-@pytest.mark.parametrize("name", ["edges.parquet", "edges.csv", "edges.tsv", "edges.csv.gz", "edges.tsv.gz"])
+@pytest.mark.parametrize("name", ["edges.csv", "edges.tsv", "edges.csv.gz", "edges.tsv.gz"])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_pipe_gives_the_graph_of_its_content(tmp_path: Path, name: str, named: bool) -> None:
     """Whether its name says how it is read or its first bytes do."""
@@ -52,7 +52,7 @@ def test_an_error_names_the_pipe_and_not_its_copy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path / 'pipe'}, row 2: target is 'x'"):
         prepare_graph([tmp_path / "pipe"], tmp_path / "out", NODES)
     thread.join()
-    with pytest.raises(UserError, match="/dev/null is empty"):
+    with pytest.raises(UserError, match="0 rows were read"):
         prepare_graph(["/dev/null"], tmp_path / "out", NODES)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
@@ -69,12 +69,12 @@ def test_a_byte_order_mark_is_taken_off(tmp_path: Path, packed: bool) -> None:
     ("content", "said"),
     [
         ("source,target\n1,2\n".encode("utf-16"), "is text in UTF-16"),
-        (b"source,tar\xffget\n1,2\n", "cannot be read"),
+        (b"source,tar\xffget\n1,2\n", "has no column 'target'"),
         (b"source,target\n1,\xff\n", "cannot be read"),
-        (b"source,target\n1,2,3\n", "Expected 2 columns, got 3"),
+        (b"source,target\n1,2,3\n", "line 2 is no row of its columns: b'1,2,3'"),
         (b"source,target\n1,\x00\n", "row 1: target is"),
         (b"source,target\n", "0 rows were read"),
-        (b"", "is empty"),
+        (b"", "0 rows were read"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -86,10 +86,11 @@ def test_text_that_is_no_edges(tmp_path: Path, content: bytes, said: str, packed
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_name_that_arrow_cannot_open(tmp_path: Path) -> None:
-    (tmp_path / "a\udcff.csv").write_bytes(b"source,target\n1,2\n")
-    with pytest.raises(UserError, match="no characters in UTF-8"):
-        prepare_graph([tmp_path / "a\udcff.csv"], tmp_path / "out", NODES)
+def test_parquet_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    thread = feed(tmp_path / "pipe", write(tmp_path / "edges.parquet", EDGES).read_bytes())
+    with pytest.raises(UserError, match="pipe is Parquet, which cannot be read from a pipe; name the file itself"):
+        prepare_graph([tmp_path / "pipe"], tmp_path / "out", NODES)
+    thread.join()
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "other columns"])

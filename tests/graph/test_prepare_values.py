@@ -158,7 +158,7 @@ def test_weights_are_numbers_of_any_kind(tmp_path: Path, kind: pa.DataType) -> N
         ({"source": [1.0, 2.0], "target": [2, 3]}, "column 'source': its type is double; it must be integer"),
         ({"source": [True], "target": [2]}, "its type is bool"),
         ({"source": [[1]], "target": [2]}, "its type is list"),
-        ({"sources": [1], "target": [2]}, "has no column 'source'. Did you mean 'sources'"),
+        ({"sources": [1], "target": [2]}, "has no column 'source', .*Did you mean 'sources'"),
         ({"source": [3], "target": [3]}, "no edge left: 1 rows were read; dropped: duplicates 0, self_loops 1"),
         ({"source": pa.array([], pa.int64()), "target": pa.array([], pa.int64())}, "no edge left: 0 rows"),
     ],
@@ -173,18 +173,20 @@ def test_columns_that_are_no_edges_are_refused(tmp_path: Path, table: Mapping[st
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"", "a.csv is empty"),
+        ("a.csv", b"", "no edge left: 0 rows"),
         ("a.csv", b"source,target\n", "no edge left: 0 rows"),
-        ("a.csv", b"1,2\n3,4\n", "has no column 'source'. It has '1', '2'"),
+        ("a.csv", b"1,2\n3,4\n", "has no column 'source', 'target', .* It has '1', '2'"),
         ("a.csv", b"source,target,source\n1,2,3\n", "several columns named 'source'"),
         ("a.csv", b"source,target\n1,2,3\n", "a.csv cannot be read"),
         ("a.csv", b"source,target\n1,\xff\n", "a.csv cannot be read"),
         ("a.tsv", b"source,target\n1,2\n", "has no column 'source'"),
-        ("a.csv.gz", b"source,target\n1,2\n", "a.csv.gz cannot be read"),
-        ("a.csv.gz", gzip.compress(b"source,target\n" + b"1,2\n" * 99, mtime=0)[:-12], "a.csv.gz cannot be read"),
-        ("a.parquet", b"", "a.parquet cannot be read"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"source,target\n" + b"1,2\n" * 99, mtime=0)[:-12],
+            "a.csv.gz is a damaged gzip file",
+        ),
+        ("a.parquet", b"", "a.parquet is named as a Parquet file and is none"),
         ("a.parquet", b"PAR1" * 9, "a.parquet cannot be read"),
-        ("a.txt", b"source,target\n1,2\n", "a.txt ends in none of .parquet, .csv"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

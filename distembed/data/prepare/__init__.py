@@ -11,8 +11,7 @@
 - ``notes.py`` tells what a user should know of the result.
 - ``table/`` prepares tables of any columns, by a schema, and ``criteo.py`` those of Criteo.
 - ``interactions/`` prepares ratings and sequences.
-- ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
-  numbers.
+- ``column_numbers.py`` reads columns of integers and texts as numbers.
 - For every kind of preparation: ``inputs.py`` checks the inputs, ``input_bytes.py`` unpacks them and cuts them into
   blocks of lines, ``rejected_rows.py`` takes the malformed rows, ``limits.py`` and ``progress.py`` say what it may use
   and how far it is, ``space.py`` whether the disk suffices, and ``staging.py`` makes its output appear at once.

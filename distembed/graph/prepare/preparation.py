@@ -10,18 +10,17 @@ Trade-off: edges that do not fit in memory are on the output's disk while it run
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distembed.data.prepare.column_batches import list_column_files, store_pipes
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.inputs import input_names, require_outside
+from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
@@ -57,9 +56,9 @@ def prepare_graph(
     """Prepares a graph over the ids of a table.
 
     Args:
-        inputs: Parquet, CSV or TSV files (``.gz`` too), folders of them, or pipes, of which ``-`` is standard input;
-            text begins with the columns' names. Or files of a JSON object of lists, whose keys are the first column and
-            whose entries the second. None of it where a dataset's training split is read.
+        inputs: Parquet, CSV, TSV or JSON lines files (``.gz`` too), folders of them, URLs, or pipes of text, of which
+            ``-`` is standard input; text begins with the columns' names. Or files of a JSON object of lists, whose keys
+            are the first column and whose entries the second. None of it where a dataset's training split is read.
         output: Folder to make.
         nodes: Which ids the graph is over.
         options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
@@ -80,7 +79,7 @@ def prepare_graph(
         raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
     values, ids_described = _value_map(nodes)
     files = _list_files(inputs, nodes, options, note)
-    require_outside(files, Path(output))
+    require_outside([file.place for file in files], Path(output))
     with (
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
         full_disk_explained(lambda error: disk_is_full_text(error, Path(output), folder), max_file_size=True),
@@ -89,12 +88,11 @@ def prepare_graph(
         require_free_space(Path(output), starts_bytes, "8 bytes for each id, besides the edges. Name another output")
         scratch = folder / ".scratch"
         scratch.mkdir()
-        contents = store_pipes(files, scratch)
         reader: EdgeReader | CoOccurrenceReader
         if options.co_occurrence and nodes.data is not None and nodes.table is not None:
             reader = CoOccurrenceReader(Path(nodes.data), nodes.table, options, progress)
         else:
-            reader = EdgeReader(contents, options, values, memory_limit_bytes // 8, progress)
+            reader = EdgeReader(files, options, values, memory_limit_bytes // 8, progress)
         writer = GraphWriter(folder, values.num_nodes, options.weighted)
         with Database(scratch / "database", memory_limit_bytes // 2) as database:
             for edges in reader.edges(database):
@@ -105,7 +103,9 @@ def prepare_graph(
             raise UserError(
                 f"the graph has no edge left: {reader.num_rows:,} rows were read; dropped: {listed}. Give other rows"
             )
-        sources = _sources(contents, reader.rows_by_file) if isinstance(reader, EdgeReader) else []
+        sources = []
+        for source in reader.rows.sources() if isinstance(reader, EdgeReader) else ():
+            sources.append({name: getattr(source, name) for name in ("name", "bytes", "sha256", "num_rows")})
         shutil.rmtree(scratch)
         arrays = writer.finish()
         details = {
@@ -124,14 +124,14 @@ def prepare_graph(
 
 def _list_files(
     inputs: Sequence[str | os.PathLike[str]], nodes: NodeIds, options: GraphOptions, note: NoteCallback
-) -> list[Path]:
+) -> list[TableInput]:
     """Returns the files to read; none where a dataset's training split is read.
 
     Raises:
         UserError: Files are named beside a dataset, or there is no dataset, or a file cannot be read.
     """
     if not options.co_occurrence:
-        return list_column_files(inputs, note)
+        return find_inputs(inputs, note)
     if inputs or nodes.data is None:
         raise UserError(
             "co_occurrence reads the training split of a dataset (data, on the command line --data), and no files: "
@@ -168,13 +168,3 @@ def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
     values, described = table_ids(nodes.data, nodes.table)
     require_num_nodes(f"num_embeddings of table {nodes.table!r}", values.num_nodes)
     return values, described
-
-
-def _sources(contents: Mapping[Path, Path], num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
-    sources = []
-    for name, (file, content) in zip(input_names(list(contents)), contents.items(), strict=True):
-        with open(content, "rb") as opened:
-            checksum = hashlib.file_digest(opened, "sha256").hexdigest()
-        size = content.stat().st_size
-        sources.append({"name": name, "bytes": size, "sha256": checksum, "num_rows": num_rows[file]})
-    return sources

@@ -175,9 +175,12 @@ def _by_name(name: str) -> tuple[str | None, str | None]:
 
 
 def _is_table(path: Path) -> bool:
-    """Returns whether a file of a folder is read: by its end, or if it has none but perhaps that of a compression."""
+    """Returns whether a file of a folder is read: by its end, or if it has none but perhaps that of a compression.
+
+    Files such as Spark's ``_SUCCESS`` are none.
+    """
     format, _ = _by_name(path.name)
-    return format is not None or path.suffix.lower() in ("", *_COMPRESSIONS)
+    return format is not None or (path.suffix.lower() in ("", *_COMPRESSIONS) and not path.name.startswith("_"))
 
 
 _FILES = InputFiles(

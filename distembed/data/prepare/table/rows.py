@@ -123,7 +123,8 @@ class RowReader:
                 yield rows
                 lines_before += rows.raw.num_lines
                 report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
-            self._checksums.append((opened.bytes_read, opened.sha256 or ""))
+            size = opened.bytes_read if each.raw.num_bytes is None else each.raw.num_bytes
+            self._checksums.append((size, opened.sha256 or ""))
 
     def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
         """Returns what a manifest says of the inputs, once all rows were read.
