@@ -1,0 +1,91 @@
+"""Preparations on a Ray and on a Spark cluster of two workers on loopback: the bytes and errors of threads."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+from tests.data import reference
+from tests.data.reference import folder_bytes
+from tests.data.small_work import TROUBLE, prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(900)]
+
+# Prepares and tells how each preparation ended; standard output has one JSON list.
+PREPARE = """
+import json, sys
+from pathlib import Path
+from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+from tests.data.small_work import prepare
+engine, folder, troubles, rows = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
+ended = []
+for trouble in troubles:
+    try:
+        ended.append(prepare(folder / "small", trouble=trouble or None, engine=engine))
+    except Exception as error:
+        ended.append([type(error).__name__, str(error)])
+if rows:
+    limits = ResourceLimits(1 << 30, engine=engine)
+    prepare_criteo(rows, folder / "criteo", CriteoOptions(split="days"), limits)
+print(json.dumps(ended))
+"""
+
+
+@pytest.fixture(params=["ray", "spark"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A cluster of two workers, which the environment names."""
+    if find_spec({"ray": "ray", "spark": "pyspark"}[request.param]) is None:
+        pytest.skip(f"{request.param} is not installed: tools/setup.sh {request.param}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    if request.param == "spark":
+        for name, value in {"MASTER": "local-cluster[2,1,1024]", "SPARK_LOCAL_IP": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SPARK_WORKER_DIR", str(tmp_path / "spark"))
+        yield request.param
+        return
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name for: on loopback
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.1"})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1")
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield request.param
+    finally:
+        cluster.shutdown()
+
+
+def begin(engine: str, folder: Path, troubles: str, *rows: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PREPARE, engine, str(folder), troubles, *map(str, rows)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def ended(process: "subprocess.Popen[str]") -> list[object]:
+    said = process.communicate(timeout=600)[0]
+    assert process.returncode == 0
+    found: list[object] = json.loads(said.strip().split("\n")[-1])
+    return found
+
+
+def test_a_cluster_makes_the_bytes_and_errors_of_threads(engine: str, tmp_path: Path) -> None:
+    """Also where a worker dies; where one dies each time, finished tasks are kept."""
+    days = [tmp_path / f"day_{day}.tsv" for day in range(3)]
+    for day, path in enumerate(days):
+        path.write_bytes(reference.content(300 + 40 * day, day, malformed=0.005))
+    prepare_criteo(days, tmp_path / "threads", CriteoOptions(split="days"), ResourceLimits(1 << 30))
+    manifest = prepare(tmp_path / "small-threads")["manifest"]
+    *errors, lost, once = ended(begin(engine, tmp_path, ",".join([*TROUBLE, "die", "die once"]), *days))
+    assert errors == [[type(error).__name__, str(error)] for error in TROUBLE.values()]
+    assert isinstance(lost, list) and lost[0] == "TemporaryFailure" and "finished tasks are kept" in lost[1]
+    assert isinstance(once, dict) and once["manifest"] == manifest
+    assert folder_bytes(tmp_path / "criteo") == folder_bytes(tmp_path / "threads")
+    assert not list(tmp_path.glob(".*.preparing"))
