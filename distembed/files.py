@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -51,6 +52,17 @@ def whole_file(path: Path, make_folder: bool = True, flush: bool = True) -> Iter
         if temporary is not None:
             with suppress(FileNotFoundError):  # the folder was deleted meanwhile
                 os.unlink(temporary)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a hidden file, which replaces ``path`` at the end of the block, for several writers at once.
+
+    It is not flushed to disk, and stays where the block fails.
+    """
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    yield temporary
+    temporary.replace(path)
 
 
 def write_text(path: Path, text: str, make_folder: bool = False, flush: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -87,14 +88,14 @@ class DatasetColumns:
 
         Groups of columns may be learnt side by side.
         """
-        scratch = emptied_folder(self.work / f"learning-{self.learnt_columns.index(names[0])}")
+        scratch = Path(tempfile.mkdtemp(prefix="learning-", dir=self.work))
         with Database(scratch / "counting", self.memory_bytes) as database:
             learnt: ColumnsLearnt = {}
             for name in names:
                 if name in self._learnt_numbers:
                     learnt[name] = self._learn_numbers(self._learnt_numbers[name], database)
                 else:
-                    learnt |= self._map_features(name, database, emptied_folder(scratch / "column"))
+                    learnt |= self._map_features(name, database, Path(tempfile.mkdtemp(dir=scratch)))
         shutil.rmtree(scratch)
         return learnt
 
@@ -217,10 +218,3 @@ class DatasetColumns:
 def _file_name(name: str, place: int) -> str:
     """Returns a column's name where every file system takes it as a file's, else its number."""
     return name if _PLAIN_NAME.fullmatch(name) else f"column-{place}"
-
-
-def emptied_folder(folder: Path) -> Path:
-    """Returns the folder, new and empty."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder

@@ -44,6 +44,7 @@ from distembed.data.prepare.vocabulary import (
     vocabulary_map,
     write_vocabulary,
 )
+from distembed.files import replaced_file
 
 
 @dataclass(frozen=True)
@@ -185,11 +186,12 @@ def build_vocabulary(
             "select key, known.count + coalesce(counted.count, 0) from known left join counted using (key) order by id"
         )
     queries.append(f"select key, count from {unknown} where count >= {least} order by count desc, key")
-    if base is not None and not base.grows:
-        shutil.copyfile(base.file, path)
-        (num_ids,) = database.row("select count(*) from known")
-    else:
-        num_ids = write_vocabulary(path, chain.from_iterable(map(database.batches, queries)), column.kind)
+    with replaced_file(path) as written:
+        if base is not None and not base.grows:
+            shutil.copyfile(base.file, written)
+            (num_ids,) = database.row("select count(*) from known")
+        else:
+            num_ids = write_vocabulary(written, chain.from_iterable(map(database.batches, queries)), column.kind)
     num_dropped, rows_dropped = database.row(
         f"select count(*), coalesce(sum(count), 0)::bigint from {unknown} where count < {least}"
     )
@@ -261,7 +263,7 @@ class LookupTables:
 
     def write(self, blocks: Sequence[SpooledBlock], place: int, id_map: IdMap) -> None:
         """Writes the ids of every block's keys; a value that repeats within a block is searched for once."""
-        with open(self.path, "wb") as file:
+        with replaced_file(self.path) as path, open(path, "wb") as file:
             for block in blocks:
                 ids = id_map.ids(block.keys(place)[1:])
                 file.write(np.concatenate([np.array([MISSING_ID]), ids]).astype(self.dtype).data)

@@ -6,6 +6,7 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 
 from __future__ import annotations
 
+import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ class PartFound:
     """The result of reading a part.
 
     Attributes:
+        folder: Name of the folder of its blocks in the spool.
         shapes: Shape of each block, also of those without rows.
         num_lines: Number of its lines, but for those before the first row.
         header_lines: Number of its lines before the first row.
@@ -37,6 +39,7 @@ class PartFound:
         notes: Sentences that a user should know besides.
     """
 
+    folder: str
     shapes: tuple[BlockShape, ...]
     num_lines: int
     header_lines: int
@@ -100,8 +103,8 @@ class PartReader:
         Raises:
             UserError: The input cannot be read or is another kind of file, or the splits' column has an unknown value.
         """
-        folder = part_folder(self.spool, index)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.spool.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"part-{index:06d}-", dir=self.spool))  # of this attempt alone
         opened = self.source.open(part, self.block_bytes)
         places = [each.place for each in self.source.inputs]
         if part.start:
@@ -123,6 +126,7 @@ class PartReader:
             rejected.close()
         advance(opened.bytes_read - bytes_before, 0)
         return PartFound(
+            folder.name,
             tuple(shapes),
             num_lines,
             opened.header_lines,
@@ -158,11 +162,6 @@ class PartReader:
         return _Parsed(BlockShape.of(block), block.num_lines, block.rejected)
 
 
-def part_folder(spool: Path, index: int) -> Path:
-    """Returns the folder of a part's blocks, given its number among all parts."""
-    return spool / f"part-{index:06d}"
-
-
 def block_path(folder: Path, index: int) -> Path:
     """Returns the file of a block of a part, given its number in the part."""
     return folder / f"block-{index:06d}"
@@ -188,10 +187,10 @@ class Ingested:
         """Returns the blocks with at least one row, in the order of the inputs."""
         blocks: list[SpooledBlock] = []
         first_row = 0
-        for index, found in enumerate(self.found):
+        for found in self.found:
             for number, shape in enumerate(found.shapes):
                 if shape.num_rows:
-                    path = block_path(part_folder(self.spool, index), number)
+                    path = block_path(self.spool / found.folder, number)
                     blocks.append(SpooledBlock(path, len(blocks), first_row, shape, self.source.layout))
                     first_row += shape.num_rows
         return blocks
@@ -241,12 +240,12 @@ class Ingested:
         inputs = self.source.inputs
         rows = rejected_rows(self.source, folder, [each.place for each in inputs], max_rejected)
         lines = [0] * len(inputs)
-        for index, (part, found) in enumerate(zip(self.parts, self.found, strict=True)):
+        for part, found in zip(self.parts, self.found, strict=True):
             before = lines[part.source]
             if not listed:
                 rows.merge(part.source, found.rejected, before)
             elif found.num_rejected:
-                for line, reason, row in read_rejected(part_folder(self.spool, index)):
+                for line, reason, row in read_rejected(self.spool / found.folder):
                     rows.add(part.source, before + line, reason, row)
             lines[part.source] += found.header_lines + found.num_lines
         rows.close()

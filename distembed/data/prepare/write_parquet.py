@@ -24,6 +24,7 @@ from distembed.data.dataset.pieces import Pieces, file_pieces
 from distembed.data.prepare.output_columns import IdOutput, OutputColumn
 from distembed.data.prepare.row_splits import RowSplits, some_rows
 from distembed.data.prepare.spool import SpooledBlock
+from distembed.files import replaced_file
 
 ROW_GROUP_ROWS = 131_072
 
@@ -120,21 +121,24 @@ def write_file(
         groups: The file's rows, a table for each row group.
         weight: Name of the column of the rows' weights, if there is one.
     """
-    path = folder / plan.path
     sums = {name: 0.0 for name in (label, weight) if name is not None}
-    with pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        use_dictionary=False,
-        use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
-        write_statistics=False,
-        write_page_checksum=True,
-    ) as writer:
+    with (
+        replaced_file(folder / plan.path) as hidden,
+        pq.ParquetWriter(
+            hidden,
+            schema,
+            compression="zstd",
+            use_dictionary=False,
+            use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
+            write_statistics=False,
+            write_page_checksum=True,
+        ) as writer,
+    ):
         for table in groups:
             for name in sums:
                 sums[name] += float(pc.sum(pc.cast(table[name], pa.float64())).as_py())
             writer.write_table(table, len(table))
+    path = folder / plan.path
     file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
     label_sum, weight_sum = (None if name is None else sums[name] for name in (label, weight))
     return WrittenFile(file, label_sum, file_pieces(path), weight_sum)
