@@ -2,7 +2,7 @@
 
 ::
 
-    pip install duckdb polars                          # or: pip install -e '.[bench]'
+    pip install polars                                 # or: pip install -e '.[bench]'
     python tools/bench_prepare.py                      # 2 million synthetic rows, as TSV and as CSV with a header
     python tools/bench_prepare.py --rows 300000 --rounds 2 --output bench.json
 
@@ -120,31 +120,23 @@ def read_split(output: Path, split: str) -> pa.Table:
     return pa.concat_tables([pq.read_table(path) for path in paths])
 
 
-def summary(output: Path, is_text: bool) -> list[tuple[int, list[float]]]:
-    """Returns, of each split, a sum over the rows of a hash of each row's label and ids, and the sums of the numbers.
-
-    Args:
-        output: What a contender has written.
-        is_text: Whether ids of equal counts may be in another order, since keys are texts: then an id counts as the
-            number of its rows.
-    """
+def summary(output: Path) -> list[tuple[int, list[float]]]:
+    """Returns, of each split, the sum of hashes of the rows' labels and ids, and the sums of the numbers."""
     found = []
     for split in SPLITS:
         rows = read_split(output, split)
         hashes = rows["label"].to_numpy().astype(np.uint64)
         for name in CRITEO_CATEGORICAL:
-            ids = rows[name].to_numpy().astype(np.int64)
-            values = np.bincount(ids)[ids] if is_text else ids
-            hashes = mix64_array(hashes ^ values.astype(np.uint64))
+            hashes = mix64_array(hashes ^ rows[name].to_numpy().astype(np.uint64))
         sums = [float(rows[name].to_numpy().sum(dtype=np.float64)) for name in CRITEO_DENSE]
         found.append((int(hashes.sum(dtype=np.uint64)), sums))
     return found
 
 
-def summary_elsewhere(output: Path, is_text: bool) -> list[tuple[int, list[float]]]:
+def summary_elsewhere(output: Path) -> list[tuple[int, list[float]]]:
     """Returns the summary, taken in another process: what this one holds would count as its children's memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(summary, output, is_text).result()
+        return pool.submit(summary, output).result()
 
 
 def require_equal(name: str, own: Sequence[tuple[int, list[float]]], others: Sequence[tuple[int, list[float]]]) -> None:
@@ -170,7 +162,7 @@ def main() -> None:
             for contender in timings:
                 timings[contender].append(timed(contender, folder, folder / "output"))
                 if turn == 0:
-                    written = summary_elsewhere(folder / "output", is_text=contender.suffix == ".csv")
+                    written = summary_elsewhere(folder / "output")
                     require_equal(contender.name, own.setdefault(contender.suffix, written), written)
     rows = [
         {

@@ -8,7 +8,7 @@ import pytest
 from distembed import cli
 from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
-from distembed.data.prepare import CriteoOptions, PrepareOptions, ResourceLimits, prepare_criteo, prepare_rows
+from distembed.data.prepare import CriteoOptions, PrepareOptions, prepare_criteo, prepare_rows
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
 from distembed.data.prepare.notes import describe_dataset
 from distembed.errors import UserError
@@ -39,10 +39,8 @@ def check_ids(dataset: Path, rows: list[Row], values: dict[str, list]) -> None:
             assert got[name] == any_rows.ids(row, column, values[name]), name
 
 
-@pytest.mark.parametrize("max_keys", [4, 1 << 16])
-def test_ids_are_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
+def test_ids_are_applied(tmp_path: Path) -> None:
     prepare(FIRST, tmp_path / "first")
-    monkeypatch.setattr(ResourceLimits, "counting_bytes", max_keys)
     manifest = prepare(SECOND, tmp_path / "second", tmp_path / "first")
     values = {name: any_rows.vocabulary(FIRST, column) for name, column in KEYS.items()}
     check_ids(tmp_path / "second", SECOND, values)
@@ -60,9 +58,7 @@ def test_ids_are_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_ke
     assert all(before[name] == after[name] for name in before if name != "manifest.json") and len(before) == len(after)
 
 
-@pytest.mark.parametrize("max_keys", [4, 1 << 16])
-def test_ids_grow_behind_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
-    monkeypatch.setattr(ResourceLimits, "counting_bytes", max_keys)
+def test_ids_grow_behind_the_known_ones(tmp_path: Path) -> None:
     days = {"first": FIRST, "second": SECOND, "third": THIRD}
     values: dict[str, list] = {name: [] for name in KEYS}
     totals: dict[str, Counter] = {name: Counter() for name in KEYS}
