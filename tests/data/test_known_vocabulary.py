@@ -284,20 +284,3 @@ def test_the_vocabulary_of_a_url_is_that_of_the_folder(tmp_path: Path, monkeypat
             known = ("--vocabulary", "flaky://bucket/first", "--missing", "keep")
             command(tmp_path / "day1.tsv", "-o", tmp_path / "out", *known)
     assert folder_bytes(tmp_path / "url") == folder_bytes(tmp_path / "folder")
-
-
-def test_a_repeated_command_is_told_that_its_dataset_is_there(tmp_path: Path) -> None:
-    """As after a kill between the rename and the end."""
-    for day, count in enumerate((50, 51)):
-        (tmp_path / f"day{day}.tsv").write_bytes(reference.content(count, day))
-    first = (tmp_path / "day0.tsv", "-o", tmp_path / "0")
-    then = (tmp_path / "day1.tsv", "-o", tmp_path / "1", "--vocabulary", tmp_path / "0")
-    for arguments in (first, then):
-        command(*arguments)
-        with pytest.raises(UserError, match="exists already: .*. It is complete, .* nothing is left"):
-            command(*arguments)
-    before = folder_bytes(tmp_path / "1")
-    for other in ((*first[1:], tmp_path / "day1.tsv"), (*first, "--split", "none"), (*then, "--grow"), then[:3]):
-        with pytest.raises(UserError, match="exists already: [^.]*$"):
-            command(*other)
-    assert folder_bytes(tmp_path / "1") == before and len(list(tmp_path.iterdir())) == 4
