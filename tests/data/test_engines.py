@@ -72,7 +72,7 @@ def begin(engine: str, folder: Path, troubles: str, *rows: Path) -> "subprocess.
 def ended(process: "subprocess.Popen[str]") -> list[object]:
     said = process.communicate(timeout=600)[0]
     assert process.returncode == 0
-    found: list[object] = json.loads(said.strip().split("\n")[-1])
+    found: list[object] = json.loads(next(line for line in said.split("\n") if line.startswith("[[")))  # Ray says more
     return found
 
 
