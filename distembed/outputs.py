@@ -52,8 +52,6 @@ def require_folder(option: str, folder: Path) -> None:
     found = _kind(option, folder)
     if found not in (None, stat.S_IFDIR):
         raise UserError(f"{option} {folder} is a file; give a folder.")
-    if found is None and os.path.islink(folder):
-        raise UserError(f"{option} {folder} is a link to what is not there; give a folder.")
     _require_files_in(option, folder, [folder.absolute(), *folder.absolute().parents])
 
 
@@ -64,6 +62,8 @@ def _kind(option: str, path: Path) -> int | None:
     try:
         return stat.S_IFMT(os.stat(path).st_mode)
     except FileNotFoundError:
+        if os.path.islink(path):
+            raise UserError(f"{option} {path} is a link to a missing file or folder; name another place.") from None
         return None
     except NotADirectoryError:
         return None  # the error of the folder above says more
