@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.prepare.rejected_rows import rejected_rows
+from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader.decode import Block
@@ -83,8 +83,9 @@ class RawInputs:
         """
         source = self._source
         with tempfile.TemporaryDirectory() as folder:
-            places = [each.place for each in source.inputs]
-            rejected = rejected_rows(source, Path(folder), places, self._max_rejected)
+            rejected = RejectedRows(
+                Path(folder), source.inputs, source.reasons, self._max_rejected, source.wanted, source.hints
+            )
             num_lines = 0
             for part in source.parts(_WHOLE):
                 opened, lines_before = source.open(part, _BLOCK_BYTES), 0

@@ -10,13 +10,13 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
 from distembed.data.prepare.blocks import OpenPart, Part, RejectedRow, RowSource
-from distembed.data.prepare.rejected_rows import read_rejected, rejected_rows
+from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected
 from distembed.data.prepare.row_splits import SplitColumn
 from distembed.data.prepare.spool import BlockShape, SpooledBlock, write_block
 
@@ -35,7 +35,7 @@ class PartFound:
         header_lines: Number of its lines before the first row.
         bytes_read: Number of bytes of the input that were read.
         sha256: Checksum of the input, of a part that is the whole input.
-        rejected: The malformed rows (:meth:`~distembed.data.prepare.rejected_rows.RejectedRows.summary`).
+        num_rejected: Number of malformed rows, which ``rejected.tsv`` in the folder lists.
         notes: Sentences that a user should know besides.
     """
 
@@ -45,18 +45,13 @@ class PartFound:
     header_lines: int
     bytes_read: int
     sha256: str | None
-    rejected: dict[str, Any]
+    num_rejected: int
     notes: tuple[str, ...]
 
     @property
     def num_rows(self) -> int:
         """Number of well-formed rows."""
         return sum(shape.num_rows for shape in self.shapes)
-
-    @property
-    def num_rejected(self) -> int:
-        """Number of malformed rows."""
-        return sum(self.rejected["by_reason"].values())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the same in plain values."""
@@ -106,10 +101,13 @@ class PartReader:
         self.spool.mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"part-{index:06d}-", dir=self.spool))  # of this attempt alone
         opened = self.source.open(part, self.block_bytes)
-        places = [each.place for each in self.source.inputs]
+        inputs = list(self.source.inputs)
         if part.start:
-            places[part.source] += f", from {part.start:,} on"
-        rejected = rejected_rows(self.source, folder, places, self.max_rejected)
+            given = inputs[part.source]
+            inputs[part.source] = replace(given, place=f"{given.place}, from {part.start:,} on")
+        rejected = RejectedRows(
+            folder, inputs, self.source.reasons, self.max_rejected, self.source.wanted, self.source.hints
+        )
         shapes: list[BlockShape] = []
         num_lines = bytes_before = 0
         try:
@@ -132,7 +130,7 @@ class PartReader:
             opened.header_lines,
             opened.bytes_read,
             opened.sha256,
-            rejected.summary(),
+            rejected.num_rows,
             tuple(opened.notes()),
         )
 
@@ -226,27 +224,23 @@ class Ingested:
             if not sum(each.num_rows + each.num_rejected for each in found):
                 yield f"{described.place} has no rows"
 
-    def rejected(self, folder: Path, max_rejected: float, listed: bool) -> Rejected:
-        """Returns the counts of malformed rows, once they are found to be few.
+    def rejected(self, folder: Path, max_rejected: float) -> Rejected:
+        """Lists the malformed rows, and returns their counts.
 
         Args:
             folder: Folder that gets ``rejected.tsv``.
             max_rejected: Largest share of malformed rows that is no error.
-            listed: Whether ``rejected.tsv`` is written, or rows are counted alone.
 
         Raises:
             UserError: There is no row, too many are malformed, or all are.
         """
-        inputs = self.source.inputs
-        rows = rejected_rows(self.source, folder, [each.place for each in inputs], max_rejected)
-        lines = [0] * len(inputs)
+        source = self.source
+        rows = RejectedRows(folder, source.inputs, source.reasons, max_rejected, source.wanted, source.hints)
+        lines = [0] * len(source.inputs)
         for part, found in zip(self.parts, self.found, strict=True):
-            before = lines[part.source]
-            if not listed:
-                rows.merge(part.source, found.rejected, before)
-            elif found.num_rejected:
+            if found.num_rejected:
                 for line, reason, row in read_rejected(self.spool / found.folder):
-                    rows.add(part.source, before + line, reason, row)
+                    rows.add(part.source, lines[part.source] + line, reason, row)
             lines[part.source] += found.header_lines + found.num_lines
         rows.close()
         rows.require_few(sum(found.num_rows + found.num_rejected for found in self.found))

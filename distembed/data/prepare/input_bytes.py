@@ -12,15 +12,13 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
+import io
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
-from distembed.data.prepare.inputs import open_input
 from distembed.data.remote import is_url, open_remote
 from distembed.errors import UserError
 
@@ -35,7 +33,8 @@ OTHER_KINDS = {
 }
 """How files begin that are not read as text."""
 
-_READ_BYTES = 1 << 20
+STANDARD_INPUT = "/dev/stdin"
+PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 16
 
 
@@ -44,16 +43,7 @@ def compression_of(first: bytes) -> str | None:
     return next((name for magic, name in MAGIC.items() if first.startswith(magic)), None)
 
 
-def file_compression(path: Path) -> str | None:
-    """Returns how a file is compressed, by its first bytes; None where it is not, or cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return compression_of(file.read(_FIRST_BYTES))
-    except OSError:
-        return None
-
-
-def require_text(place: str | Path, data: bytes) -> None:
+def require_text(place: str, data: bytes) -> None:
     """Makes sure that an input begins as text in ASCII or UTF-8 may.
 
     Args:
@@ -76,7 +66,20 @@ def require_text(place: str | Path, data: bytes) -> None:
         )
 
 
-class InputBytes:
+def open_input(place: str) -> IO[bytes]:
+    """Opens a file, a pipe or a URL for reading.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if is_url(place):
+        return open_remote(place)
+    if place == STANDARD_INPUT:  # from where it stands; a socket, moreover, cannot be opened by its name
+        return open(0, "rb", closefd=False)
+    return open(place, "rb")
+
+
+class InputBytes(io.RawIOBase):
     """Reads an input once, from its beginning or from a place within it.
 
     Args:
@@ -85,14 +88,12 @@ class InputBytes:
 
     Attributes:
         bytes_read: Number of bytes read so far, compressed where the input is.
-        compression: How the input is compressed; known once its first piece is there.
     """
 
     def __init__(self, place: str, start: int = 0) -> None:
         self._place, self._start = place, start
         self._hash = hashlib.sha256()
         self.bytes_read = 0
-        self.compression: str | None = None
 
     @property
     def sha256(self) -> str:
@@ -100,57 +101,38 @@ class InputBytes:
         return self._hash.hexdigest()
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields the input, unpacked, about a megabyte at a time.
+        """Yields the input, unpacked, in pieces of :data:`PIECE_BYTES`, but for the last one.
 
         Raises:
             UserError: It cannot be read, is cut short, or is damaged.
         """
+        compression = None
         try:
-            with closing(_open(self._place)) as file:
+            with open_input(self._place) as self._file:
                 if self._start:
-                    file.seek(self._start)
-                packed = _Packed(lambda: self._read(file))
-                self.compression = compression_of(packed.ahead) if not self._start else None
-                with closing(_UNPACKERS[self.compression](packed)) as unpacked:
-                    while piece := unpacked.read(_READ_BYTES):
-                        yield piece
+                    self._file.seek(self._start)
+                packed = io.BufferedReader(self, PIECE_BYTES)
+                compression = None if self._start else compression_of(packed.peek(_FIRST_BYTES))
+                unpacked = _UNPACKERS[compression](packed)
+                while piece := unpacked.read(PIECE_BYTES):
+                    yield piece
         except (OSError, zlib.error, EOFError) as error:
-            if self.compression and getattr(error, "errno", None) is None:  # the unpacker's own
-                text = f"is a damaged {self.compression} file ({error}); fetch it again"
+            if compression and getattr(error, "errno", None) is None:  # the unpacker's own
+                text = f"is a damaged {compression} file ({error}); fetch it again"
             else:
                 text = f"cannot be read: {getattr(error, 'strerror', None) or error}; see whether it is whole"
             raise UserError(f"{self._place} {text}") from error
 
-    def _read(self, file: IO[bytes]) -> bytes:
-        piece = file.read(_READ_BYTES)
-        self._hash.update(piece)
-        self.bytes_read += len(piece)
-        return piece
+    def readable(self) -> bool:
+        """Returns True, which a buffer asks for."""
+        return True
 
-
-def _open(place: str) -> IO[bytes]:
-    return open_remote(place) if is_url(place) else open_input(Path(place))
-
-
-class _Packed:
-    """The bytes of an input as an unpacker reads them, of which the first are looked at before."""
-
-    closed = False
-
-    def __init__(self, read_next: Callable[[], bytes]) -> None:
-        self._next = read_next
-        self.ahead = read_next()
-        while 0 < len(self.ahead) < _FIRST_BYTES and (more := read_next()):  # a pipe may give byte after byte
-            self.ahead += more
-
-    def read(self, size: int) -> bytes:
-        """Returns some bytes, at most so many; none at the end."""
-        taken = self.ahead or self._next()
-        taken, self.ahead = taken[:size], taken[size:]
-        return taken
-
-    def close(self) -> None:
-        """Does nothing: the input is closed by who opened it."""
+    def readinto(self, buffer: Any) -> int:
+        """Reads the next bytes as they lie there, fewer than fit only at the end."""
+        count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._hash.update(memoryview(buffer)[:count])
+        self.bytes_read += count
+        return count
 
 
 _UNPACKERS: dict[str | None, Callable[[Any], Any]] = {
@@ -162,7 +144,7 @@ _UNPACKERS: dict[str | None, Callable[[Any], Any]] = {
 
 def sha256_of(place: str) -> str:
     """Returns the SHA-256 of an input, for which it is read once more."""
-    with _open(place) as file:
+    with open_input(place) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 

@@ -147,7 +147,7 @@ class Preparation:
         """
         parts = self.source.parts(PART_BYTES)
         ingested = self._read(work, parts)
-        rejected = ingested.rejected(self.folder, self.options.max_rejected, listed=False)
+        rejected = ingested.rejected(self.folder, self.options.max_rejected)
         for found in ingested.notes():
             note(found)
         blocks = ingested.blocks()
@@ -171,7 +171,7 @@ class Preparation:
             rejected=rejected,
             tool_version=__version__,
         )
-        self._finish(manifest, ingested, files)
+        self._finish(manifest, files)
         return Manifest.load(self.folder)
 
     def _read(self, work: Work, parts: Sequence[Part]) -> Ingested:
@@ -261,9 +261,8 @@ class Preparation:
             files[plan.split].append(WrittenFile(file, result["label_sum"], found, result["weight_sum"]))
         return files
 
-    def _finish(self, manifest: Manifest, ingested: Ingested, files: dict[str, list[WrittenFile]]) -> None:
-        """Writes the malformed rows, checksums and the manifest."""
-        ingested.rejected(self.folder, self.options.max_rejected, listed=True)
+    def _finish(self, manifest: Manifest, files: dict[str, list[WrittenFile]]) -> None:
+        """Writes checksums and the manifest."""
         written = {one.file.path: one.pieces for split in files.values() for one in split}
         manifest.save(self.folder, written)
         self.destination.finish(self.folder, list(written))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from distembed.data.dataset.manifest import Rejected
-from distembed.data.prepare.blocks import RowSource
+from distembed.data.prepare.blocks import RawInput
 from distembed.errors import UserError
 
 REJECTED_NAME = "rejected.tsv"
@@ -30,36 +30,31 @@ class RejectedRows:
 
     Args:
         folder: Folder that gets ``rejected.tsv``.
-        sources: Input files, or where they are in words.
-        names: Their names in the dataset.
-        reasons: Why a row can be malformed, in the order of the manifest; others, which whoever decodes the rows of a
-            source may have, come last.
+        inputs: The inputs of the rows.
+        reasons: Why a row can be malformed, in the order of the manifest; other reasons come last.
         max_rejected: Largest share of malformed rows that is no error.
         wanted: What a row is, in a sentence, for errors.
         hints: What may be at fault, in a sentence, where most malformed rows are so by a reason.
 
     Attributes:
-        by_source: Number of malformed rows of each file.
+        by_source: Number of malformed rows of each input.
     """
 
     def __init__(
         self,
         folder: Path,
-        sources: Sequence[Path | str],
-        names: Sequence[str],
+        inputs: Sequence[RawInput],
         reasons: Sequence[str],
-        *,
         max_rejected: float,
         wanted: str,
         hints: Mapping[str, str] = {},
     ) -> None:
-        self.by_source = [0] * len(sources)
-        self._path = folder / REJECTED_NAME
+        self.by_source = [0] * len(inputs)
+        self._path, self._inputs = folder / REJECTED_NAME, inputs
         self._file: BinaryIO | None = None
-        self._sources, self._names = sources, names
         self._reasons = Counter(dict.fromkeys(reasons, 0))
         self._max_rejected, self._wanted, self._hints = max_rejected, wanted, hints
-        self._examples: list[tuple[int, int, str, str]] = []
+        self._examples: list[str] = []
 
     @property
     def num_rows(self) -> int:
@@ -67,36 +62,18 @@ class RejectedRows:
         return sum(self.by_source)
 
     def add(self, source: int, line: int, reason: str, row: bytes) -> None:
-        """Lists a malformed row: the number of its file, its line counted from 1, why, and its bytes."""
+        """Lists a malformed row: the number of its input, its line counted from 1, why, and its bytes."""
         if self._file is None:
             self._file = open(self._path, "wb")
             self._file.write(_HEADER)
         row = row.replace(b"\n", b"\\n")  # within the quotes of a field
-        name = self._names[source].translate(_ESCAPED).encode(errors="backslashreplace")
+        name = self._inputs[source].name.translate(_ESCAPED).encode(errors="backslashreplace")
         self._file.write(name + f"\t{line}\t{reason}\t".encode() + row + b"\n")
         self._reasons[reason] += 1
         self.by_source[source] += 1
         if len(self._examples) < _EXAMPLES:
             text = row.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
-            self._examples.append((source, line, reason, text))
-
-    def summary(self) -> dict[str, Any]:
-        """Returns how many there are by reason and the first ones, in plain values that :meth:`merge` takes."""
-        return {"by_reason": dict(self._reasons), "examples": self._examples}
-
-    def merge(self, source: int, summary: Mapping[str, Any], lines_before: int) -> None:
-        """Counts the malformed rows of a part of a file, which are listed elsewhere.
-
-        Args:
-            source: Number of the file.
-            summary: What :meth:`summary` of the part returned.
-            lines_before: Number of the file's lines before the part.
-        """
-        for reason, count in summary["by_reason"].items():
-            self._reasons[reason] += count
-            self.by_source[source] += count
-        examples = [(source, lines_before + line, reason, text) for _, line, reason, text in summary["examples"]]
-        self._examples = [*self._examples, *examples][:_EXAMPLES]
+            self._examples.append(f"{self._inputs[source].place}:{line}: {reason}: {text!r}")
 
     def close(self) -> None:
         """Closes the file."""
@@ -130,7 +107,7 @@ class RejectedRows:
             UserError: There is no row, too many are malformed, or all are.
         """
         if not num_rows:
-            raise UserError(f"the input has no rows: {', '.join(map(str, self._sources[:_EXAMPLES]))}")
+            raise UserError(f"the input has no rows: {', '.join(each.place for each in self._inputs[:_EXAMPLES])}")
         if self.num_rows > self._max_rejected * num_rows:
             raise UserError(self._complaint(num_rows))
         if self.num_rows == num_rows:
@@ -143,31 +120,8 @@ class RejectedRows:
         return (
             f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
             f"{self._max_rejected:g}; nothing was written. {self._wanted} {hint}Mend the rows or allow more "
-            "(--max-rejected). The first ones:\n  "
-            + "\n  ".join(
-                f"{self._sources[source]}:{line}: {why}: {text!r}" for source, line, why, text in self._examples
-            )
+            "(--max-rejected). The first ones:\n  " + "\n  ".join(self._examples)
         )
-
-
-def rejected_rows(source: RowSource, folder: Path, places: Sequence[str], max_rejected: float) -> RejectedRows:
-    """Returns what takes the malformed rows of inputs.
-
-    Args:
-        source: The inputs.
-        folder: Folder that gets ``rejected.tsv``.
-        places: Where each input is, in words.
-        max_rejected: Largest share of malformed rows that is no error.
-    """
-    return RejectedRows(
-        folder,
-        places,
-        [each.name for each in source.inputs],
-        source.reasons,
-        max_rejected=max_rejected,
-        wanted=source.wanted,
-        hints=source.hints,
-    )
 
 
 def read_rejected(folder: Path) -> Iterator[tuple[int, str, bytes]]:

@@ -107,8 +107,8 @@ def read_interactions(
         UserError: An input cannot be read, no row is well-formed, or too many are malformed.
     """
     reader = RowReader(given.inputs, given.schema)
-    places, names = [each.place for each in given.inputs], [each.raw.name for each in given.inputs]
-    rejected = RejectedRows(folder, places, names, REASONS, max_rejected=given.max_rejected, wanted=given.wanted)
+    inputs = [each.raw for each in given.inputs]
+    rejected = RejectedRows(folder, inputs, REASONS, given.max_rejected, given.wanted)
     blocks = reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report)
     columns = given.columns or InteractionColumns()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,8 +20,6 @@ from distembed.data.table.schema import TextFormat
 from distembed.errors import UserError
 
 MOST_LINE_BYTES = 16 << 20
-_FIRST_BYTES = 1 << 20
-"""What is read of an input to learn its columns."""
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 _END_BYTES = 16
 """What is looked at of the end of an input."""
@@ -143,27 +141,7 @@ def first_bytes(source: TableInput) -> bytes:
     Raises:
         UserError: It cannot be read, or is damaged.
     """
-    return _beginning(InputBytes(source.place).pieces())[0]
-
-
-def _beginning(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Returns the beginning of an input, and all of its pieces."""
-    taken: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        taken.append(piece)
-        size += len(piece)
-        if size >= _FIRST_BYTES:
-            break
-    return b"".join(taken), chain(taken, pieces)
-
-
-def _without_beginning(pieces: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yields what comes after the first bytes."""
-    for piece in pieces:
-        if len(piece) > num_bytes:
-            yield piece[num_bytes:]
-        num_bytes = max(0, num_bytes - len(piece))
+    return next(InputBytes(source.place).pieces(), b"")
 
 
 class TextPart:
@@ -213,20 +191,18 @@ class TextPart:
 
     def raw_blocks(self) -> Generator[RawBlock, None, None]:
         place, pieces = self._source.place, self._bytes.pieces()
-        if self._part.start == 0:
-            first, pieces = _beginning(pieces)
-            if not first:
-                return
-            if self._layout is None:
-                if first.startswith(b"PAR1"):
-                    raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
-                self._layout = self._learn(self._source, first)
-            self.header_lines = self.layout.header_lines
-        pieces = lines_between(pieces, self._part.start, self._part.stop)
+        first = next(pieces, b"")
+        if not first:
+            return
+        if self._layout is None:
+            if first.startswith(b"PAR1"):
+                raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
+            self._layout = self._learn(self._source, first)
+        lines = lines_between(chain([first], pieces), self._part.start, self._part.stop)
         if self._part.start == 0:  # before blocks are cut: quotation marks of a header are no value's
-            pieces = _without_beginning(pieces, self.layout.first_row_byte)
-        quote = self.layout.record_quote
-        for text in blocks_of_lines(place, pieces, self._block_bytes, MOST_LINE_BYTES, quote):
+            self.header_lines = self.layout.header_lines
+            lines = chain([next(lines)[self.layout.first_row_byte :]], lines)
+        for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, self.layout.record_quote):
             self._end = text[-_END_BYTES:]
             yield self.layout.block(text)
 
