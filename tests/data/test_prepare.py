@@ -407,10 +407,6 @@ def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
         (CriteoOptions, "missing", "drop"),
         (ResourceLimits, "memory_limit_bytes", 1000),
         (ResourceLimits, "threads", 0),
-        (ResourceLimits, "processes", 0),
-        (ResourceLimits, "processes", 11),
-        (ResourceLimits, "node", 1),
-        (ResourceLimits, "node", -1),
     ],
 )
 def test_impossible_settings(kind: type, field: str, value: object) -> None:

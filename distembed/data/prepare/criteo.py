@@ -6,11 +6,11 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import InputFiles, natural_order, require_outside
+from distembed.data.prepare.inputs import InputFiles, natural_order
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
@@ -80,23 +80,20 @@ class CriteoOptions:
         Raises:
             UserError: One is out of its range.
         """
-        recorded = {"source": "criteo", **self.to_json()}
-        return PrepareOptions(self.split, self.max_rejected, self.vocabulary, self.grow, recorded)
+        unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
+        unused |= {"vocabulary", "grow"}  # the pipeline records what they lead to
+        if self.missing == "zero":  # manifests of datasets with zeros are older than the choice
+            unused.add("missing")
+        recorded = {name: value for name, value in asdict(self).items() if name not in unused}
+        return PrepareOptions(
+            self.split, self.max_rejected, self.vocabulary, self.grow, {"source": "criteo", **recorded}
+        )
 
     def schema(self) -> TableSchema:
         """Returns the shipped schema with these options."""
         from distembed.data.table.schema_files import schema_of_preparation
 
         return schema_of_preparation(self.prepare_options().recorded)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the options that matter for this kind of ids, in the manifest's order."""
-        ids = {"min_count": self.min_count} if self.hash_size is None else {}
-        unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
-        # so that the manifests of datasets with zeros are what they were before there was a choice
-        unused |= {"missing"} if self.missing == "zero" else set()
-        unused |= {"vocabulary", "grow"}  # what they lead to is recorded by the pipeline
-        return ids | {name: value for name, value in asdict(self).items() if name not in unused}
 
 
 def prepare_criteo(
@@ -131,14 +128,11 @@ def prepare_criteo(
     from distembed.data.prepare.table.source import TableSource
 
     options = options or CriteoOptions()
-    found, schema = criteo_inputs(inputs, note), options.schema()
-    require_outside([each.place for each in found], output)
+    schema, prepared = options.schema(), options.prepare_options()
     if options.vocabulary is not None:
         Base.load(options.vocabulary, options.grow).require_same_values(schema)
-    prepared = options.prepare_options()
-    return prepare_rows(
-        TableSource(found, schema), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
-    )
+    source = TableSource(criteo_inputs(inputs, note), schema)
+    return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
 
 
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distembed.data.prepare.progress import NoteCallback, ignore
-from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
@@ -121,48 +120,6 @@ def require_distinct(files: list[Path]) -> list[Path]:
             raise UserError(f"{file} is named twice: its rows would be counted twice; name it once")
         seen.add((found.st_dev, found.st_ino))
     return files
-
-
-def require_outside(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Makes sure that no input is the output or lies inside it, which would be overwritten or taken for input.
-
-    Args:
-        places: Paths of the inputs; URLs among them are left aside.
-        output: The output.
-
-    Raises:
-        UserError: An input is the output, or lies inside it.
-    """
-    target = real_path(Path(output))
-    for file in [real_path(Path(place)) for place in places if not is_url(place)]:
-        if file == target:
-            raise UserError(f"the output {output} is an input too, which would be lost: name another output")
-        if file.is_relative_to(target):
-            raise UserError(f"the input {file} lies inside the output {output}: name another output")
-
-
-def real_path(path: Path) -> Path:
-    """Returns the absolute path without links; of links that lead in a circle, the path as far as it can be followed.
-
-    Raises:
-        UserError: The path has a zero byte, which no file's name has.
-    """
-    try:
-        return Path(os.path.realpath(path))
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} can be no file or folder ({error}): name another") from error
-
-
-def require_text_name(path: Path) -> None:
-    """Makes sure that a path is text, as Arrow's readers and writers need it.
-
-    Raises:
-        UserError: Some of its bytes are no characters in UTF-8.
-    """
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{str(path)!r} has bytes that are no characters in UTF-8: give it another name") from None
 
 
 def is_pipe(file: Path) -> bool:

@@ -6,7 +6,7 @@ Nothing here is an error: such data can be prepared and read. But a model of the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import ITEM, USER
@@ -75,8 +75,16 @@ def _label_text(manifest: Manifest, split: Split) -> str:
 
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     """Yields what a user hardly wants: one label only, splits without rows, vocabularies that hold nothing."""
+    rates = {name: split.label_rate for name, split in manifest.splits.items()}
     if manifest.schema.label_kind == "binary":
-        yield from _warnings_on_labels({name: split.label_rate for name, split in manifest.splits.items()})
+        one_label = {name: int(rate) for name, rate in rates.items() if rate in (0, 1)}
+        labels = set(one_label.values())
+        if len(labels) == 1 and len(one_label) == sum(rate is not None for rate in rates.values()):
+            yield f"every label is {labels.pop()}: a model learns nothing but this"
+        else:
+            yield from (
+                f"every label of {name} is {label}: its AUC is not defined" for name, label in one_label.items()
+            )
     if empty := [name for name, split in manifest.splits.items() if not split.num_rows]:
         yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
     nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}
@@ -88,16 +96,6 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
             f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
             f"{enumerate_names(rare)}; lower --min-count, or give more rows"
         )
-
-
-def _warnings_on_labels(rates: Mapping[str, float | None]) -> Iterator[str]:
-    known = {rate for rate in rates.values() if rate is not None}
-    if known in ({0.0}, {1.0}):
-        yield f"every label is {int(known.pop())}: a model learns nothing but this"
-        return
-    for name, rate in rates.items():
-        if rate in (0.0, 1.0):
-            yield f"every label of {name} is {int(rate)}: its AUC is not defined"
 
 
 def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:

@@ -54,6 +54,7 @@ from distembed.data.prepare.row_splits import (
 from distembed.data.prepare.space import disk_is_full, require_space
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock
+from distembed.data.prepare.staging import require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work, work_purpose
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
@@ -95,6 +96,7 @@ def prepare_rows(
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
+    require_outside([each.place for each in source.inputs], output)
     row_rule(SplitRule.parse(options.split), source.layout, [0], ())  # refuses a rule whose columns rows do not have
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:

@@ -20,13 +20,13 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
-from distembed.data.prepare.inputs import real_path, require_text_name
+from distembed.data.remote import is_url
 from distembed.errors import TemporaryFailure, UserError
 from distembed.files import free_space
 
@@ -99,7 +99,7 @@ def kept_folder(
     Raises:
         UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
     """
-    output = real_path(output)
+    output = _real_path(output)
     require_text_name(output)
     folder, replaced = (output.with_name(f".{output.name}.{end}") for end in ("preparing", "replaced"))
     with _locked(folder, output, kind):
@@ -248,3 +248,37 @@ def disk_is_full_text(error: Exception, output: Path, folder: Path) -> str:
         f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
         "elsewhere"
     )
+
+
+def require_outside(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    """Makes sure that no input is the output or lies inside it, which would be overwritten or taken for input.
+
+    Args:
+        places: Paths of the inputs; URLs among them are left aside.
+        output: The output.
+
+    Raises:
+        UserError: An input is the output, or lies inside it.
+    """
+    target = _real_path(Path(output))
+    for file in [_real_path(Path(place)) for place in places if not is_url(place)]:
+        if file == target:
+            raise UserError(f"the output {output} is an input too, which would be lost: name another output")
+        if file.is_relative_to(target):
+            raise UserError(f"the input {file} lies inside the output {output}: name another output")
+
+
+def _real_path(path: Path) -> Path:
+    """Returns the absolute path without links, of a circle of links as far as it can be followed."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} can be no file or folder ({error}): name another") from error
+
+
+def require_text_name(path: Path) -> None:
+    """Makes sure that a path is text, as Arrow's readers and writers need it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!r} has bytes that are no characters in UTF-8: give it another name") from None

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.prepare.staging import disk_is_full_text, require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space

@@ -25,7 +25,6 @@ from distembed import __version__
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import USER, CategoricalFeature, Schema
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.interactions.options import (
     LISTS,
     RATING,
@@ -49,7 +48,7 @@ from distembed.data.prepare.interactions.tables import (
 from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows, user_bounds
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.split import SPLIT_NAMES
-from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.prepare.staging import disk_is_full_text, require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split

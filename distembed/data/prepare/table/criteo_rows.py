@@ -26,7 +26,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
-from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import IdColumn, ParsedBlock, code_dtype
@@ -35,6 +34,7 @@ from distembed.data.prepare.table.delimited import DelimitedBlock
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
 from distembed.data.prepare.table.text_inputs import TextLayout
 from distembed.data.table.keys import integer_keys
+from distembed.data.table.numbers import dense_values
 from distembed.data.table.raw_columns import one_array
 
 WANTED = "A row is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs."
@@ -95,19 +95,9 @@ def _parse_typed(text: bytes) -> ParsedBlock:
     return ParsedBlock(
         num_lines=len(labels),
         num_rows=len(labels),
-        numbers=(labels.astype(np.int8), *map(_log_transform, columns[1:_FIRST_ID])),
+        numbers=(labels.astype(np.int8), *(dense_values(column, "log")[0] for column in columns[1:_FIRST_ID])),
         ids=tuple(map(_id_column, columns[_FIRST_ID:])),
     )
-
-
-def _log_transform(column: pa.Array) -> NDArray[np.float32]:
-    """Returns log(1 + max(x, 0)) of a column, NaN where it is null."""
-    values = (column.fill_null(0) if column.null_count else column).to_numpy()
-    result: NDArray[np.float32] = np.maximum(values, 0).astype(np.float64).astype(np.float32)
-    np.log1p(result, out=result)
-    if column.null_count:
-        result[column.is_null().to_numpy(zero_copy_only=False)] = np.nan
-    return result
 
 
 def _id_column(column: pa.Array) -> IdColumn:
@@ -131,22 +121,18 @@ def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
     rows = dataclasses.replace(block, text=text.translate(_HARMLESS)).rows(columns)
     table = rows.table
     for place, name in enumerate(table.column_names):
-        column = one_array(table.column(name))
-        if name == _COLUMNS[0]:
-            known = pc.is_in(column, value_set=pa.array(["0", "1"]))
-            table = table.set_column(place, name, pc.if_else(known, column, pa.scalar(None, pa.string())))
-        elif name in CRITEO_DENSE:
-            table = table.set_column(place, name, _strict_integers(column))
-        else:
-            is_id = pc.fill_null(pc.match_substring_regex(column, "^[0-9a-fA-F]{1,8}$"), True)
-            table = table.set_column(place, name, pc.if_else(is_id, column, "?"))
+        table = table.set_column(place, name, _strict_values(name, one_array(table.column(name))))
     line = Lines(block.text).line
     bad = tuple(dataclasses.replace(row, text=line(row.line)) for row in rows.bad)
     return dataclasses.replace(rows, table=table, bad=bad, line_text=line)
 
 
-def _strict_integers(texts: pa.Array) -> pa.Array:
-    """Returns integers of 64 bits as float64; infinity, which is no value, where a text is none."""
+def _strict_values(name: str, texts: pa.Array) -> pa.Array:
+    """Returns a column's values; those that the grammar refuses become values that a table refuses too."""
+    if name == _COLUMNS[0]:
+        return pc.if_else(pc.is_in(texts, value_set=pa.array(["0", "1"])), texts, pa.scalar(None, pa.string()))
+    if name not in CRITEO_DENSE:
+        return pc.if_else(pc.match_substring_regex(texts, "^[0-9a-fA-F]{1,8}$"), texts, "?")
     is_digits = pc.fill_null(pc.match_substring_regex(texts, "^-?[0-9]+$"), False)
     found = integer_keys(pc.if_else(is_digits, texts, "0"))
     numbers = np.where(found.wrong | ~is_digits.to_numpy(zero_copy_only=False), np.inf, found.keys)

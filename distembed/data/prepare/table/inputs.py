@@ -19,9 +19,9 @@ from distembed.data.prepare.inputs import (
     note_order_of_letters,
     open_input,
     require_distinct,
-    require_text_name,
 )
 from distembed.data.prepare.progress import NoteCallback, ignore
+from distembed.data.prepare.staging import require_text_name
 from distembed.data.remote import RemoteFile, is_url, list_remote, open_remote
 from distembed.errors import UserError
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
@@ -97,10 +96,9 @@ def prepare_table(
     options = options or TableOptions()
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     chosen = options.applied_to(_schema(schema, base))
-    found = find_inputs(inputs, note)
-    require_outside([each.place for each in found], output)
     if base is not None:
         base.require_same_values(chosen)
+    source = TableSource(find_inputs(inputs, note), chosen)
     prepared = PrepareOptions(
         split=chosen.split,
         max_rejected=options.max_rejected,
@@ -108,9 +106,7 @@ def prepare_table(
         grow=options.grow,
         recorded={"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected},
     )
-    return prepare_rows(
-        TableSource(found, chosen), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
-    )
+    return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
 
 
 def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:

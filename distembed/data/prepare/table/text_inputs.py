@@ -49,11 +49,6 @@ class TextLayout:
     notes: tuple[str, ...] = ()
     whole_end: re.Pattern[bytes] | None = None
 
-    @property
-    def record_quote(self) -> bytes | None:
-        """The quotation mark, where what it encloses may have newlines."""
-        return self.dialect.record_quote if self.dialect is not None else None
-
     def block(self, text: bytes) -> RawBlock:
         """Returns the block of some lines."""
         return JsonBlock(text, self.wanted) if self.dialect is None else DelimitedBlock(text, self.dialect)
@@ -202,7 +197,8 @@ class TextPart:
         if self._part.start == 0:  # before blocks are cut: quotation marks of a header are no value's
             self.header_lines = self.layout.header_lines
             lines = chain([next(lines)[self.layout.first_row_byte :]], lines)
-        for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, self.layout.record_quote):
+        quote = self.layout.dialect.record_quote if self.layout.dialect is not None else None
+        for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, quote):
             self._end = text[-_END_BYTES:]
             yield self.layout.block(text)
 
