@@ -77,10 +77,10 @@ class _Lines:
             self._shown = now
             seconds = now - self._started
             done = f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s"
-            if update.bytes_total is None:
+            if update.bytes_total is None or not update.bytes_done:
                 self._say(f"prepare: {update.stage}  {done}")
                 return
-            left = seconds * (update.bytes_total / max(1, update.bytes_done) - 1)
+            left = seconds * (update.bytes_total / update.bytes_done - 1)
             share = update.bytes_done / max(1, update.bytes_total)
             self._say(f"prepare: {update.stage}  {share:.0%}  {done}, {left:,.0f} s left")
 

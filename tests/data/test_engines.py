@@ -89,3 +89,24 @@ def test_a_cluster_makes_the_bytes_and_errors_of_threads(engine: str, tmp_path: 
     assert isinstance(once, dict) and once["manifest"] == manifest
     assert folder_bytes(tmp_path / "criteo") == folder_bytes(tmp_path / "threads")
     assert not list(tmp_path.glob(".*.preparing"))
+
+
+def test_ray_without_a_cluster_starts_one_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that it has no room for is refused, rather than waited for."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code = """
+import sys; from pathlib import Path
+from distembed.data.prepare import ResourceLimits
+from distembed.data.prepare.engine import run_tasks
+from distembed.errors import UserError
+results = run_tasks("ray", str, [1, 2], ResourceLimits(300 << 20), 1)
+assert sorted(each for some in results for each in some) == ["1", "2"]
+import ray
+assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+try: list(run_tasks("ray", str, [1], ResourceLimits(1 << 50, 900), 1))
+except UserError as error: assert "no machine of the Ray cluster has as much" in str(error)
+else: assert False
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

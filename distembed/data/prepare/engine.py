@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 from distembed import __version__
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.errors import RunError, TemporaryFailure, UserError, one_line
+from distembed.units import format_bytes
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -101,9 +102,7 @@ def _threads(function: Callable[[Any], Any], threads: int) -> Iterator[Submit]:
 
 @contextmanager
 def _ray(function: Callable[[Any], Any], limits: ResourceLimits) -> Iterator[Submit]:
-    ray = _imported("ray")
-    if not ray.is_initialized():
-        ray.init(logging_level=logging.WARNING)
+    ray = _connected_ray(limits)
     options = {"num_cpus": limits.num_threads, "memory": limits.memory_limit_bytes, "max_retries": _RAY_RETRIES}
     remote, shared = ray.remote(_attempt).options(scheduling_strategy="SPREAD", **options), ray.put(function)
     running: list[Any] = []
@@ -121,6 +120,30 @@ def _ray(function: Callable[[Any], Any], limits: ResourceLimits) -> Iterator[Sub
         if isinstance(error, ray.exceptions.RayError):
             raise _lost("Ray", error) from error
         raise
+
+
+def _connected_ray(limits: ResourceLimits) -> Any:
+    """Returns Ray, connected to a cluster: that of ``RAY_ADDRESS`` or ``ray start``, else a new one on loopback."""
+    address = os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not address:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # a new cluster listens on loopback only
+    ray = _imported("ray")
+    if not ray.is_initialized():
+        try:
+            ray.init(include_dashboard=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            at = f"at RAY_ADDRESS={address}" if address else "on this machine"
+            raise UserError(f"engine (--engine) is ray, and there is no Ray cluster {at}: {one_line(error)}") from error
+    wanted = {"CPU": limits.num_threads, "memory": limits.memory_limit_bytes}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not address and not any(all(node.get(name, 0) >= least for name, least in wanted.items()) for node in nodes):
+        raise UserError(
+            f"each task is to have {limits.num_threads} CPUs (--threads) and "
+            f"{format_bytes(limits.memory_limit_bytes)} (--memory-limit), and no machine of the Ray cluster has as "
+            f"much: {nodes}; ask for less"
+        )
+    return ray
 
 
 @contextmanager
