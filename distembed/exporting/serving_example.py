@@ -13,25 +13,28 @@ ABOUT, SAMPLE = (json.loads((FOLDER / f"{name}.json").read_text("utf-8")) for na
 FILES = {each["vocabulary"] for each in ABOUT["features"]} - {None}
 KNOWN = {file: {json.loads(line): id_ for id_, line in enumerate((FOLDER / file).open("rb"), 2)} for file in FILES}
 NETWORK, *SHARDS = [torch.export.load(FOLDER / p["file"]).module() for p in (ABOUT["network"], *ABOUT["shards"])]
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+([eE][+-]?\d{1,3})?|[eE][+-]\d{1,3}|)", re.ASCII)
+TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T]([\d:]{8})(?:\.0+|(\.\d*[1-9])0*)?(?:Z| UTC|[+-]00:?00)?", re.ASCII)
 
 
-def text(how, x):  # None for a missing value; True is "true", 2.0 is "2", and 1e15 is "1e+15"
-    if isinstance(x, float) and math.isfinite(x):
-        exact = Decimal(repr(x)).normalize()
-        x = f"{exact:f}" if -7 < exact.adjusted() < 10 else f"{exact:e}"
+def text(how, x):  # None for a missing value; "True" is true, "10.0" and "1.0E1" are 10, 2026-01-01T00:00:00Z the day
     if isinstance(x, (list, tuple, dict)):
         raise ValueError("no single value")
-    x = str(x).lower() if isinstance(x, bool) else None if x is None or x != x else str(x)
-    return None if x is None or x in how.get("missing_values", [""]) else x.encode().decode()
+    if x is None or x != x:
+        return None
+    if NUMBER.fullmatch(x := str(x).encode().decode()):
+        x = re.sub("^-0$", "0", re.sub(r"(\.\d*?)0+$", r"\1", f"{Decimal(x):f}").removesuffix("."))
+    elif time := TIME.fullmatch(x):
+        x = time.expand(r"\1 \2\3").removesuffix(" 00:00:00")
+    x = x.lower() if x in ("True", "TRUE", "False", "FALSE") else x
+    return None if x in [text({"missing_values": []}, each) for each in how.get("missing_values", [""])] else x
 
 
 def number(how, x):  # None for a missing value
-    if (x := text(how, x)) is None:
-        return None
-    x = {"true": "1", "false": "0"}.get(x.lower(), x)
-    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", x):
+    x = text(how, x)
+    if x is not None and not re.fullmatch(r"true|false|[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", x.lower()):
         raise ValueError("no number")
-    return float(x)
+    return x and float({"true": 1, "false": 0}.get(x.lower(), x))
 
 
 def dense(how, x):
@@ -43,14 +46,14 @@ def dense(how, x):
 
 
 def key(how, x):  # a value as the vocabulary has it; None for a missing one
+    digits = re.fullmatch(r"[+-]?[0-9]+", str(x))
     if (x := text(how, x)) is None or how.get("kind", "string") == "string":
         return x
     if how["kind"] == "hexadecimal":
         return f"{int(re.fullmatch('[0-9a-fA-F]{1,8}', x)[0], 16):08x}"
     if how["kind"] == "log_bins":
         return key({"kind": "integer"}, float(math.floor(math.log(x) ** 2 if (x := number(how, x)) > 2 else x)))
-    digits = re.fullmatch(r"([+-]?[0-9]+)(\.0*)?", x)
-    whole = int(digits[1]) if digits else int(number(how, x))
+    whole = int(x if digits else number(how, x))
     if not -(2**63) <= whole < 2**63 or not digits and (whole != number(how, x) or abs(whole) >= 2**53):
         raise ValueError("no integer of 64 bits")
     return str(whole)
@@ -64,12 +67,11 @@ def ids(feature, value):
     if known is None:  # ids are given; a TypeError where one is no integer
         return [int.__index__(each or 0) for each in ((value or []) if feature["is_list"] else [value])]
     if not feature["is_list"]:
-        return [0 if (own := key(how, value)) is None else known.get(own, 1)]
+        return [0 if (value := key(how, value)) is None else known.get(value, 1)]
     if not isinstance(value, (list, tuple)):
-        value = text(how, value)
-        value = value.split(how["separator"]) if value and how.get("separator") else [value]
-    own = [found for found in (key(how, each) for each in value) if found is not None]
-    return [known.get(each, 1) for each in own][-(how.get("max_length") or len(own)) :]
+        value = [value] if not (by := how.get("separator")) else [] if (x := text(how, value)) is None else x.split(by)
+    found = [known.get(x, 1) for each in value if (x := key(how, each)) is not None]
+    return [i for i in found if i != 1 or ABOUT["task"] != "next_item"][-(how.get("max_length") or len(value)) :]
 
 
 def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1": 3.0}]
@@ -83,9 +85,9 @@ def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1"
 
     def inputs(names):
         features = [feature for feature in ABOUT["features"] if feature["name"] in names]
-        own = [[made(ids, feature, feature["name"], row) for row in range(len(rows))] for feature in features]
-        values = torch.tensor([id_ for feature in own for row in feature for id_ in row], dtype=torch.int64)
-        return values, torch.tensor([[len(row) for row in feature] for feature in own])
+        lists = [[made(ids, feature, feature["name"], row) for row in range(len(rows))] for feature in features]
+        values = torch.tensor([id_ for feature in lists for row in feature for id_ in row], dtype=torch.int64)
+        return values, torch.tensor([[len(row) for row in feature] for feature in lists])
 
     numbers = [[made(dense, n["change"], n["name"], row) for n in ABOUT["numbers"]] for row in range(len(rows))]
     vectors = [shard(*inputs(about["features"])) for shard, about in zip(SHARDS, ABOUT["shards"], strict=True)]

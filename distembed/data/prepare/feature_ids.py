@@ -44,6 +44,7 @@ from distembed.data.prepare.vocabulary import (
     vocabulary_map,
     write_vocabulary,
 )
+from distembed.data.table.value_texts import value_texts
 from distembed.files import replaced_file
 
 
@@ -179,11 +180,15 @@ def build_vocabulary(
     )
     unknown, queries = "counted", list[str]()
     if base is not None:
-        database.add("known", _numbered(base.file, column), counted.append(pa.field("id", pa.int64())))
-        database.run("create or replace table unknown as select * from counted anti join known using (key)")
+        # of a text, the value's own text too, which an earlier version may have written otherwise
+        fields = [*counted, ("id", pa.int64()), ("own", KEY_TYPES[column.kind])]
+        database.add("known", _numbered(base.file, column), pa.schema(fields))
+        lacking = "select counted.* from counted anti join known on counted.key = known.own"
+        database.run(f"create or replace table unknown as {lacking}")
         unknown = "unknown"
         queries.append(
-            "select key, known.count + coalesce(counted.count, 0) from known left join counted using (key) order by id"
+            "select known.key, known.count + coalesce(counted.count, 0) from known left join counted "
+            "on known.own = counted.key order by id"
         )
     queries.append(f"select key, count from {unknown} where count >= {least} order by count desc, key")
     with replaced_file(path) as written:
@@ -203,11 +208,12 @@ def build_vocabulary(
 
 
 def _numbered(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
-    """Yields keys, counts and ids of a vocabulary."""
+    """Yields keys, counts and ids of a vocabulary, and the text that each value has now."""
     next_id = FIRST_ID
     for batch in vocabulary_batches(path, column.kind):
-        ids = pa.array(np.arange(next_id, next_id + len(batch)))
-        yield pa.record_batch([*batch.columns, ids], names=["key", "count", "id"])
+        ids, keys = pa.array(np.arange(next_id, next_id + len(batch))), batch.column("key")
+        own = value_texts(keys) if column.kind == "string" else keys
+        yield pa.record_batch([*batch.columns, ids, own], names=["key", "count", "id", "own"])
         next_id += len(batch)
 
 

@@ -18,6 +18,7 @@ from distembed.data.prepare.count import Database
 from distembed.data.prepare.split import SPLIT_NAMES, TRAIN, SplitRule
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.table.text_keys import text_keys
+from distembed.data.table.value_texts import value_texts
 from distembed.errors import UserError
 
 Rows: TypeAlias = slice | NDArray[np.int64]
@@ -223,7 +224,7 @@ class SplitColumn:
 
     def keys(self) -> tuple[int, ...]:
         """Returns the key of each split."""
-        return tuple(text_keys(pa.array(self.values, pa.string())).tolist())
+        return tuple(text_keys(value_texts(pa.array(self.values, pa.string()))).tolist())
 
     def require_known(self, ids: IdColumn, place: str) -> None:
         """Makes sure that all values of a block are those of splits.
@@ -237,7 +238,8 @@ class SplitColumn:
         """
         assert ids.texts is not None, "the values of a splits' column are texts"
         found = [None, *ids.texts.to_pylist()[1:]]
-        unknown = {code for code, value in enumerate(found) if value not in self.values}
+        allowed = value_texts(pa.array(self.values, pa.string())).to_pylist()
+        unknown = {code for code, value in enumerate(found) if value not in allowed}
         first = next((code for code in np.unique(ids.codes).tolist() if code in unknown), None)
         if first is not None:
             value = repr(found[first]) if first else "no value"

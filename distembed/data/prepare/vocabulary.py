@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -24,6 +25,7 @@ from distembed.data.dataset.pieces import REMEDY
 from distembed.data.prepare.blocks import KeyColumn, KeyKind
 from distembed.data.splitmix import mix64_array
 from distembed.data.table.text_keys import text_keys
+from distembed.data.table.value_texts import value_texts
 from distembed.errors import UserError
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
@@ -118,8 +120,11 @@ def sort_keys(keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def key_numbers(keys: pa.Array) -> NDArray[Any]:
-    """Returns the numbers by which an :class:`IdMap` knows the keys of a vocabulary: of texts, their hashes."""
-    return text_keys(keys) if pa.types.is_string(keys.type) else keys.to_numpy()
+    """Returns the numbers by which an :class:`IdMap` knows keys: of texts, the hashes of their values.
+
+    Vocabularies of earlier versions have 10.0 where a text of CSV had the fraction; the value is 10.
+    """
+    return text_keys(value_texts(keys)) if pa.types.is_string(keys.type) else keys.to_numpy()
 
 
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
@@ -192,15 +197,21 @@ def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
 
 
 def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path, column: KeyColumn) -> None:
-    """Makes sure that the keys of a vocabulary, in ascending order, are distinct, which hashes of texts may not be.
+    """Makes sure that the keys of a vocabulary, in ascending order, are of distinct values, which hashes may not be.
+
+    Two texts of one value, 10 and 10.0 in a vocabulary of an earlier version, may have one key: the first id counts.
 
     Raises:
-        UserError: Two texts have the same key.
+        UserError: Two values have the same key.
     """
-    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1].tolist():
-        texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
-        first, second = (texts[int(ids[each]) - FIRST_ID].as_py() for each in (place, place + 1))
+    same = np.flatnonzero(keys[1:] == keys[:-1])
+    if not len(same):
+        return
+    texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
+    firsts, seconds = (texts.take(pa.array(ids[same + which] - FIRST_ID)) for which in (0, 1))
+    differs = pc.not_equal(value_texts(firsts), value_texts(seconds)).to_numpy(zero_copy_only=False)
+    for place in np.flatnonzero(differs)[:1].tolist():
         raise UserError(
-            f"the values {first!r} and {second!r} of column {column.name!r} have the same 64-bit key, as two of "
-            "billions may: change one of them in the input"
+            f"the values {firsts[place].as_py()!r} and {seconds[place].as_py()!r} of column {column.name!r} have the "
+            "same 64-bit key, as two of billions may: change one of them in the input"
         )

@@ -4,8 +4,9 @@
   manifests, and ``schemas/`` has those of public datasets.
 - ``parser.py`` turns a table of raw columns into a block of a dataset's columns, and sets the malformed rows aside:
   ``raw_columns.py`` finds the columns, ``numbers.py`` reads labels, times and numbers, ``keys.py`` the values that get
-  ids, and ``text_keys.py`` has the hashes of texts.
+  ids, ``value_texts.py`` has the one text of a value, and ``text_keys.py`` the hashes of texts.
 - ``given_values.py`` makes columns of values of JSON and Python.
-- ``encoder.py`` gives a parsed block the ids and transforms of a dataset that is there, by its ``vocabularies.py``.
+- ``encoder.py`` gives a parsed block the ids and transforms of a dataset that is there, by its ``vocabularies.py``;
+  ``unknown_values.py`` warns where it knows too few of the values.
 - It is shared by preparing (:mod:`distembed.data.prepare`) and by scoring raw rows.
 """

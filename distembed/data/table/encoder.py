@@ -29,6 +29,7 @@ from distembed.data.table.given_values import given_column
 from distembed.data.table.keys import KEY_KINDS, coded, id_column
 from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
+from distembed.data.table.unknown_values import UnknownValues
 from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
 from distembed.units import enumerate_names
@@ -59,6 +60,7 @@ class RowEncoder:
         self._missing = pa.array(raw_schema(manifest).text.missing_values, pa.string())
         self._changes = {each.name: number_change(each, self._learnt.get(each.name)) for each in layout.numbers}
         self._keys = [column for column in layout.ids if column.role == "feature"]
+        self._unknown = UnknownValues(manifest)
         self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
 
     def encode(self, block: ParsedBlock) -> Block:
@@ -79,6 +81,7 @@ class RowEncoder:
                 lists[key.name] = Jagged.from_lengths(self._ids(key.name, found), lengths.astype(np.int64))
             else:
                 ids[key.name] = self._ids(key.name, found)
+            self._unknown.add(key.name, lists[key.name].values if key.is_list else ids[key.name])
         return Block(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:

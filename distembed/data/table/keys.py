@@ -3,8 +3,8 @@
 Each distinct value of a block is looked at once: a column becomes codes into its distinct values, and these become
 keys. What a value of a kind is, and which key it has, is a function of its own, chosen by :data:`KEY_KINDS`.
 
-A typed value has the key and the verdict of its text, which is Arrow's: 10 is "10", 2.0 is "2", 1e15 is "1e+15" and
-true is "true". Numbers, integers and truth values are read without the detour, which costs time.
+A typed value has the key and the verdict of its text (``value_texts.py``): 2.0 and "2.00" are 2, true and "True" are
+true. Integers, numbers and truth values are read without the detour, which costs time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distembed.data.prepare.blocks import IdColumn, code_dtype
 from distembed.data.prepare.column_numbers import hexadecimal_keys
 from distembed.data.table.numbers import Bools, has_missing_text, is_missing, values_as_numbers
 from distembed.data.table.text_keys import text_keys
+from distembed.data.table.value_texts import value_texts
 
-_DIGITS = r"^[+-]?[0-9]+(\.0*)?$"
-_FRACTION = r"\.0*$"
+_DIGITS = r"^[+-]?[0-9]+$"
 _CROSS_SEPARATOR, _ESCAPE = "|", "\\"
 _LARGEST_EXACT = 2**53 - 1
 """Above it, another integer may have been rounded to a number in floating point."""
@@ -69,15 +69,16 @@ class CodedColumn:
 
 
 def string_keys(distinct: pa.Array) -> Keys:
-    """Returns hashes of texts; a number's text is that of its decimal digits."""
-    texts = distinct.cast(pa.string())
-    return Keys(text_keys(texts), np.zeros(len(texts), bool), texts)
+    """Returns hashes of the values' texts."""
+    texts = value_texts(distinct)
+    return Keys(text_keys(texts), np.zeros(len(texts), bool), texts, are_distinct=texts is distinct)
 
 
 def integer_keys(distinct: pa.Array) -> Keys:
     """Returns integers of 64 bits: of digits, of numbers that are whole and of at most 53 bits, and of truth values.
 
-    A text may have a fraction of zeros, as pandas writes integers of which some are missing, or an exponent.
+    A text may have a fraction of zeros, as pandas writes integers of which some are missing, or an exponent. It is a
+    number then: with more than 53 bits it may have been rounded, and is malformed.
     """
     if pa.types.is_string(distinct.type) or pa.types.is_decimal(distinct.type):
         return _written_integers(distinct.cast(pa.string()))
@@ -89,7 +90,10 @@ def integer_keys(distinct: pa.Array) -> Keys:
 
 def hash_keys(distinct: pa.Array) -> Keys:
     """Returns numbers of 32 bits, of up to 8 hexadecimal digits; an integer's digits are read as hexadecimal ones."""
-    return Keys(*hexadecimal_keys(distinct.cast(pa.string())))
+    keys, wrong = hexadecimal_keys(distinct.cast(pa.string()))
+    if wrong.any():  # hexadecimal digits are a value's own text
+        keys[wrong], wrong[wrong] = hexadecimal_keys(value_texts(distinct.filter(pa.array(wrong))))
+    return Keys(keys, wrong)
 
 
 def log_bin_keys(distinct: pa.Array) -> Keys:
@@ -154,9 +158,9 @@ def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
     It is missing where the value of one of them is.
 
     Args:
-        columns: Columns of texts, one value a row each.
+        columns: Columns with one value a row each.
     """
-    first, *others = columns
+    first, *others = [_with_distinct_texts(column) for column in columns]
     codes, texts = first.codes, _escaped(first.distinct)
     for other in others:
         pairs = codes.astype(np.int64) * (len(other.distinct) + 1) + other.codes
@@ -169,6 +173,13 @@ def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
             texts.take(pa.array(left - 1)), _escaped(other.distinct).take(pa.array(right - 1)), _CROSS_SEPARATOR
         )
     return CodedColumn(codes, texts)
+
+
+def _with_distinct_texts(column: CodedColumn) -> CodedColumn:
+    """Returns a column whose distinct values are texts."""
+    texts = value_texts(column.distinct).dictionary_encode()
+    places = np.concatenate([np.zeros(1, np.int32), texts.indices.to_numpy() + np.int32(1)])
+    return dataclasses.replace(column, codes=places[column.codes], distinct=texts.dictionary)
 
 
 def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
@@ -211,15 +222,14 @@ def with_distinct_keys(column: CodedColumn, keys: Keys) -> tuple[CodedColumn, Ke
 
 
 def _with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
-    """Returns the keys each once, and the codes into these: several values may have one key, such as 0a and A.
+    """Returns the keys each once, and the codes into these: several values may have one key, such as 10 and 10.0.
 
     The key of a malformed value is a placeholder, which is never joined with the key of a well-formed one.
     """
-    if (
-        keys.are_distinct or keys.texts is not None or len(keys.keys) < 2
-    ):  # two texts with one key are told apart where ids are given
+    if keys.are_distinct or len(keys.keys) < 2:
         return codes, keys
-    encoded = pa.array(keys.keys, mask=keys.wrong).dictionary_encode("encode")
+    # two texts with one key are told apart where ids are given
+    encoded = (pa.array(keys.keys, mask=keys.wrong) if keys.texts is None else keys.texts).dictionary_encode("encode")
     if len(encoded.dictionary) == len(keys.keys):
         return codes, keys
     places = encoded.indices.to_numpy()
@@ -246,12 +256,9 @@ def _written_integers(texts: pa.Array) -> Keys:
 
 
 def _written_digits(texts: pa.Array) -> Keys:
-    """Returns the integers of texts of digits, which may have a sign before them and a fraction of zeros."""
+    """Returns the integers of texts of digits, which may have a sign."""
     wrong = np.zeros(len(texts), bool)
-    digits = (
-        pc.replace_substring_regex(texts, _FRACTION, "") if pc.any(pc.match_substring(texts, ".")).as_py() else texts
-    )
-    digits = pc.utf8_ltrim(digits, "+")
+    digits = pc.utf8_ltrim(texts, "+")
     try:
         return Keys(digits.cast(pa.int64()).to_numpy().copy(), wrong)
     except pa.ArrowInvalid:  # some have more than 64 bits

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.prepare.column_numbers import finite_numbers
-from distembed.data.table.raw_columns import BOOLEAN, INTEGER, NUMBER, type_kind
 from distembed.data.table.schema import LabelColumn, TimeColumn
+from distembed.data.table.value_texts import value_texts
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -40,22 +40,26 @@ def is_missing(column: pa.Array) -> Bools:
 def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
     """Returns which values have a text that stands for a missing value.
 
-    Numbers and truth values are cast to texts only where a missing text may be the text of one: the cast is slow.
+    The values' own texts are compared only where a missing text may be that of a number, truth value or day: it costs
+    time.
     """
-    if type_kind(column.type) in (NUMBER, INTEGER, BOOLEAN):
-        missing = missing.filter(pa.array([_is_plain_text(text) for text in missing.to_pylist()], pa.bool_()))
-        if not len(missing):
-            return np.zeros(len(column), bool)
-    result: Bools = pc.is_in(column.cast(pa.string()), value_set=missing).to_numpy(zero_copy_only=False)
+    typed = pa.array([text for text in missing.to_pylist() if _may_be_typed(text)], pa.string())
+    if not len(typed) and not pa.types.is_string(column.type):
+        return np.zeros(len(column), bool)
+    result: Bools = np.zeros(len(column), bool)
+    if pa.types.is_string(column.type):
+        result = pc.is_in(column, value_set=missing).to_numpy(zero_copy_only=False)
+    if len(typed):
+        result = result | pc.is_in(value_texts(column), value_set=value_texts(typed)).to_numpy(zero_copy_only=False)
     return result
 
 
-def _is_plain_text(text: str) -> bool:
-    """Returns whether a text may be that of a number, infinity and NaN included, or of a truth value."""
+def _may_be_typed(text: str) -> bool:
+    """Returns whether a text may be that of a number, infinity and NaN included, of a truth value or of a day."""
     try:
         float(text)
     except ValueError:
-        return text in ("true", "false")
+        return text.lower() in ("true", "false") or text[:4].isdecimal()
     return True
 
 

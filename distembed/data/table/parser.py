@@ -177,7 +177,7 @@ class TableParser:
             if name in single:
                 column, keys = single[name]
             elif categorical.cross is not None:
-                column = crossed([self._texts(columns[each]) for each in table_columns])
+                column = crossed([coded(columns[each], self._missing) for each in table_columns])
                 keys = KEY_KINDS[categorical.kind](column.distinct)
             else:
                 lists = as_lists(columns[table_columns[0]], categorical.separator)
@@ -200,11 +200,6 @@ class TableParser:
             for rows, place in zip(parts(len(places), num_rows), places, strict=True):
                 found[self._single[place][0]] = dataclasses.replace(column, codes=column.codes[rows]), keys
         return found
-
-    def _texts(self, column: pa.Array) -> CodedColumn:
-        """Returns a column's values as texts."""
-        found = coded(column, self._missing)
-        return dataclasses.replace(found, distinct=found.distinct.cast(pa.string()))
 
 
 def table_layout(schema: TableSchema) -> BlockLayout:

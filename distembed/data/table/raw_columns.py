@@ -218,6 +218,8 @@ def plain_array(column: pa.Array) -> pa.Array:
         values = plain_array(lists.flatten())
         offsets = pa.concat_arrays([pa.array([0], pa.int32()), _list_ends(lists)])
         return pa.ListArray.from_arrays(offsets, values)
+    if pa.types.is_decimal32(column.type) or pa.types.is_decimal64(column.type):  # which Arrow computes little with
+        return column.cast(pa.decimal128(column.type.precision, column.type.scale))
     if type_kind(column.type) not in (TEXT, None):
         return column
     try:

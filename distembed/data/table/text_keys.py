@@ -15,25 +15,43 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.splitmix import mix64_array
+from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS, mix64_array
 
 _WORD = 8
+_BITS = 2**64 - 1
+_FEW = 32
+"""Number of texts up to which Python takes less time for a word of each than numpy."""
 
 
 def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
     """Returns the key of each text of an Arrow array of strings, none of which is null."""
+    if len(texts) <= _FEW:
+        given = [text.encode() for text in texts.to_pylist()]
+        return np.array([_folded(len(text), b"\0" * _WORD + text) for text in given], np.uint64)
     texts = texts.cast(pa.large_string())
     offsets = np.frombuffer(texts.buffers()[1] or b"\0" * 8, np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    if not len(texts):
-        return np.zeros(0, np.uint64)
     padded = bytes(texts.buffers()[2] or b"")[: offsets[-1]] + b"\0" * _WORD
     words = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))  # the word at each byte
     lengths = np.diff(offsets)
     keys = mix64_array(lengths.astype(np.uint64))
-    for start in range(0, int(lengths.max()), _WORD):
-        longer = np.flatnonzero(lengths > start)
+    start, longer = 0, np.flatnonzero(lengths)
+    while len(longer) > _FEW:
         word = words[offsets[longer] + start]
         rest = np.minimum(lengths[longer] - start, _WORD).astype(np.uint64)
         word = word << (np.uint64(64) - rest * np.uint64(8)) >> (np.uint64(64) - rest * np.uint64(8))
         keys[longer] = mix64_array(keys[longer] ^ word)
+        start += _WORD
+        longer = longer[lengths[longer] > start]
+    for place in longer.tolist():
+        keys[place] = _folded(int(keys[place]), padded[offsets[place] + start : offsets[place + 1]])
     return keys
+
+
+def _folded(key: int, text: bytes) -> int:
+    """Returns the last h of a text's words, given the h before them; numpy takes ten times as long for one text."""
+    for word in memoryview(text + b"\0" * (-len(text) % _WORD)).cast("Q"):
+        key = (key ^ word) + GOLDEN_GAMMA & _BITS
+        key = (key ^ key >> SHIFTS[0]) * MULTIPLIERS[0] & _BITS
+        key = (key ^ key >> SHIFTS[1]) * MULTIPLIERS[1] & _BITS
+        key ^= key >> SHIFTS[2]
+    return key

@@ -1,6 +1,8 @@
 """Rows of a table parsed one value at a time in plain Python: what the fast code is compared with."""
 
+import contextlib
 import datetime
+import decimal
 import math
 import random
 import re
@@ -13,7 +15,9 @@ from distembed.data.table.schema import CategoricalColumn, TableSchema
 
 Row = Mapping[str, str | None]
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
+_TIME = re.compile(r"[0-9]{4}(-[0-9]{2}){2}[ T][0-9]{2}(:[0-9]{2}){2}(\.[0-9]+)?(Z| UTC|[+-][0-9]{2}:?[0-9]{2})?")
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 
 
@@ -60,10 +64,27 @@ def time(text: str | None, layout: str) -> int:
     return math.floor((parsed if parsed.tzinfo else parsed.replace(tzinfo=datetime.UTC)).timestamp())
 
 
+def own_text(text: str) -> str:
+    """Returns the one text of a value that is written as this text."""
+    if text.lower() in ("true", "false") and text in (text.lower(), text.upper(), text.title()):
+        return text.lower()
+    if _JSON_NUMBER.fullmatch(text) and not re.fullmatch("-?[0-9]+[eE][0-9]+", text):
+        exact = decimal.Decimal(text)
+        return str(int(exact)) if exact == int(exact) else f"{exact:f}".rstrip("0")
+    if _TIME.fullmatch(text):
+        with contextlib.suppress(ValueError):
+            parsed = datetime.datetime.fromisoformat(text.replace(" UTC", "Z"))
+            parsed = parsed.astimezone(datetime.UTC) if parsed.tzinfo else parsed
+            written = parsed.strftime("%Y-%m-%d %H:%M:%S") + parsed.strftime(".%f").rstrip("0").rstrip(".")
+            return written.removesuffix(" 00:00:00")
+    return text
+
+
 def key(text: str, kind: str) -> str | int:
     """Returns the value that has an id: a text, or a number."""
     if kind == "string":
-        return text
+        return own_text(text)
+    text = own_text(text) if kind == "hexadecimal" else text
     if kind == "log_bins":
         value = number(text)
         return math.floor(math.log(value) ** 2 if value > 2 else value)
@@ -75,7 +96,7 @@ def key(text: str, kind: str) -> str | int:
         return int(value)
     if not pattern.fullmatch(text):
         raise Malformed
-    value = int(text.split(".")[0], base)
+    value = int(text, base)
     if not -(2**63) <= value < 2**63:
         raise Malformed
     return value
@@ -85,7 +106,8 @@ def categorical(row: Row, name: str, column: CategoricalColumn) -> Any:
     """Returns a value, None where it is missing, or a list."""
     if column.cross is not None:
         values = [row[each] for each in column.cross]
-        escaped = [value.replace("\\", "\\\\").replace("|", "\\|") for value in values if value is not None]
+        texts = [own_text(value) for value in values if value is not None]
+        escaped = [text.replace("\\", "\\\\").replace("|", "\\|") for text in texts]
         return "|".join(escaped) if len(escaped) == len(values) else None
     text = row[column.column or name]
     if column.separator is not None:

@@ -120,9 +120,6 @@ def _arrow_type(values: Sequence[Any]) -> pa.DataType:
 
 
 def _loses_digits(column: pa.ChunkedArray) -> bool:
-    """Returns whether numbers may have been integers whose digits a float has not: large ones, and 0 with a sign."""
+    """Returns whether numbers may have been integers with digits that a float has not."""
     column = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-    if not pa.types.is_floating(column.type):
-        return False
-    numbers = column.to_numpy()
-    return bool(((np.abs(numbers) >= _EXACT) | ((numbers == 0) & np.signbit(numbers))).any())
+    return pa.types.is_floating(column.type) and bool((np.abs(column.to_numpy()) >= _EXACT).any())

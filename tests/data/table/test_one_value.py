@@ -1,0 +1,182 @@
+"""A value has one key, whatever file or object it comes from, and each preparation gives it one id."""
+
+import datetime
+import decimal
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distembed.data.prepare.table.preparation import prepare_table
+from distembed.data.table.given_values import given_column
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.value_texts import value_texts
+
+SCHEMA = TableSchema.from_json(
+    {
+        "label": {"column": "label"},
+        "categorical": {"value": {"min_count": 1}, "both": {"cross": ["value", "other"], "min_count": 1}},
+        "split": "none",
+    },
+    "the schema",
+)
+DAYS = st.dates(datetime.date(1970, 1, 1), datetime.date(2100, 1, 1))
+TIMES = st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2100, 1, 1))
+MIDNIGHTS = DAYS.map(lambda day: datetime.datetime.combine(day, datetime.time()))
+TEXTS = st.one_of(
+    st.sampled_from(["007", "+7", "12e3", ".5", "true", "NaN", "2026-02-30 00:00:00", "a b", "Zoë", "-", "1.", "0x1F"]),
+    st.text(st.characters(codec="utf-8", exclude_characters='\r\n\t",\0', exclude_categories=("Cs",)), min_size=1),
+)
+VALUES: dict[str, tuple[st.SearchStrategy[Any], pa.DataType]] = {
+    "bool": (st.booleans(), pa.bool_()),
+    "int": (st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1)), pa.int64()),
+    "float": (
+        st.one_of(st.integers(-99, 99).map(float), st.floats(-1e9, 1e9), st.sampled_from([-0.0, 1e15, 2.5e-7])),
+        pa.float64(),
+    ),
+    "decimal": (st.decimals(-999, 999, places=3), pa.decimal128(9, 3)),
+    "day": (DAYS, pa.date32()),
+    "time": (st.one_of(TIMES, MIDNIGHTS), pa.timestamp("us")),
+    "text": (TEXTS, pa.string()),
+}
+
+
+def csv_text(value: Any) -> str:
+    """Returns a value as pandas and spreadsheets write it in CSV."""
+    return "" if value is None else str(value)
+
+
+def json_value(value: Any) -> str:
+    """Returns a value as JSON: a decimal as a number with all digits, a time as ISO 8601 in UTC."""
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, datetime.datetime):
+        return json.dumps(value.isoformat() + "Z")
+    return json.dumps(value.isoformat() if isinstance(value, datetime.date) else value)
+
+
+def write_text(path: Path, rows: list[tuple[int, Any, str]], separator: str) -> None:
+    lines = [separator.join((str(label), csv_text(value), other)) for label, value, other in rows]
+    path.write_text("\n".join([separator.join(("label", "value", "other")), *lines, ""]), encoding="utf-8")
+
+
+def write_json(path: Path, rows: list[tuple[int, Any, str]]) -> None:
+    lines = [
+        f'{{"label": {label}, "value": {json_value(value)}, "other": "{other}"}}\n' for label, value, other in rows
+    ]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def write_parquet(path: Path, rows: list[tuple[int, Any, str]], type_: pa.DataType, **options: Any) -> None:
+    labels, values, others = zip(*rows, strict=True)
+    table = {"label": list(labels), "value": pa.array(values, type_), "other": list(others)}
+    pq.write_table(pa.table(table), path, **options)
+
+
+def write_spark(folder: Path, rows: list[tuple[int, Any, str]], type_: pa.DataType) -> None:
+    """Writes a folder as Spark does: an empty first part, int96 times, a mark of success."""
+    folder.mkdir()
+    (folder / "_SUCCESS").touch()
+    options = {"use_deprecated_int96_timestamps": True, "compression": "snappy"}
+    empty = pa.schema([("label", pa.int64()), ("value", type_), ("other", pa.string())]).empty_table()
+    pq.write_table(empty, folder / "part-00000.parquet", **options)
+    write_parquet(folder / "part-00001.parquet", rows, type_, **options)
+
+
+WRITERS: dict[str, Callable[[Path, list[tuple[int, Any, str]], pa.DataType], None]] = {
+    "rows.csv": lambda path, rows, _: write_text(path, rows, ","),
+    "rows.tsv": lambda path, rows, _: write_text(path, rows, "\t"),
+    "rows.jsonl": lambda path, rows, _: write_json(path, rows),
+    "rows.parquet": lambda path, rows, type_: write_parquet(path, rows, type_, use_dictionary=False),
+    "coded.parquet": lambda path, rows, type_: write_parquet(path, rows, type_, use_dictionary=True),
+    "spark": write_spark,
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_every_file_gives_the_same_ids(kind: str, data: st.DataObject) -> None:
+    values, type_ = VALUES[kind]
+    drawn = data.draw(st.lists(st.one_of(st.none(), values), min_size=1, max_size=20))
+    rows = [(place % 2, value, "ab"[place % 2]) for place, value in enumerate(drawn)]
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for file, write in WRITERS.items():
+            write(Path(name) / file, rows, type_)
+            prepare_table([Path(name) / file], Path(name) / "out", SCHEMA, overwrite=True)
+            table = pq.read_table(Path(name) / "out" / "train")
+            keys = {
+                each: pq.read_table(Path(name) / "out" / f"vocabulary/{each}.parquet") for each in ("value", "both")
+            }
+            found[file] = [table.to_pydict(), *(keys[each]["key"].to_pylist() for each in keys)]
+    assert all(each == found["rows.csv"] for each in found.values()), found
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(data=st.data())
+def test_objects_have_the_texts_of_files(kind: str, data: st.DataObject) -> None:
+    """Python's values, pandas' and Arrow's columns, and JSON as the server reads it."""
+    values, type_ = VALUES[kind]
+    drawn = data.draw(st.lists(values, min_size=1, max_size=20))
+    wanted = value_texts(pa.array([csv_text(value) for value in drawn], pa.string())).to_pylist()
+    typed = pa.array(drawn, type_)
+    given = {
+        "Arrow": typed,
+        "Python": given_column(drawn, "value")[0],
+        "pandas": given_column(pd.Series(typed.to_pandas()), "value")[0],
+        "mixed": given_column([*drawn, "text"], "value")[0][:-1],
+    }
+    if kind not in ("decimal", "day", "time"):
+        given["JSON"] = given_column(json.loads(json.dumps(drawn)), "value")[0]
+    for name, column in given.items():
+        assert value_texts(column).to_pylist() == wanted, name
+
+
+def test_the_text_of_a_text_is_itself() -> None:
+    for text in ("10", "0.5", "true", "2026-01-01", "2026-01-01 12:30:00.25", "0", "-1.5", "007", "", "1e400"):
+        assert value_texts(pa.array([text])).to_pylist() == [text]
+
+
+@given(st.lists(TEXTS | st.floats().map(str) | st.decimals(allow_nan=False).map(str), max_size=200))
+def test_texts_do_not_depend_on_the_texts_beside_them(texts: list[str]) -> None:
+    alone = [value_texts(pa.array([text])).to_pylist()[0] for text in texts]
+    assert value_texts(pa.array(texts, pa.string())).to_pylist() == alone
+    assert value_texts(pa.array(alone, pa.string())).to_pylist() == alone
+    sliced = pa.array(["1.0", *texts, "2.0"] * 2, pa.string())[1 : 1 + len(texts)]
+    assert value_texts(sliced).to_pylist() == alone
+
+
+def test_a_vocabulary_of_an_earlier_version_is_found(tmp_path: Path) -> None:
+    """It may have 10.0 and True, as a file of text had them; their ids stay, also where it grows."""
+    from distembed.data.dataset.manifest import Manifest
+    from distembed.data.prepare.table.preparation import TableOptions
+
+    (tmp_path / "old.csv").write_text("label,value,other\n" + "0,x10,a\n1,x10,a\n0,xTrue,a\n1,b,a\n" * 2)
+    prepare_table([tmp_path / "old.csv"], tmp_path / "old", SCHEMA)
+    file = tmp_path / "old" / "vocabulary" / "value.parquet"
+    table = pq.read_table(file)
+    texts = {"x10": "10.0", "xTrue": "True"}
+    keys = pa.array([texts.get(key, key) for key in table["key"].to_pylist()])
+    pq.write_table(table.set_column(1, "key", keys), file, compression="zstd")
+    Manifest.load(tmp_path / "old").save(tmp_path / "old")
+    (tmp_path / "new.csv").write_text("label,value,other\n0,10,a\n1,true,a\n0,b,a\n1,c,a\n0,10.00,a\n")
+    for grow in (False, True):
+        options = TableOptions(vocabulary=tmp_path / "old", grow=grow)
+        prepare_table([tmp_path / "new.csv"], tmp_path / "new", SCHEMA, options, overwrite=True)
+        ids = pq.read_table(tmp_path / "new" / "train")["value"].to_pylist()
+        known = {key: place for place, key in enumerate(keys.to_pylist(), start=2)}
+        assert ids == [known["10.0"], known["True"], known["b"], 5 if grow else 1, known["10.0"]]
+        stored = pq.read_table(tmp_path / "new" / "vocabulary" / "value.parquet")
+        assert stored["key"].to_pylist() == [*keys.to_pylist(), *(["c"] if grow else [])]
+        if grow:
+            assert stored["count"].to_pylist()[0] == np.int64(4) + 2
