@@ -1,7 +1,6 @@
 """Where a preparation may write, whether there is room, and two at once: a sentence each, and nothing is lost."""
 
 import errno
-import gzip
 import os
 import shutil
 import subprocess
@@ -126,22 +125,6 @@ def test_a_dataset_that_a_killed_run_had_put_aside_is_not_worked_against(tmp_pat
         with staged_folder(tmp_path / "out", overwrite=False):
             pytest.fail("the work began")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "manifest.json"]
-
-
-@pytest.mark.parametrize("kind", ["rows.tsv", "rows.tsv.gz"])
-def test_too_little_room_is_refused_before_and_enough_is_not(
-    tmp_path: Path, give_free: Callable[[float], None], kind: str
-) -> None:
-    (tmp_path / kind).write_bytes(gzip.compress(ROWS) if kind.endswith("gz") else ROWS)
-    give_free(0.7 * len(ROWS))
-    prepare_criteo([tmp_path / kind], tmp_path / "fits")
-    give_free(0.05 * (tmp_path / kind).stat().st_size)
-    with pytest.raises(
-        RunError, match="small would not fit on its disk: at least .* are needed, and .* are free"
-    ) as error:
-        prepare_criteo([tmp_path / kind], tmp_path / "small")
-    assert "Free space, or name an output on another disk" in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["fits", kind])
 
 
 def test_room_is_asked_for_where_the_output_will_lie(tmp_path: Path) -> None:

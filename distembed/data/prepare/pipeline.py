@@ -51,7 +51,7 @@ from distembed.data.prepare.row_splits import (
     split_times,
     time_column,
 )
-from distembed.data.prepare.space import disk_is_full, require_space
+from distembed.data.prepare.space import disk_is_full
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.prepare.staging import require_outside
@@ -110,8 +110,6 @@ def prepare_rows(
         ),
         resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work),
     ):
-        if not work.folder.exists():
-            require_space(source, destination.path)
         return Preparation(source, options, limits, folder, destination, base).run(work, note)
 
 

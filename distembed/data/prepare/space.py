@@ -1,4 +1,4 @@
-"""The disk space of a preparation: refused before where it surely does not suffice, explained where it runs out."""
+"""The error of a preparation whose disk fills up."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ import errno
 from pathlib import Path
 
 from distembed.data.prepare.blocks import RowSource
-from distembed.files import free_space, nearest_folder, require_free_space
+from distembed.files import free_space, nearest_folder
 from distembed.units import format_bytes
 
-_LEAST_SHARE = 0.1
-"""Disk space that rows take at least while preparing, by the bytes of the inputs; Criteo's take 0.6."""
 _GZIP_RATIO = 3
-
-
-def require_space(source: RowSource, output: Path) -> None:
-    """Makes sure, before anything is written, that the disk does not surely lack the room.
-
-    Raises:
-        RunError: It does.
-    """
-    input_bytes = sum(each.num_bytes or 0 for each in source.inputs)
-    require_free_space(
-        output,
-        int(_LEAST_SHARE * input_bytes),
-        f"the inputs have {format_bytes(input_bytes)}. Free space, or name an output on another disk",
-    )
 
 
 def disk_is_full(error: Exception, source: RowSource, output: Path) -> str:
