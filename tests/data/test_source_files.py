@@ -16,7 +16,7 @@ from distembed.data.prepare import CriteoOptions
 from distembed.data.prepare.blocks import Part
 from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.input_bytes import MAGIC, OTHER_KINDS, InputBytes, lines_between
-from distembed.data.prepare.inputs import input_names
+from distembed.data.prepare.table.inputs import input_names
 from distembed.data.prepare.table.source import TableSource
 from distembed.errors import UserError
 

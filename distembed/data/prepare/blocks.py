@@ -162,7 +162,7 @@ class RawInput:
     """A file, a pipe or a URL that has rows.
 
     Attributes:
-        name: Its name in the dataset (:func:`distembed.data.prepare.inputs.input_names`).
+        name: Its name in the dataset (:func:`distembed.data.prepare.table.inputs.input_names`).
         place: Where it is, for errors and notes.
         num_bytes: Its size, compressed where it is; None where that is not known before it is read.
         is_compressed: Whether it takes fewer bytes than its rows do as text.

@@ -6,30 +6,27 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.inputs import InputFiles, natural_order
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.split import SplitRule
+from distembed.data.prepare.table.inputs import TEXT, InputKind, TableInput, find_inputs
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import schema_of_preparation
 from distembed.errors import UserError
 from distembed.names import one_of
 
-if TYPE_CHECKING:
-    from distembed.data.prepare.table.inputs import TableInput
-    from distembed.data.table.schema import TableSchema
-
 _RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
 _TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz", ".zst"}
-_FILES = InputFiles(
+_FILES = InputKind(
     can_be_named="files, folders, patterns, URLs or pipes of tab-separated rows",
     is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
     none_in_folder=".tsv, .txt, .gz or .zst file; name the files themselves to read others",
-    order=natural_order,
 )
 
 
@@ -91,8 +88,6 @@ class CriteoOptions:
 
     def schema(self) -> TableSchema:
         """Returns the shipped schema with these options."""
-        from distembed.data.table.schema_files import schema_of_preparation
-
         return schema_of_preparation(self.prepare_options().recorded)
 
 
@@ -125,8 +120,6 @@ def prepare_criteo(
         UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
-    from distembed.data.prepare.table.source import TableSource
-
     options = options or CriteoOptions()
     schema, prepared = options.schema(), options.prepare_options()
     if options.vocabulary is not None:
@@ -141,6 +134,4 @@ def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = 
     Raises:
         UserError: There is nothing where a name leads, or one file is named twice.
     """
-    from distembed.data.prepare.table.inputs import TEXT, find_inputs
-
     return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _FILES)]

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+import re
+import stat
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from distembed.data.prepare.blocks import RawInput
-from distembed.data.prepare.input_bytes import compression_of
-from distembed.data.prepare.inputs import (
-    InputFiles,
-    input_names,
-    is_pipe,
-    natural_order,
-    note_order_of_letters,
-    open_input,
-    require_distinct,
-)
+from distembed.data.prepare.input_bytes import STANDARD_INPUT, compression_of, open_input
 from distembed.data.prepare.progress import NoteCallback, ignore
 from distembed.data.prepare.staging import require_text_name
-from distembed.data.remote import RemoteFile, is_url, list_remote, open_remote
+from distembed.data.remote import RemoteFile, is_url, list_remote
 from distembed.errors import UserError
+from distembed.units import enumerate_names
 
 TEXT, JSON_LINES, PARQUET = "text", "json_lines", "parquet"
 """Formats of files; text is CSV, TSV and the like."""
@@ -45,6 +39,21 @@ _COMPRESSIONS = (".gz", ".zst")
 _SEPARATORS = {".csv": ",", **dict.fromkeys((".tsv", *_RECBOLE), "\t")}
 _PARQUET_MAGIC = b"PAR1"
 _FIRST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class InputKind:
+    """The kind of files that a preparation reads.
+
+    Attributes:
+        can_be_named: The inputs that a user can name, in words, for errors.
+        is_readable: Whether a file is of the kind, by its name; other files in a named folder are left out.
+        none_in_folder: What a folder without such files lacks and what to do, in words, for errors.
+    """
+
+    can_be_named: str
+    is_readable: Callable[[Path], bool]
+    none_in_folder: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class TableInput:
 
 
 def find_inputs(
-    named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore, kind: InputFiles | None = None
+    named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore, kind: InputKind | None = None
 ) -> list[TableInput]:
     """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
 
@@ -95,41 +104,118 @@ def find_inputs(
     kind = kind or _FILES
     if not named:
         raise UserError(f"no input was named: give one or more {kind.can_be_named}.")
-    local: list[Path] = []
-    found: list[Path | TableInput] = []
+    found: list[Path | RemoteFile] = []
     for each in named:
         if is_url(each):
-            found += map(_remote_input, sorted(list_remote(str(each)), key=lambda file: natural_order(file.url)))
+            remote = sorted(list_remote(str(each)), key=lambda file: natural_order(file.url))
+            found += remote
         else:
-            files = kind.list_files(_matching(str(each)), note)
-            local += files
-            found += files
-    require_distinct(local)
-    note_order_of_letters(local, note)
-    urls = [each.place for each in found if isinstance(each, TableInput)]
-    if repeated := sorted({url for url in urls if urls.count(url) > 1}):
-        raise UserError(f"{repeated[0]} is named twice: its rows would be counted twice; name it once")
+            found += [file for path in _matching(str(each), kind) for file in _files(path, kind, note)]
+    _require_distinct(found)
+    local = [each for each in found if isinstance(each, Path)]
+    _note_order_of_letters(local, note)
     names = dict(zip(local, input_names(local), strict=True))
-    return [each if isinstance(each, TableInput) else _local_input(each, names[each]) for each in found]
+    return [_remote_input(each) if isinstance(each, RemoteFile) else _local_input(each, names[each]) for each in found]
 
 
-def _matching(pattern: str) -> Sequence[str]:
-    """Returns the files that a pattern matches, in natural order; what is no pattern, or is a file itself, as it is."""
+def _matching(pattern: str, kind: InputKind) -> list[Path]:
+    """Returns the files that a pattern matches, in natural order; a path that is no pattern or exists, as it is."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
-        return [pattern]
+        return [Path(STANDARD_INPUT if pattern == "-" else pattern)]
     found = sorted(glob.glob(pattern, recursive=True), key=natural_order)
     if not found:
-        raise UserError(f"no file matches {pattern!r}; name {_FILES.can_be_named}.")
-    return found
+        raise UserError(f"no file matches {pattern!r}; name {kind.can_be_named}.")
+    return list(map(Path, found))
+
+
+def _files(path: Path, kind: InputKind, note: NoteCallback) -> list[Path]:
+    """Returns a file or pipe, or the files of the kind in a folder that are not hidden, in natural order."""
+    if not stat.S_ISDIR(_mode(path, kind)):
+        return [path]
+    try:
+        found = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"the folder {path} cannot be read: {error.strerror}; name one that can.") from error
+    files = [entry for entry in found if entry.is_file() and kind.is_readable(entry)]
+    if not files:
+        raise UserError(f"the folder {path} has no {kind.none_in_folder}.")
+    if others := [entry.name for entry in found if entry not in files]:
+        note(f"of the folder {path} not read: {enumerate_names(others)}; name what else is to be read")
+    return sorted(files, key=natural_order)
+
+
+def _mode(path: Path, kind: InputKind) -> int:
+    """Returns the mode of a path's target, as ``stat`` gives it."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if str(path) == STANDARD_INPUT:
+            raise UserError("standard input is closed: pipe rows into the command, or name a file.") from None
+        if os.path.islink(path):
+            raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist.") from None
+        raise UserError(f"{path} does not exist; name {kind.can_be_named}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise UserError(f"{str(path)!r} cannot be read: {error}; name {kind.can_be_named}.") from error
+    if str(path) == STANDARD_INPUT and os.isatty(0):
+        raise UserError("standard input is a terminal: pipe rows into the command, or name a file.")
+    return mode
+
+
+def natural_order(place: str | Path) -> list[list[tuple[int, int, str]]]:
+    """Returns a key that sorts paths and URLs, folder by folder, with ``day_2`` before ``day_10``."""
+    names = [re.split(r"(\d+)", name) for name in str(place).split("/")]
+    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] for parts in names]
+
+
+def _note_order_of_letters(files: Sequence[Path], note: NoteCallback) -> None:
+    """Notes that files are named in a shell's order, ``day_10`` before ``day_2``: rows are to be in that of time."""
+    places = [str(file) for file in files]
+    by_number = sorted(places, key=natural_order)
+    if places == sorted(places) and places != by_number:
+        first, second = next((one, other) for one, other in zip(places, by_number, strict=True) if one != other)
+        note(
+            f"{first} is read before {second}, as a shell lists them, though rows are taken to be in the order of "
+            "time: name their folder, or each in its place, for the order of their numbers"
+        )
+
+
+def _require_distinct(found: Sequence[Path | RemoteFile]) -> None:
+    """Makes sure that no file is named twice, under any name."""
+    seen: set[object] = set()
+    for each in found:
+        url = each.url if isinstance(each, RemoteFile) else None
+        key = url or (os.stat(str(each)).st_dev, os.stat(str(each)).st_ino)
+        if key in seen:
+            raise UserError(f"{url or each} is named twice: its rows would be counted twice; name it once")
+        seen.add(key)
+
+
+def _is_pipe(file: Path) -> bool:
+    """Returns whether a path can be read once only, as standard input and pipes can."""
+    return str(file) == STANDARD_INPUT or not file.is_file()
+
+
+def input_names(files: Sequence[Path]) -> list[str]:
+    """Returns names for the files in a dataset, relative to the folder that the files have in common.
+
+    A pipe lies nowhere: its name is ``stdin``, or ``pipe-2`` for the second input.
+    """
+    parents = [file.absolute().parent for file in files if not _is_pipe(file)]
+    common = os.path.commonpath(parents) if parents else ""
+    names = []
+    for number, file in enumerate(files, start=1):
+        pipe = "stdin" if str(file) == STANDARD_INPUT else f"pipe-{number}"
+        names.append(pipe if _is_pipe(file) else file.absolute().relative_to(common).as_posix())
+    return names
 
 
 def _local_input(path: Path, name: str) -> TableInput:
     if _by_name(path.name)[0] == PARQUET:
         require_text_name(path)
-    if is_pipe(path):
+    if _is_pipe(path):
         return TableInput(RawInput(name, str(path), None), *_by_name(path.name), is_pipe=True)
     try:
-        with open_input(path) as file:
+        with open_input(str(path)) as file:
             first = file.read(_FIRST_BYTES)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name {_FILES.can_be_named}.") from error
@@ -137,7 +223,7 @@ def _local_input(path: Path, name: str) -> TableInput:
 
 
 def _remote_input(found: RemoteFile) -> TableInput:
-    with open_remote(found.url) as file:
+    with open_input(found.url) as file:
         first = file.read(_FIRST_BYTES)
     return _described(_public_name(found.url), found.url, found.num_bytes, first, found.version)
 
@@ -183,10 +269,9 @@ def _is_table(path: Path) -> bool:
     return format is not None or (path.suffix.lower() in ("", *_COMPRESSIONS) and not path.name.startswith("_"))
 
 
-_FILES = InputFiles(
+_FILES = InputKind(
     can_be_named="CSV, TSV, JSON lines or Parquet files, folders, patterns, URLs or pipes",
     is_readable=_is_table,
     none_in_folder=f"file that ends in {', '.join(_FORMATS)}, perhaps with {' or '.join(_COMPRESSIONS)}; name files "
     "that do not",
-    order=natural_order,
 )
