@@ -154,7 +154,7 @@ def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iter
     Args:
         pieces: The input from byte ``start - 1`` on; from its beginning where ``start`` is 0.
         start: First byte of the range.
-        stop: Byte after the last one; None for the end of the input.
+        stop: Last byte + 1; None for the end of the input.
     """
     place, is_skipping = max(0, start - 1), start > 0
     for piece in pieces:

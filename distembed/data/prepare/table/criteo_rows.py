@@ -54,10 +54,6 @@ _HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in ra
 _WHOLE_END = re.compile(rb"(\n|\t[0-9a-fA-F]{8}\r?)\Z")
 
 
-class _IrregularError(ValueError):
-    """The typed parse met a value that only the parse as a table can judge."""
-
-
 def parse_regular(text: bytes) -> ParsedBlock | None:
     """Parses whole lines whose rows are all well-formed and have ids of 8 digits; returns None of any others."""
     text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
@@ -65,7 +61,7 @@ def parse_regular(text: bytes) -> ParsedBlock | None:
         return None
     try:
         return _parse_typed(text)
-    except (pa.ArrowInvalid, _IrregularError):
+    except ValueError:  # as Arrow's errors are
         return None
 
 
@@ -73,8 +69,7 @@ def _parse_typed(text: bytes) -> ParsedBlock:
     """Parses integers, and ids of 8 digits, as Arrow's types.
 
     Raises:
-        ArrowInvalid: A field is not of its type, a row has another number of fields, or a line is very long.
-        _IrregularError: A label or an id is none.
+        ValueError: A row has another number of fields, or a value that only the parse as a table can judge.
     """
     table = pcsv.read_csv(
         pa.BufferReader(text),
@@ -91,7 +86,7 @@ def _parse_typed(text: bytes) -> ParsedBlock:
     del table  # of which the columns are copies
     labels = np.frombuffer(columns[0].buffers()[1], np.uint8)[: len(columns[0])] - ord("0")
     if columns[0].null_count or labels.max() > 1:
-        raise _IrregularError
+        raise ValueError("a label is neither 0 nor 1")
     return ParsedBlock(
         num_lines=len(labels),
         num_rows=len(labels),
@@ -106,7 +101,7 @@ def _id_column(column: pa.Array) -> IdColumn:
     encoded = texts.dictionary_encode()
     numbers, wrong = decode_hexadecimals(encoded.dictionary.to_numpy().view(np.uint8).reshape(-1, 8))
     if wrong.any():
-        raise _IrregularError
+        raise ValueError("an id is not hexadecimal")
     keys = np.concatenate([np.zeros(1, np.uint32), numbers])
     codes = np.empty(len(column), code_dtype(len(keys)))
     indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
