@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_schema(name_or_path: str) -> TableSchema:
         UserError: There is none, or it is wrong; the error lists every mistake with its path and the nearest name.
     """
     if name_or_path in shipped_schemas():
-        return read_schema(_SHIPPED_FOLDER / (name_or_path + _SUFFIX))
+        return _shipped_schema(name_or_path)
     path = Path(name_or_path)
     if not path.exists() and not path.suffix and path.name == name_or_path:
         guess = nearest(name_or_path, shipped_schemas())
@@ -46,6 +47,11 @@ def load_schema(name_or_path: str) -> TableSchema:
             f"Shipped: {', '.join(shipped_schemas())}; `distembed prepare schema INPUT -o schema.yaml` writes one."
         )
     return read_schema(path)
+
+
+@cache
+def _shipped_schema(name: str) -> TableSchema:
+    return read_schema(_SHIPPED_FOLDER / (name + _SUFFIX))
 
 
 def read_schema(path: Path) -> TableSchema:

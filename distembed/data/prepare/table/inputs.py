@@ -192,7 +192,7 @@ def _require_distinct(found: Sequence[Path | RemoteFile]) -> None:
 
 def _is_pipe(file: Path) -> bool:
     """Returns whether a path can be read once only, as standard input and pipes can."""
-    return str(file) == STANDARD_INPUT or not file.is_file()
+    return str(file) == STANDARD_INPUT or (file.exists() and not file.is_file())
 
 
 def input_names(files: Sequence[Path]) -> list[str]:
