@@ -177,7 +177,9 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
                     f"the vocabulary {path} has keys of the type {found}, and the column has {kind} values: name a "
                     "dataset whose column is of that kind"
                 )
-            yield from file.iter_batches(VOCABULARY_GROUP_ROWS, columns=["key", "count"])
+            # ids are their places; they are read all the same, by which damage to them is found
+            for batch in file.iter_batches(VOCABULARY_GROUP_ROWS, columns=["id", "key", "count"]):
+                yield batch.select(["key", "count"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
 

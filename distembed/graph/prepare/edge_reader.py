@@ -106,7 +106,7 @@ class EdgeReader:
     def _named_edges(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Reads rows that name both ends of an edge."""
         place = 0
-        for batch in self._batches((*self._values.kinds,), (*self._values.kinds,), (INTEGER, NUMBER)):
+        for batch in self._batches((INTEGER,), (INTEGER,), (INTEGER, NUMBER)):
             sources, source_known = self._ids(batch, 0)
             targets, target_known = self._ids(batch, 1)
             known = self._known(source_known & target_known)
@@ -122,7 +122,7 @@ class EdgeReader:
 
     def _pairs(self) -> Iterator[pa.RecordBatch]:
         """Reads rows of ids and attributes, as text: an integer is its decimal digits."""
-        for batch in self._batches((*self._values.kinds,), (INTEGER, TEXT, LIST)):
+        for batch in self._batches((INTEGER,), (INTEGER, TEXT, LIST)):
             ids, known = self._ids(batch, 0)
             lengths, values = _entries(batch.columns[1])
             self.dropped.missing += int(np.count_nonzero(lengths == 0))

@@ -11,26 +11,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
-from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, IdMap, VocabularyMap, sort_keys
-from distembed.data.table.keys import KEY_KINDS
+from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, IdMap, VocabularyMap
+from distembed.data.table.keys import KEY_KINDS, Keys
 from distembed.data.table.parser import table_layout
-from distembed.data.table.raw_columns import INTEGER, TEXT
-from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
 from distembed.graph.csr import Graph
@@ -53,110 +49,57 @@ class FoundIds:
 
 
 @dataclass(frozen=True)
-class ValueMap(ABC):
-    """A function from a column's values to a table's ids.
+class PlainIds:
+    """Values that are ids themselves.
 
     Attributes:
         num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
-        kinds: Kinds of values that a column may hold, besides text.
-        allowed: What a value must be, in words.
     """
 
     num_nodes: int
 
-    kinds: ClassVar[Sequence[str]]
-    allowed: ClassVar[str]
-
-    @property
-    def unknown_means(self) -> str:
-        """What an error says of a value without an id."""
-        return "is not in the table's vocabulary"
-
-    @abstractmethod
-    def find(self, values: pa.Array) -> FoundIds:
-        """Returns the id of each value, and which values have none."""
-
-
-@dataclass(frozen=True)
-class PlainIds(ValueMap):
-    """Values that are ids themselves."""
-
-    kinds = (INTEGER,)
     allowed = "an integer of 0 or more"
 
     @property
     def unknown_means(self) -> str:
+        """Text that an error adds to a value without an id."""
         return f"is beyond the table: its ids lie in 0 to {self.num_nodes - 1}"
 
     def find(self, values: pa.Array) -> FoundIds:
+        """Returns the id of each value."""
         ids, malformed = decimal_numbers(values)
         return FoundIds(ids, malformed, ~malformed & (ids >= self.num_nodes))
 
 
 @dataclass(frozen=True)
-class KeyedIds(ValueMap):
-    """Values that are 32-bit keys, in a vocabulary or hashed.
+class RawIds:
+    """Values that a dataset was prepared from, in a vocabulary or hashed.
 
     Attributes:
+        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
+        allowed: Values that the table can have, in words.
+        keys: Function from values to keys.
         id_map: Vocabulary, or hash.
     """
 
-    id_map: VocabularyMap | HashMap
-
-    kinds = (INTEGER,)
-    allowed = "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1"
-
-    def find(self, values: pa.Array) -> FoundIds:
-        keys, malformed = hexadecimal_keys(values)
-        ids = self.id_map.ids(keys)
-        in_vocabulary = isinstance(self.id_map, VocabularyMap)
-        return FoundIds(ids, malformed, in_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
-
-
-@dataclass(frozen=True)
-class TextIds(ValueMap):
-    """Values that are texts in a vocabulary.
-
-    Attributes:
-        keys: Texts of the vocabulary.
-        key_ids: Id of each text.
-    """
-
-    keys: pa.Array
-    key_ids: NDArray[np.int64]
-
-    kinds = (INTEGER, TEXT)
-    allowed = "a text or an integer"
-
-    def find(self, values: pa.Array) -> FoundIds:
-        values = values.cast(pa.string())
-        found = pc.fill_null(pc.index_in(values, value_set=self.keys), -1).to_numpy(zero_copy_only=False)
-        malformed = values.is_null().to_numpy(zero_copy_only=False)
-        ids = np.where(found < 0, OUT_OF_VOCABULARY_ID, self.key_ids[found]) if len(self.keys) else found
-        return FoundIds(ids.astype(np.int64), malformed, ~malformed & (found < 0))
-
-
-@dataclass(frozen=True)
-class RawIds(ValueMap):
-    """Values of a column of a table of any columns, in a vocabulary or hashed.
-
-    Attributes:
-        id_map: Vocabulary, or hash.
-        kind: What the values are, one of :data:`distembed.data.table.keys.KEY_KINDS`.
-    """
-
+    num_nodes: int
+    allowed: str
+    keys: Callable[[pa.Array], Keys]
     id_map: IdMap
-    kind: str
 
-    kinds = (INTEGER, TEXT)
-    allowed = "what the column has in the table"
+    unknown_means = "is not in the table's vocabulary"
 
     def find(self, values: pa.Array) -> FoundIds:
-        found = KEY_KINDS[self.kind](values.fill_null("") if pa.types.is_string(values.type) else values.fill_null(0))
+        """Returns the id of each value."""
+        found = self.keys(values.fill_null("" if pa.types.is_string(values.type) else 0))
         malformed = found.wrong | values.is_null().to_numpy(zero_copy_only=False)
         ids = self.id_map.ids(found.keys)
         is_vocabulary = isinstance(self.id_map, VocabularyMap)
         return FoundIds(ids, malformed, is_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
+
+
+ValueMap = PlainIds | RawIds
+"""A function from a column's values to a table's ids."""
 
 
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, dict[str, Any]]:
@@ -167,16 +110,20 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, di
     """
     manifest = Manifest.load(dataset)
     node_ids = describe_ids(dataset, manifest, table)
-    num_embeddings = node_ids["num_embeddings"]
-    column = _raw_column(manifest, table)
-    if column is not None:
-        kind = TableSchema.of_manifest(manifest).categorical[table].kind
-        return RawIds(num_embeddings, column_id_map(Path(dataset), manifest, column), kind), node_ids
-    if "hash_seed" in node_ids:
-        return KeyedIds(num_embeddings, HashMap(num_embeddings, node_ids["hash_seed"])), node_ids
-    if table in manifest.vocabularies:
-        return _read_vocabulary(Path(dataset) / manifest.vocabularies[table].file, num_embeddings), node_ids
-    return PlainIds(num_embeddings), node_ids
+    column = _key_column(manifest, table)
+    if column is None:
+        return PlainIds(node_ids["num_embeddings"]), node_ids
+    keys: Callable[[pa.Array], Keys]
+    if manifest.preparation.get("source") == TABLE:
+        keys = KEY_KINDS[TableSchema.of_manifest(manifest).categorical[table].kind]
+        allowed = "what the column has in the table"
+    elif manifest.preparation.get("source") == CRITEO:
+        # the rows are text: an integer is a key, as their vocabularies have it
+        keys, allowed = _criteo_keys, "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1"
+    else:
+        keys, allowed = KEY_KINDS[column.kind], "a text or an integer"
+    id_map = column_id_map(Path(dataset), manifest, column)
+    return RawIds(node_ids["num_embeddings"], allowed, keys, id_map), node_ids
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
@@ -190,10 +137,8 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
-    column = _raw_column(manifest, table)
-    if manifest.preparation.get("hash_size") is not None:
-        node_ids |= {"hash_seed": manifest.preparation["hash_seed"]}
-    elif column is not None and column.hash_size is not None:
+    column = _key_column(manifest, table)
+    if column is not None and column.hash_size is not None:
         node_ids |= {"hash_seed": column.hash_seed}
     elif table in manifest.vocabularies:
         file = manifest.require_unchanged(dataset, manifest.vocabularies[table].file)
@@ -205,12 +150,16 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
     return node_ids | {"fingerprint": hashlib.sha256(json.dumps(node_ids).encode()).hexdigest()}
 
 
-def _raw_column(manifest: Manifest, table: str) -> KeyColumn | None:
-    """Returns the column of a table of any columns whose values have the ids; None where they are bins, or not such."""
-    if "schema" not in manifest.preparation:
-        return None
-    layout = table_layout(TableSchema.of_manifest(manifest))
-    return next((column for column in layout.ids if column.name == table), None)
+def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
+    """Returns the column whose values have the ids of a table; None where values are bins, or ids already."""
+    if manifest.preparation.get("source") in (TABLE, CRITEO):
+        layout = table_layout(TableSchema.of_manifest(manifest))
+        return next((column for column in layout.ids if column.name == table), None)
+    return KeyColumn(table, "feature", "string") if table in manifest.vocabularies else None
+
+
+def _criteo_keys(values: pa.Array) -> Keys:
+    return Keys(*hexadecimal_keys(values))
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
@@ -230,16 +179,3 @@ def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Ma
             f"the graph {graph.folder} was prepared for table {graph_ids.get('table')!r} of a dataset with other ids "
             f"than table {table!r} of {dataset}; prepare it again with --data {dataset} --table {table}."
         )
-
-
-def _read_vocabulary(file: Path, num_embeddings: int) -> ValueMap:
-    try:
-        table = pq.read_table(file, columns=["id", "key"]).combine_chunks()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"the vocabulary {file} cannot be read ({error}); prepare the dataset again.") from error
-    ids, keys = (table[name].chunk(0) if len(table) else pa.array([], table[name].type) for name in ("id", "key"))
-    key_ids = ids.to_numpy().astype(np.int64)
-    if pa.types.is_integer(keys.type):
-        ascending, order = sort_keys(keys.to_numpy().astype(np.uint32))
-        return KeyedIds(num_embeddings, VocabularyMap(ascending, key_ids[order]))
-    return TextIds(num_embeddings, keys.cast(pa.string()), key_ids)
