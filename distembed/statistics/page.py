@@ -1,7 +1,7 @@
 """The statistics of a dataset as one HTML page with plots."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from distembed.files import write_text
 from distembed.outputs import require_file
 from distembed.runs.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
 from distembed.statistics.texts import (
+    TextTable,
+    commonest_table,
     equal_rows,
     estimates,
-    missing_numbers,
-    number,
-    rate,
-    rate_of_ids,
+    features_table,
+    numbers_table,
     rate_of_rows,
-    share,
+    rows_table,
 )
-from distembed.statistics.values import QUANTILES, DatasetStatistics, RowsStatistics
+from distembed.statistics.values import DatasetStatistics
 
 _MOST_NAMED = 8
 """Most features that have a colour and a name, those of most ids first."""
@@ -51,12 +51,14 @@ def write_page(statistics: DatasetStatistics, output: Path) -> None:
 def render_page(statistics: DatasetStatistics) -> str:
     """Returns the page's HTML."""
     notes = "".join(f"<p>{escape(text)}</p>\n" for text in (equal_rows(statistics), *estimates(statistics)))
-    content = section("Rows", _rows_table(statistics, statistics.splits) + notes)
+    content = section("Rows", _table(rows_table(statistics, statistics.splits)) + notes)
     content += f'<div class="figures">{_figures(statistics)}</div>\n'
-    content += section("Features", _features_table(statistics)) if statistics.features else ""
-    content += section("Numbers", _columns_table(statistics)) if statistics.columns else ""
-    content += section("Commonest ids", "".join(_commonest(statistics, name) for name in statistics.features))
-    content += section("Rows by time", _rows_table(statistics, statistics.periods))
+    content += section("Features", _table(features_table(statistics))) if statistics.features else ""
+    content += section("Numbers", _table(numbers_table(statistics, [*statistics.splits]))) if statistics.columns else ""
+    commonest = {escape(name): _table(commonest_table(statistics, name)) for name in statistics.features}
+    details = (f"<details><summary>{name}</summary>{table}</details>\n" for name, table in commonest.items())
+    content += section("Commonest ids", "".join(details))
+    content += section("Rows by time", _table(rows_table(statistics, statistics.periods)))
     return page(f"Statistics of {statistics.dataset}", content)
 
 
@@ -131,53 +133,8 @@ def _draw_unknown(axes: Axes, statistics: DatasetStatistics) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 
-def _rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]) -> str:
-    lines = ((name, f"{found.num_rows:,}", rate(found.label_rate)) for name, found in rows.items())
-    return _table(("rows", "number", rate_of_rows(statistics)), lines)
-
-
-def _features_table(statistics: DatasetStatistics) -> str:
-    headings = ["feature", "ids of its table", "distinct", "top 1", "top 10", "top 100", "top 1000", "bits", "Zipf"]
-    whats = {"missing": "missing", "out_of_vocabulary": "unknown", "unseen": "unseen"}
-    headings += [f"{text} in {split}" for split in statistics.splits for text in whats.values()]
-    lines = []
-    for name, feature in statistics.features.items():
-        line = [
-            name,
-            f"{feature.num_embeddings:,}",
-            f"{feature.cardinality:,}",
-            *map(share, feature.top_shares.values()),
-        ]
-        line += [f"{feature.entropy_bits:.2f}", "" if feature.zipf_exponent is None else f"{feature.zipf_exponent:.2f}"]
-        for split in statistics.splits:
-            found = feature.splits.get(split)
-            line += ["" if found is None else share(getattr(found, what)) for what in whats]
-        lines.append(line)
-    return _table(headings, lines)
-
-
-def _columns_table(statistics: DatasetStatistics) -> str:
-    headings = ["numbers", "split", "missing", "mean", "deviation", *(f"{quantile:.0%}" for quantile in QUANTILES)]
-    lines = [
-        [
-            *(name, split, missing_numbers(statistics, name, found)),
-            *map(number, (found.mean, found.deviation, *found.quantiles)),
-        ]
-        for name, splits in statistics.columns.items()
-        for split, found in splits.items()
-    ]
-    return _table(headings, lines)
-
-
-def _commonest(statistics: DatasetStatistics, name: str) -> str:
-    commonest = statistics.features[name].commonest
-    lines = ((str(each.id), each.value or "", f"{each.count:,}", rate(each.label_rate)) for each in commonest)
-    table = _table(("id", "value", "count", rate_of_ids(statistics)), lines)
-    return f"<details><summary>{escape(name)}</summary>{table}</details>\n"
-
-
-def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Returns a table of plain texts."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>\n" for line in lines)
+def _table(table: TextTable) -> str:
+    """Returns the HTML of a table."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>\n" for line in table.lines)
     return f'<div class="wide"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n'

@@ -1,11 +1,79 @@
-"""Numbers of statistics as text, the same in the terminal and on a page."""
+"""Statistics as tables of texts and as sentences, the same in the terminal and on a page."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from distembed.statistics.values import DatasetStatistics, NumbersOfSplit
+from distembed.statistics.values import QUANTILES, DatasetStatistics, NumbersOfSplit, RowsStatistics
 
 
-def share(value: float) -> str:
+@dataclass(frozen=True)
+class TextTable:
+    """A table of texts.
+
+    Attributes:
+        headings: Heading of each column.
+        lines: Texts of each line.
+    """
+
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+    def only(self, headings: Mapping[str, str]) -> TextTable:
+        """Returns some columns, given their new and their present headings."""
+        places = [self.headings.index(heading) for heading in headings.values()]
+        return TextTable(list(headings), [[line[place] for place in places] for line in self.lines])
+
+
+def rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]) -> TextTable:
+    """Returns the number of rows and the label rate of splits or periods."""
+    lines = [[name, f"{found.num_rows:,}", _rate(found.label_rate)] for name, found in rows.items()]
+    return TextTable(["rows", "number", rate_of_rows(statistics)], lines)
+
+
+def features_table(statistics: DatasetStatistics) -> TextTable:
+    """Returns a line for each categorical feature."""
+    headings = ["feature", "ids of its table", "distinct", "top 1", "top 10", "top 100", "top 1000", "bits", "Zipf"]
+    shares = {"missing": "missing", "unknown": "out_of_vocabulary", "unseen": "unseen"}
+    headings += [f"{text} in {split}" for split in statistics.splits for text in shares]
+    lines = []
+    for name, feature in statistics.features.items():
+        line = [name, f"{feature.num_embeddings:,}", f"{feature.cardinality:,}"]
+        line += map(_share, feature.top_shares.values())
+        line += [f"{feature.entropy_bits:.2f}", "" if feature.zipf_exponent is None else f"{feature.zipf_exponent:.2f}"]
+        for split in statistics.splits:
+            found = feature.splits.get(split)
+            line += ["" if found is None else _share(getattr(found, attribute)) for attribute in shares.values()]
+        lines.append(line)
+    return TextTable(headings, lines)
+
+
+def numbers_table(statistics: DatasetStatistics, splits: Sequence[str]) -> TextTable:
+    """Returns a line for each column of numbers and each of some splits."""
+    lines = [
+        [
+            *(name, split, _missing_numbers(statistics, name, by_split[split])),
+            *map(_number, (by_split[split].mean, by_split[split].deviation, *by_split[split].quantiles)),
+        ]
+        for name, by_split in statistics.columns.items()
+        for split in splits
+    ]
+    return TextTable(
+        ["numbers", "split", "missing", "mean", "deviation", *(f"{each:.0%}" for each in QUANTILES)], lines
+    )
+
+
+def commonest_table(statistics: DatasetStatistics, feature: str) -> TextTable:
+    """Returns the commonest ids of a feature."""
+    commonest = statistics.features[feature].commonest
+    rate = "unweighted label rate" if statistics.is_weighted else "label rate"
+    lines = [[str(each.id), each.value or "", f"{each.count:,}", _rate(each.label_rate)] for each in commonest]
+    return TextTable(["id", "value", "count", rate], lines)
+
+
+def _share(value: float) -> str:
     """Returns a share in percent; a dash for none, so that what is there stands out."""
     if math.isnan(value):
         return ""
@@ -14,7 +82,7 @@ def share(value: float) -> str:
     return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}"
 
 
-def rate(value: float | None) -> str:
+def _rate(value: float | None) -> str:
     """Returns a label rate; nothing where there is none."""
     return "" if value is None else f"{value:.4f}"
 
@@ -24,19 +92,14 @@ def rate_of_rows(statistics: DatasetStatistics) -> str:
     return "weighted label rate" if statistics.is_weighted else "label rate"
 
 
-def rate_of_ids(statistics: DatasetStatistics) -> str:
-    """Returns what the label rate of an id is called, to which all rows count alike."""
-    return "unweighted label rate" if statistics.is_weighted else "label rate"
-
-
-def number(value: float) -> str:
+def _number(value: float) -> str:
     """Returns a number with four digits that count; nothing for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"
 
 
-def missing_numbers(statistics: DatasetStatistics, name: str, found: NumbersOfSplit) -> str:
+def _missing_numbers(statistics: DatasetStatistics, name: str, found: NumbersOfSplit) -> str:
     """Returns the share of rows without a number in a column, or that missing ones were filled at preparation."""
-    return "filled" if name in statistics.filled else share(found.missing)
+    return "filled" if name in statistics.filled else _share(found.missing)
 
 
 def equal_rows(statistics: DatasetStatistics) -> str:
@@ -45,7 +108,7 @@ def equal_rows(statistics: DatasetStatistics) -> str:
     total = sum(rows.num_rows for rows in statistics.splits.values())
     about = "" if equal.sampled == 1 else "about "
     text = f"{about}{equal.repeated:,} of {total:,} rows are equal to one before them in all columns"
-    shares = [f"{share(value)} of {name}" for name, value in equal.in_training.items() if value]
+    shares = [f"{_share(value)} of {name}" for name, value in equal.in_training.items() if value]
     text += f"; rows of {statistics.train} are {', '.join(shares)}" if shares else ""
     return f"{text}."
 
