@@ -3,10 +3,9 @@
 - ``pipeline.py`` prepares rows of any kind, in three passes, by the options of ``options.py``; ``blocks.py`` says what
   it knows of a kind of rows.
 - The first pass: ``ingest.py`` reads blocks with several threads, and ``spool.py`` stores their columns.
-- The second: ``split.py`` and ``row_splits.py`` say which rows train, ``key_counts.py`` counts their keys in bounded
-  memory, ``feature_ids.py`` gives ids by ``frequencies.py``, or those of another dataset (``base.py``), and
-  ``learnt_numbers.py`` learns means and bins, column by column (``dataset_columns.py``); ``vocabulary.py`` says what
-  ids are.
+- The second: ``split.py`` and ``row_splits.py`` say which rows train, ``count.py`` counts their keys by DuckDB,
+  ``feature_ids.py`` gives ids, or those of another dataset (``base.py``), and ``learnt_numbers.py`` learns means and
+  bins, column by column (``dataset_columns.py``); ``vocabulary.py`` says what ids are.
 - The third: ``write_parquet.py`` writes the files, whose columns ``output_columns.py`` fills.
 - ``notes.py`` tells what a user should know of the result.
 - ``table/`` prepares tables of any columns, by a schema, and ``criteo.py`` those of Criteo.
