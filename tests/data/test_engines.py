@@ -2,16 +2,23 @@
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 from tests.data import reference
+from tests.data.killed import prepare_with_kills, start
 from tests.data.reference import folder_bytes
 from tests.data.small_work import TROUBLE, prepare
 
@@ -49,6 +56,14 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("SPARK_WORKER_DIR", str(tmp_path / "spark"))
         yield request.param
         return
+    with ray_cluster(monkeypatch):
+        yield request.param
+
+
+@contextmanager
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yields a Ray cluster of two workers, which the environment names."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name for: on loopback
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -59,7 +74,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         for _ in range(2):
             cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1")
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield request.param
+        yield cluster
     finally:
         cluster.shutdown()
 
@@ -110,3 +125,57 @@ except UserError as error: assert "no machine of the Ray cluster has as much" in
 else: assert False
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+PREPARE_ON_RAY = """
+import sys
+from distembed.data.prepare import ResourceLimits, prepare_criteo
+prepare_criteo(sys.argv[2:], sys.argv[1], limits=ResourceLimits(1 << 30, engine="ray"))
+"""
+
+
+def running(node: Any) -> list[int]:
+    """Returns the processes that run a task on a Ray node."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    found = []
+    for child in Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split():
+        with suppress(OSError):
+            if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::_attempt"):
+                found.append(int(child))
+    return found
+
+
+def test_commands_workers_and_a_machine_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight commands, four workers and one machine: each dataset has the bytes of threads, and nothing is left."""
+    pytest.importorskip("ray")
+    days, draw, killed = [tmp_path / f"day_{day}.tsv" for day in range(5)], random.Random(7), 0
+    for day, path in enumerate(days):
+        path.write_bytes(reference.content(1000, day))
+    prepare_criteo(days, tmp_path / "threads", limits=ResourceLimits(1 << 30))
+    with ray_cluster(monkeypatch) as cluster:
+        outputs = []
+        while killed < 8:
+            outputs.append(tmp_path / f"out-{killed}")
+            begin = partial(start, PREPARE_ON_RAY, outputs[-1], *days)
+            killed += prepare_with_kills(begin, outputs[-1], draw, 8 - killed)[0]
+            if list(tmp_path.glob(".*")):  # killed when the dataset was in place
+                assert begin().wait(60)  # refused, since it is there
+            assert not list(tmp_path.glob(".*"))
+        for victims in ("workers", "machine"):
+            outputs.append(tmp_path / victims)
+            process, killed = start(PREPARE_ON_RAY, outputs[-1], *days), 0
+            while process.poll() is None:
+                node = draw.choice(list(cluster.worker_nodes))
+                if killed < 4 and victims == "workers":
+                    for worker in running(node)[:1]:
+                        os.kill(worker, signal.SIGKILL)
+                        killed += 1
+                elif not killed and running(node):
+                    cluster.remove_node(node, allow_graceful=False)
+                    killed = 1
+                time.sleep(0.01)
+            assert killed == (4 if victims == "workers" else 1)
+            assert not process.wait(), process.communicate()[1]
+    for output in outputs:
+        assert folder_bytes(output) == folder_bytes(tmp_path / "threads")
+    assert not list(tmp_path.glob(".*"))
