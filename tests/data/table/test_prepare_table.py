@@ -398,8 +398,7 @@ def test_a_key_that_a_file_lacks_is_missing_there(tmp_path: Path) -> None:
 def test_a_key_that_no_first_megabyte_has_is_listed_or_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distembed.data.prepare.table.text_inputs._FIRST_BYTES", 1000)
-    monkeypatch.setattr("distembed.data.prepare.input_bytes._READ_BYTES", 1000)
+    monkeypatch.setattr("distembed.data.prepare.input_bytes.PIECE_BYTES", 1000)
     lines = [{"price": 1, "c": "a"}] * 100 + [{"price": 1, "c": "a", "late": 5}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values: dict[str, Any] = {"dense": {"late": {}}, "categorical": {"c": {}}, "split": "none"}
