@@ -75,12 +75,12 @@ class Database:
             Exception: What ``batches`` raised.
             RunError: The disk is full.
         """
-        raised: list[Exception] = []
+        raised: list[BaseException] = []
 
         def watched() -> Iterator[pa.RecordBatch]:
             try:
                 yield from batches
-            except Exception as error:
+            except BaseException as error:  # KeyboardInterrupt too, which DuckDB would hide
                 raised.append(error)
                 raise
 
@@ -130,6 +130,8 @@ class _explained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and "interrupted" in str(error):
+            raise KeyboardInterrupt from error
         said = str(error).partition("\n")[0]  # the lines after it advise on DuckDB's own settings
         if "No space left" in said or "max_temp_directory_size" in str(error):  # DuckDB leaves a tenth of the disk free
             raise OSError(errno.ENOSPC, said) from error

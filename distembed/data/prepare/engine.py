@@ -28,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,9 +114,10 @@ def _ray(function: Callable[[Any], Any], limits: ResourceLimits) -> Iterator[Sub
     try:
         yield submit
     except BaseException as error:
-        for task in running:
-            ray.cancel(task, force=True)
-        ray.wait(running, num_returns=len(running), timeout=10)
+        with suppress(Exception):  # of a cluster that is lost
+            for task in running:
+                ray.cancel(task, force=True)
+            ray.wait(running, num_returns=len(running), timeout=10)
         if isinstance(error, ray.exceptions.RayError):
             raise _lost("Ray", error) from error
         raise
@@ -148,7 +149,7 @@ def _connected_ray(limits: ResourceLimits) -> Any:
 
 @contextmanager
 def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
-    sql, py4j = _imported("pyspark.sql"), _imported("py4j.protocol")
+    sql, py4j, errors = (_imported(name) for name in ("pyspark.sql", "py4j.protocol", "pyspark.errors"))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if sql.SparkSession.getActiveSession() is None:
         builder = sql.SparkSession.builder.appName("distembed prepare").config("spark.ui.showConsoleProgress", False)
@@ -166,13 +167,15 @@ def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
         yield lambda task: pool.submit(run, task)
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
-        context.cancelJobsWithTag(__name__)
-        if isinstance(error, py4j.Py4JError):
+        with suppress(Exception):  # of a cluster that is lost
+            context.cancelJobsWithTag(__name__)
+        if isinstance(error, py4j.Py4JError | errors.PySparkException | ConnectionError):
             raise _lost("Spark", error) from error
         raise
     finally:
         pool.shutdown()
-        shared.unpersist()
+        with suppress(Exception):
+            shared.unpersist()
 
 
 def _attempt_broadcast(shared: Any, version: str, task: Any) -> Any:

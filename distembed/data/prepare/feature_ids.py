@@ -36,6 +36,8 @@ from distembed.data.prepare.vocabulary import (
     KEY_TYPES,
     MISSING_ID,
     OUT_OF_VOCABULARY_ID,
+    TEXTS_AT_A_TIME,
+    VOCABULARY_GROUP_ROWS,
     IdMap,
     VocabularyMap,
     key_numbers,
@@ -196,7 +198,9 @@ def build_vocabulary(
             shutil.copyfile(base.file, written)
             (num_ids,) = database.row("select count(*) from known")
         else:
-            num_ids = write_vocabulary(written, chain.from_iterable(map(database.batches, queries)), column.kind)
+            rows = TEXTS_AT_A_TIME if column.kind == "string" else VOCABULARY_GROUP_ROWS
+            batches = chain.from_iterable(database.batches(query, rows=rows) for query in queries)
+            num_ids = write_vocabulary(written, batches, column.kind)
     num_dropped, rows_dropped = database.row(
         f"select count(*), coalesce(sum(count), 0)::bigint from {unknown} where count < {least}"
     )

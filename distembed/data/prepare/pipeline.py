@@ -20,7 +20,9 @@ Trade-off: the spool takes about 0.7 of the text's size on the output's disk whi
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -58,7 +60,7 @@ from distembed.data.prepare.staging import require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work, work_purpose
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
-from distembed.files import full_disk_explained
+from distembed.files import full_disk_explained, replaced_file
 
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
@@ -92,7 +94,7 @@ def prepare_rows(
 
     Raises:
         UserError: The input cannot be read, or is not one of such rows. Nothing was written.
-        RunError: The disk is full, or will not have room. Nothing was left behind.
+        RunError: The disk is full. Nothing was left behind.
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
@@ -177,6 +179,7 @@ class Preparation:
     def _read(self, work: Work, parts: Sequence[Part]) -> Ingested:
         """Reads all parts into the spool."""
         spool, by_column = work.folder / "blocks", SplitColumn.of(self.source.layout, self.rule)
+        _remove_abandoned(work.folder, spool)
         at_once = self._parts_at_once(parts)
         threads = 1 if at_once > 1 else self.limits.num_threads
         reader = PartReader(self.source, spool, self.options.max_rejected, by_column, self.limits.block_bytes, threads)
@@ -268,6 +271,15 @@ class Preparation:
         self.destination.finish(self.folder, list(written))
 
 
+def _remove_abandoned(folder: Path, spool: Path) -> None:
+    """Removes the folders of tasks that were killed before their result was written."""
+    results = (json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("results/read/*.json"))
+    finished = {each["result"]["folder"] for each in results}
+    for path in (*spool.glob("part-*"), *folder.glob("learning-*")):
+        if path.name not in finished:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _read_part(reader: PartReader, parts: Sequence[Part], task: str, advance: Advance) -> Any:
     return reader.read(int(task), parts[int(task)], advance).to_json()
 
@@ -298,7 +310,8 @@ def _write_file(
     advance: Advance,
 ) -> Any:
     written = writer.write(plans[task])
-    written.pieces.tofile(pieces / task)
+    with replaced_file(pieces / task) as path:
+        written.pieces.tofile(path)
     destination.move(writer.folder, task)
     advance(written.file.num_rows * row_bytes, written.file.num_rows)
     return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}

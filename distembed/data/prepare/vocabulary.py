@@ -33,6 +33,8 @@ MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 VOCABULARY_GROUP_ROWS = 131_072
 _TEXT_GROUP_ROWS = 16_384
 """Rows of a row group of texts, which may be long."""
+TEXTS_AT_A_TIME = 4096
+"""Texts in memory at a time while vocabularies are read and written."""
 
 KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": pa.int64(), "string": pa.string()}
 """Type of the keys in a vocabulary's file, by the kind of the values."""
@@ -178,7 +180,9 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
                     "dataset whose column is of that kind"
                 )
             # ids are their places; they are read all the same, by which damage to them is found
-            for batch in file.iter_batches(VOCABULARY_GROUP_ROWS, columns=["id", "key", "count"]):
+            for batch in file.iter_batches(
+                TEXTS_AT_A_TIME if kind == "string" else VOCABULARY_GROUP_ROWS, columns=["id", "key", "count"]
+            ):
                 yield batch.select(["key", "count"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error

@@ -44,8 +44,9 @@ class UnknownValues:
         self._values[feature] += int(np.count_nonzero(ids != MISSING_ID))
         self._unknown[feature] += int(np.count_nonzero(ids == OUT_OF_VOCABULARY_ID))
         values, unknown = self._values[feature], self._unknown[feature]
-        if values >= _LEAST_VALUES and unknown > max(_LEAST_SHARE, _TIMES * trained + _MORE) * values:
-            del self._trained[feature]
+        if values < _LEAST_VALUES or unknown <= max(_LEAST_SHARE, _TIMES * trained + _MORE) * values:
+            return
+        if self._trained.pop(feature, None) is not None:  # threads may find it at the same time
             _LOG.warning(
                 "%s: %s of the first %s values are not in the vocabulary that the model was trained with (%.1f%% of "
                 "the values of training): see whether the column is the same and is written alike",
