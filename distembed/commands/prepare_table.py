@@ -103,7 +103,7 @@ def prepare_schema_command(
 
     if output is not None:
         require_file("--output", output, overwrite)
-    text = guess_schema(find_inputs(inputs, note)[0], rows)
+    text = guess_schema(find_inputs(inputs, note), rows)
     if output is None:
         print(text, end="")
     else:

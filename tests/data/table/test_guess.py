@@ -39,7 +39,7 @@ def avazu(num_rows: int) -> bytes:
 
 def guessed(content: bytes, name: str, folder: Path) -> tuple[TableSchema, str]:
     (folder / name).write_bytes(content)
-    text = guess_schema(find_inputs([folder / name])[0], 1000)
+    text = guess_schema(find_inputs([folder / name]), 1000)
     return TableSchema.from_json(parse_yaml(text, "the test"), "the test"), text
 
 
@@ -109,3 +109,37 @@ def test_nested_columns_are_left_out(tmp_path: Path) -> None:
     pq.write_table(table, sink)
     schema, text = guessed(sink.getvalue(), "rows.parquet", tmp_path)
     assert list(schema.categorical) == ["c"] and "# a is left out" in text
+
+
+def test_outcomes_and_unsigned_ids_behind_semicolons_prepare(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    lines = ["category;click;conversion;paid;uid"]
+    for _ in range(300):
+        click, user = int(rng.random() < 0.3), 2**64 - rng.randrange(1, 30)
+        lines.append(f"c{rng.randrange(4)};{click};{click * rng.randrange(2)};{click * rng.randrange(2)};{user}")
+    schema, text = guessed("\n".join([*lines, ""]).encode(), "rows.csv", tmp_path)
+    assert schema.label is not None and schema.label.column == "click" and schema.text.separator == ";"
+    assert "# conversion is left out: its name is an outcome's" in text
+    assert "# paid is left out: only rows with the label 1 have" in text
+    assert {name: each.kind for name, each in schema.categorical.items()} == {"category": "string", "uid": "string"}
+    assert "since integers end at 2^63" in text
+    assert prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema).rejected.num_rows == 0
+
+
+def test_empty_parts_are_passed_over_and_lists_of_fractions_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "spark"
+    folder.mkdir()
+    table = pa.table({"label": [0, 1] * 50, "site": ["a", "b", "c", "d"] * 25, "vector": [[0.5, 0.25]] * 100})
+    pq.write_table(table[:0], folder / "part-0.parquet")
+    pq.write_table(table, folder / "part-1.parquet")
+    (folder / "_SUCCESS").touch()
+    text = guess_schema(find_inputs([folder]), 1000)
+    assert "# vector is left out: its lists are of numbers with fractions" in text
+    schema = TableSchema.from_json(parse_yaml(text, "the test"), "the test")
+    assert prepare_table([folder], tmp_path / "made", schema).rejected.num_rows == 0
+
+
+@pytest.mark.parametrize(("encoding", "named"), [("utf-16-le", "UTF-16LE"), ("latin-1", "WINDOWS-1252")])
+def test_other_encodings_are_refused_with_their_remedy(encoding: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"iconv -f {named}"):
+        guessed(("label,café\n" + "1,é\n0,è\n" * 50).encode(encoding), "rows.csv", tmp_path)

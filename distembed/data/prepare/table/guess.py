@@ -1,194 +1,245 @@
-"""Guesses a schema from the first rows of a table, and writes it as YAML with what was seen of each column.
+"""Guesses a schema from the first rows of a table, and writes it as YAML with comments on each column.
 
-What is guessed is a beginning, which a user reads and mends: the label by its name and its values, the time by its
-name and form, weights by their name; then, of each column, whether it is numbers or values that get ids. Numbers with
-fractions are dense; whole ones are where there are many, unless their name says that they are ids. Columns that say
-nothing, with one value or another one for each row, are left out, as comments.
+The guess is a beginning, which a user reads and mends: the label by its name and its values, the time by its name and
+form, weights by their name; then, of each column, whether it is numbers or values that get ids. Numbers with fractions
+are dense; whole ones are where there are many, unless their name says that they are ids. Left out, as comments, are
+columns with one value or another one for each row, and outcomes beside the label: they have an outcome's name, or
+values that only rows with the label 1 have.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import yaml
 
 from distembed.data.prepare.table.inputs import TableInput
-from distembed.data.prepare.table.sample import (
-    MISSING_TEXTS,
-    ColumnProfile,
-    Sample,
-    fits,
-    profiles,
-    read_sample,
-)
-from distembed.data.table.raw_columns import BOOLEAN, LIST, TEXT, TIME
-from distembed.data.table.schema import TableSchema
+from distembed.data.prepare.table.sample import MISSING_TEXTS, ColumnProfile, Sample, read_sample
+from distembed.data.table.numbers import number_values, time_values, values_as_numbers
+from distembed.data.table.raw_columns import BOOLEAN, LIST, TEXT, TIME, type_kind
+from distembed.data.table.schema import TableSchema, TextFormat, TimeColumn
 from distembed.data.table.schema_files import load_schema, shipped_schemas
 from distembed.errors import UserError
 from distembed.yaml_text import parse_yaml
 
 _LABELS = ("label", "click", "clicked", "is_click", "y", "target", "converted", "conversion", "purchase", "rating")
+_OUTCOME = re.compile(
+    r"((is|has|did|label)_?)?(click|conver(t|sion)|attribution|purchase|buy|bought|like|dislike|hate|follow|share|"
+    r"comment|forward|install|download|subscribe|rating)(e?d)?(_?(label|flag))?|(label|target|y)_?[0-9]*",
+    re.IGNORECASE,
+)
+_FEW_OUTCOMES = 20  # an outcome's name is believed up to so many values: averages and sums of the past have more
+_CHANCE = 1e-6  # below this probability, it is not by chance that all rows with a value have the label 1
 _WEIGHTS = ("weight", "sample_weight", "row_weight", "importance")
-_TIME_NAME = re.compile(r"(^|_|\b)(time|timestamp|date|datetime|hour|day|ts|at)($|_|\b)", re.IGNORECASE)
-_ID_NAME = re.compile(r"(^|_)(id|ids|code|key|hash|ip|zip|type|category|class|user|item|c[0-9]+)$|Id$", re.IGNORECASE)
-_HEXADECIMAL = re.compile(r"[0-9a-f]{8}")
-_COMPACT_HOUR = re.compile(r"[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])([01][0-9]|2[0-3])")
-_COMPACT_DAY = re.compile(r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])")
-_ISO = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}.*)?")
-_SECONDS, _MILLISECONDS = (1e8, 4.2e9), (1e11, 4.2e12)
-"""Numbers of seconds and milliseconds since 1970 that are taken for times: 1973 to 2103."""
+_TIME_NAME = re.compile(r"(^|_|\b)(hour|day|ts|at)($|_|\b)|(^|_|\b)(date)?time|(time|date|datum|stamp)($|_|\b)", re.I)
+_ID_NAME = re.compile(
+    r"(?i:(^|_|\b)(id|ids|u?uid|code|key|hash|ip|zip|type|category|class|user|item|c[0-9]+)$)|Id$|ID$|"
+    r"(?i:(user|item|movie|product|session|site|ad|doc|news|cat)ids?$)"
+)
+_TIME_FORMATS = (
+    *("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M%S", "seconds", "milliseconds"),
+    *("%Y/%m/%d", "%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%m/%d/%Y", "%m/%d/%Y %I:%M:%S %p", "%m %d, %Y"),
+    *("%d/%m/%Y", "%d.%m.%Y", "%d.%m.%Y %H:%M", "%d.%m.%Y %H:%M:%S"),
+)
+_TIMES = (1e8, 4.2e9)  # seconds since 1970 that are taken for times: 1973 to 2103
 _FEW_WHOLE_NUMBERS = 100
 _SEPARATORS = ("|", ";", ",", " ")
+_DECIMAL_COMMA = "^-?[0-9][0-9.]*,[0-9]+$|^-?[0-9]+$"
 _LOOKED_AT = 2000
-_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_WORDS_OF_YAML = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
-@dataclass(frozen=True)
-class _Guess:
-    """A line of the schema.
-
-    Attributes:
-        section: Section that the line is in: label, weight, time, dense, categorical, or "left out".
-        name: Name of the column.
-        settings: What the schema says of it, but for its name.
-        seen: What was seen of it.
-    """
+class _Guess(NamedTuple):
+    """A line of the schema in one of its sections, or "left out", with a comment."""
 
     section: str
     name: str
-    settings: dict[str, object]
-    seen: str
+    settings: dict[str, Any]
+    why: str = ""
 
 
-def guess_schema(source: TableInput, num_rows: int) -> str:
-    """Returns a schema in YAML, with comments that say what was seen.
+def guess_schema(inputs: Sequence[TableInput], num_rows: int) -> str:
+    """Returns a schema in YAML, with comments that say why.
 
     Args:
-        source: The input whose first rows are looked at.
+        inputs: The inputs, of which the first one that has rows is looked at.
         num_rows: About how many rows are looked at.
 
     Raises:
-        UserError: The input cannot be read, or has no rows, or no column that a model could be trained on.
+        UserError: An input cannot be read, or none has rows, or no column that a model could be trained on.
     """
-    sample = read_sample(source, num_rows)
-    missing = ["", *_missing_texts(sample.table)]
-    columns = profiles(sample.table, missing)
-    guesses = list(_guesses(columns))
+    sample = read_sample(inputs, num_rows)
+    texts = [column.unique() for column in sample.table.columns if pa.types.is_string(column.type)]
+    found = {text for values in texts if len(values) > 1 for text in values.to_pylist()}
+    missing = ["", *(text for text in MISSING_TEXTS if text in found)]
+    columns = [ColumnProfile.of(name, sample.table[name], missing) for name in sample.table.column_names]
+    guesses = [
+        guess._replace(why=_comment(column, guess.why))
+        for column, guess in zip(columns, _guesses(columns), strict=True)
+    ]
     if not any(guess.section in ("dense", "categorical") for guess in guesses):
         raise UserError(
-            f"{source.place} has no column that says anything: each has one value, or another in every row."
+            f"{sample.name} has no column that says anything: each has one value, or another in every row, or is an "
+            "outcome like the label."
         )
-    text = "\n".join([*_opening(source, sample), *_sections(guesses), *_closing(guesses, sample, missing), ""])
+    text = "\n".join([*_lines(sample, guesses, missing), ""])
     TableSchema.from_json(parse_yaml(text, "the guessed schema"), "the guessed schema")  # it reads back
     return text
 
 
 def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
     """Yields what each column is taken for; there is one label, one weight and one time."""
-    label = _label(columns)
-    time = next((column for column in columns if column is not label and _time_format(column)), None)
-    weights = (column for column in columns if column.name.lower() in _WEIGHTS and column.numbers is not None)
-    weight = next((each for each in weights if each.numbers is not None and not (each.numbers < 0).any()), None)
+    whole = [column for column in columns if column.missing_share <= 0.01]  # rows without these values are malformed
+    binary = [column for column in whole if _is_binary(column)]
+    named = {column.name.lower(): column for column in whole if column in binary or column.numbers is not None}
+    labels = [named[name] for name in _LABELS if name in named]
+    labels += [column for column in binary if _OUTCOME.fullmatch(column.name)] + binary
+    label = labels[0] if labels else None
+    formats = {column.name: format for column in columns if (format := _time_format(column))}
+    times = [column for column in whole if column is not label and column.name in formats]
+    time = max(times, key=lambda column: len(column.distinct), default=None)
+    numbers = [(column, column.numbers.min()) for column in whole if column.numbers is not None]
+    weight = next((column for column, least in numbers if column.name.lower() in _WEIGHTS and least >= 0), None)
     for column in columns:
-        seen = _seen(column)
+        name, format = column.name, formats.get(column.name)
         if column is label:
-            yield _Guess("label", column.name, _label_settings(column), seen)
+            two = {} if _is_binary(column) or column.numbers is None else {"at_least": float(column.numbers.max())}
+            yield _Guess("label", name, two if len(column.distinct) == 2 else {"kind": "number"})
         elif column is time:
-            format = _time_format(column)
-            yield _Guess("time", column.name, {} if format == "auto" else {"format": format}, seen)
+            yield _Guess("time", name, {} if format == "auto" else {"format": format})
         elif column is weight:
-            yield _Guess("weight", column.name, {}, seen)
-        elif reason := _why_useless(column):
-            yield _Guess("left out", column.name, {}, f"{reason}; {seen}")
+            yield _Guess("weight", name, {})
+        elif reason := _why_useless(column) or _why_outcome(column, label):
+            yield _Guess("left out", name, {}, reason)
+        elif format:
+            yield _Guess("left out", name, {}, "it is a time, of which the schema has one")
         else:
-            yield _feature(column, seen)
-
-
-def _label(columns: Sequence[ColumnProfile]) -> ColumnProfile | None:
-    """Returns the column that is most likely the label: by its name, else the first one of 0 and 1."""
-    named = {column.name.lower(): column for column in columns if _is_binary(column) or column.numbers is not None}
-    found = next((named[name] for name in _LABELS if name in named), None)
-    return found or next((column for column in columns if _is_binary(column) and not column.missing_share), None)
+            yield _feature(column)
 
 
 def _is_binary(column: ColumnProfile) -> bool:
     """Returns whether a column has two values, 0 and 1 or false and true."""
-    if column.kind == BOOLEAN:
-        return len(column.distinct) == 2
-    return len(column.distinct) == 2 and {text.lower() for text in column.texts} in ({"0", "1"}, {"false", "true"})
-
-
-def _label_settings(column: ColumnProfile) -> dict[str, object]:
-    if _is_binary(column) or column.numbers is None:
-        return {}
-    return {"kind": "number"}
+    return len(column.distinct) == 2 and column.kind != TIME and set(values_as_numbers(column.distinct)[0]) == {0, 1}
 
 
 def _time_format(column: ColumnProfile) -> str | None:
     """Returns the format of a column of times, by its name and its values; None where it is none."""
     if column.kind == TIME:
         return "auto"
-    if not _TIME_NAME.search(column.name) or not len(column.distinct):
+    values = column.distinct[:_LOOKED_AT]
+    if not (_TIME_NAME.search(column.name) or column.name.isdecimal()) or column.kind == BOOLEAN or not len(values):
         return None
-    texts = column.texts[:_LOOKED_AT]
-    if all(map(_ISO.fullmatch, texts)):
-        return "auto"
-    for pattern, format in ((_COMPACT_DAY, "%Y%m%d"), (_COMPACT_HOUR, "%y%m%d%H")):
-        if all(map(pattern.fullmatch, texts)):
+    for format in (*(["auto"] if column.numbers is None else []), *_TIME_FORMATS):
+        seconds, wrong = time_values(values, TimeColumn(column.name, format))
+        if not wrong.any() and _TIMES[0] <= seconds.min() and seconds.max() <= _TIMES[1]:
             return format
-    if column.numbers is None:
-        return None
-    lowest, highest = float(column.numbers.min()), float(column.numbers.max())
-    ranges = {"seconds": _SECONDS, "milliseconds": _MILLISECONDS}
-    return next((name for name, (least, most) in ranges.items() if least <= lowest and highest <= most), None)
+    return None
 
 
 def _why_useless(column: ColumnProfile) -> str | None:
     """Returns why a model can learn nothing of a column; None where it may."""
+    num_rows, num_distinct = len(column.rows), len(column.distinct)
     if column.kind == "other":
         return "its values are neither single ones nor lists"
-    if not len(column.values):
+    if column.rows.null_count == num_rows:
         return "it has no values"
-    if column.kind != LIST and len(column.distinct) == 1 and not column.missing_share:
+    if not column.name:
+        return "it has no name"
+    if column.kind == LIST:
+        entries = pc.list_flatten(column.rows)
+        is_real = pa.types.is_floating(entries.type) and pc.any(pc.not_equal(entries, pc.floor(entries))).as_py()
+        return "its lists are of numbers with fractions, which get no ids" if is_real else None
+    if num_distinct == 1 and not column.missing_share:
         return "it has one value"
-    is_number = column.numbers is not None and not _ID_NAME.search(column.name)
-    if len(column.distinct) == column.num_rows > 1 and not is_number:
+    if column.is_whole and column.numbers is not None and num_rows > 2 and (np.diff(column.numbers) == 1).all():
+        return "it numbers the rows"
+    is_id = column.numbers is None or _ID_NAME.search(column.name)
+    if num_distinct == num_rows > 1 and is_id and not _separator(column):
         return "every row has a value of its own"
+    if (
+        column.kind == TEXT
+        and num_distinct > 0.9 * num_rows > 90
+        and _share(column, " .* ") > 0.5
+        and not _separator(column)
+    ):
+        return "nearly every row has a text of its own"
+    if column.numbers is None and column.kind == TEXT and _share(column, _DECIMAL_COMMA) == 1:
+        return "its numbers have commas, which are not read: write them as 1234.5"
     return None
 
 
-def _feature(column: ColumnProfile, seen: str) -> _Guess:
+def _share(column: ColumnProfile, pattern: str) -> float:
+    """Returns the share of texts that match a regular expression."""
+    return float(pc.mean(pc.match_substring_regex(column.distinct[:_LOOKED_AT], pattern)).as_py())
+
+
+def _why_outcome(column: ColumnProfile, label: ColumnProfile | None) -> str | None:
+    """Returns why a column is known no sooner than the label; None where it may be a feature.
+
+    That is its name, or that the rows with a rare value, such as 1 or any value at all, all have the label 1 (of a
+    number: one that no other row exceeds), which by chance they would have with probability (share of 1) ** (rows).
+    """
+    if label is None or column.kind == LIST:
+        return None
+    is_few = _is_binary(column) or (column.numbers is not None and len(column.distinct) <= _FEW_OUTCOMES)
+    if is_few and _OUTCOME.fullmatch(column.name):
+        return "its name is an outcome's, which is not known before the label"
+    labels = values_as_numbers(label.rows)[0]
+    usual = pc.equal(column.rows, column.distinct[0]).fill_null(False)
+    usual = usual if pc.sum(usual).as_py() > column.rows.null_count else column.rows.is_null()
+    is_usual = usual.to_numpy(zero_copy_only=False)[~np.isnan(labels)]
+    labels = labels[~np.isnan(labels)]
+    has_two_values = len(column.distinct) + bool(column.rows.null_count) == 2
+    for chosen in (~is_usual, is_usual) if has_two_values else (~is_usual,):
+        least, most = labels[chosen].min(initial=np.inf), labels[~chosen].max(initial=-np.inf)
+        if labels.min() < least >= most and np.mean(labels >= least) ** chosen.sum() < _CHANCE:
+            return f"only rows with the label {least:g} have some of its values"
+    return None
+
+
+def _feature(column: ColumnProfile) -> _Guess:
     """Returns what a column is as input of a model."""
+    name, texts = column.name, column.distinct
     if column.kind == LIST:
-        kind = {"kind": "integer"} if pa.types.is_integer(column.values.type.value_type) else {}
-        return _Guess("categorical", column.name, {**kind, "is_list": True}, seen)
-    if column.kind == TEXT and (separator := _separator(column)):
-        return _Guess("categorical", column.name, {"separator": separator}, seen)
-    texts = column.texts[:_LOOKED_AT]
-    if column.kind == TEXT and all(map(_HEXADECIMAL.fullmatch, texts)) and any(map(re.compile("[a-f]").search, texts)):
-        return _Guess("categorical", column.name, {"kind": "hexadecimal"}, seen)
+        entries = pc.list_flatten(column.rows)
+        kind, why = ({}, "") if type_kind(entries.type) == TEXT else _kind_of_integers(entries)
+        return _Guess("categorical", name, {**kind, "is_list": True}, why)
+    if separator := _separator(column):
+        return _Guess("categorical", name, {"separator": separator})
+    if column.kind == TEXT and _share(column, "^[0-9a-f]{8}$") == 1 and _share(column, "[a-f]") > 0:
+        return _Guess("categorical", name, {"kind": "hexadecimal"})
     if column.numbers is None or column.kind == BOOLEAN:
-        return _Guess("categorical", column.name, {}, seen)
-    if column.is_whole and (_ID_NAME.search(column.name) or len(column.distinct) <= _FEW_WHOLE_NUMBERS):
-        return _Guess("categorical", column.name, {"kind": "integer"}, seen)
-    lowest, highest = float(column.numbers.min()), float(column.numbers.max())
+        return _Guess("categorical", name, {})
+    lowest, middle, highest = (float(each) for each in np.quantile(column.numbers, (0, 0.5, 1)))
+    kind, why = _kind_of_integers(texts)
+    is_id = bool(_ID_NAME.search(name)) or len(texts) <= _FEW_WHOLE_NUMBERS or bool(why)
+    # of a column without a name: counts are mostly far below their largest, ids are not, and are never missing
+    is_id = is_id or (name.isdecimal() and lowest >= 0 and highest < 20 * middle and not column.missing_share)
+    if column.is_whole and is_id:
+        return _Guess("categorical", name, kind, why)
     transform = "log" if lowest >= -3 and highest > 100 else "standardize"
-    middle = float(np.median(column.numbers))
-    return _Guess(
-        "dense", column.name, {"transform": transform}, f"{lowest:g} to {highest:g}, middle {middle:g}; {seen}"
-    )
+    return _Guess("dense", name, {"transform": transform}, f"{lowest:g} to {highest:g}, middle {middle:g}")
+
+
+def _kind_of_integers(values: pa.Array) -> tuple[dict[str, Any], str]:
+    """Returns the kind of ids that are whole numbers, and why it is not ``integer``."""
+    if np.nanmax(np.abs(number_values(values)[0]), initial=0) >= 2**63:
+        return {"kind": "string"}, "as texts, since integers end at 2^63"
+    if type_kind(values.type) == TEXT and pc.any(pc.match_substring_regex(values, "^0[0-9]")).as_py():
+        return {"kind": "string"}, "as texts, since they begin with zeros"
+    return {"kind": "integer"}, ""
 
 
 def _separator(column: ColumnProfile) -> str | None:
-    """Returns what separates the values of lists in a column of texts; None where it seems to hold single values."""
+    """Returns the separator of lists in a column of texts; None where it seems to hold single values."""
     texts = column.distinct[:_LOOKED_AT]
-    for separator in _SEPARATORS:
+    for separator in _SEPARATORS if column.kind == TEXT else ():
         pieces = pc.split_pattern(texts, separator)
         several = pc.greater(pc.list_value_length(pieces), 1)
         num_pieces = len(pc.unique(pieces.flatten()))
@@ -198,23 +249,44 @@ def _separator(column: ColumnProfile) -> str | None:
     return None
 
 
-def _missing_texts(table: pa.Table) -> list[str]:
-    """Returns the texts that commonly stand for a missing value, and are some column's values."""
-    texts = [
-        column.cast(pa.string())
-        for column in table.columns
-        if pa.types.is_string(column.type) and len(column.unique()) > 1
-    ]
-    found = [pc.is_in(pa.array(MISSING_TEXTS), value_set=column.unique()) for column in texts]
-    return [text for place, text in enumerate(MISSING_TEXTS) if any(each[place].as_py() for each in found)]
+def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of the schema."""
+    first = f"the first {sample.table.num_rows:,} rows of {_shortened(sample.name)}"
+    yield f"# Guessed from {first}: read it, and mend what is wrong."
+    if sample.bad:
+        line = _shortened(sample.bad[0].text.decode(errors="backslashreplace"))
+        yield f"# {len(sample.bad):,} lines among them are no rows ({sample.bad[0].reason}), such as {line}"
+    for name in shipped_schemas():
+        if sample.fits(load_schema(name)):
+            yield f"# Its columns are those of the shipped schema {name}, which may do: `--schema {name}`."
+    for section in ("label", "weight", "time", "dense", "categorical", "left out"):
+        chosen = [guess for guess in guesses if guess.section == section]
+        is_feature = section in ("dense", "categorical")
+        if section == "label" and not chosen:
+            yield "# label: {column: ...}  # no column looks like one: name it, if there is one"
+        if is_feature and chosen:
+            yield f"{section}:"
+        for _, name, settings, comment in chosen:
+            if section == "left out":
+                yield f"# {_yaml([name])} is left out: {comment}"
+            else:
+                shown = {name: settings} if is_feature else {section: {"column": name, **settings}}
+                yield f"{'  ' * is_feature}{_yaml(shown)}  # {comment}"
+    by_time = "time:" * any(guess.section == "time" for guess in guesses)
+    yield f"split: {by_time}0.8,0.1,0.1  # shares of training, validation and test"
+    yield "min_count: 2  # values seen less often in training share one id"
+    text, usual = dataclasses.asdict(sample.text) | {"missing_values": missing}, dataclasses.asdict(TextFormat())
+    if other := {name: value for name, value in text.items() if value != usual[name]}:
+        yield _yaml({"text": other})
 
 
-def _seen(column: ColumnProfile) -> str:
-    """Returns what was seen of a column, in words."""
-    parts = [f"{column.missing_share:.1%} missing"] if column.missing_share else []
+def _comment(column: ColumnProfile, why: str) -> str:
+    """Returns why a column is taken for what it is, and what was seen of it."""
+    parts = [why] if why else []
+    parts += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
     parts += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []
-    examples = ", ".join(_shortened(each) for each in column.examples)
-    return "; ".join([*parts, *([f"such as {examples}"] if examples else [])])
+    values = column.texts[:3] or [str(each) for each in column.rows.drop_null()[:3].to_pylist()]
+    return "; ".join([*parts, *([f"such as {', '.join(map(_shortened, values))}"] if values else [])])
 
 
 def _shortened(text: str) -> str:
@@ -223,56 +295,7 @@ def _shortened(text: str) -> str:
     return shown if len(shown) <= 30 else f"{shown[:30]}..."
 
 
-def _opening(source: TableInput, sample: Sample) -> Iterator[str]:
-    first = f"the first {sample.table.num_rows:,} rows of {_shortened(source.raw.name)}"
-    yield f"# Guessed from {first}: read it, and mend what is wrong."
-    if sample.num_bad:
-        yield f"# {sample.num_bad:,} lines among them are no rows of this table."
-    for name in shipped_schemas():
-        if fits(load_schema(name), sample):
-            yield f"# Its columns are those of the shipped schema {name}, which may do: `--schema {name}`."
-
-
-def _sections(guesses: Sequence[_Guess]) -> Iterator[str]:
-    """Yields the lines of the columns."""
-    for section in ("label", "weight", "time"):
-        for guess in guesses:
-            if guess.section == section:
-                yield f"{section}: {_settings({'column': guess.name, **guess.settings})}  # {guess.seen}"
-    if not any(guess.section == "label" for guess in guesses):
-        yield "# label: {column: ...}  # no column looks like one: name it, if there is one"
-    for section in ("dense", "categorical"):
-        chosen = [guess for guess in guesses if guess.section == section]
-        if chosen:
-            yield f"{section}:"
-        for guess in chosen:
-            yield f"  {_name(guess.name)}: {_settings(guess.settings)}  # {guess.seen}"
-    for guess in guesses:
-        if guess.section == "left out":
-            yield f"# {_name(guess.name)} is left out: {guess.seen}"
-
-
-def _closing(guesses: Sequence[_Guess], sample: Sample, missing: Sequence[str]) -> Iterator[str]:
-    has_time = any(guess.section == "time" for guess in guesses)
-    yield f"split: {'time:' if has_time else ''}0.8,0.1,0.1  # shares of training, validation and test"
-    yield "min_count: 2  # values seen less often in training share one id"
-    text: dict[str, object] = {} if sample.text.header else {"header": False}
-    text |= {"separator": sample.separator} if sample.separator not in (None, ",", "\t") else {}
-    text |= {"missing_values": list(missing)} if len(missing) > 1 else {}
-    if text:
-        yield f"text: {_settings(text)}"
-
-
-def _settings(values: dict[str, object]) -> str:
-    """Returns settings on one line of YAML."""
-    return "{" + ", ".join(f"{name}: {_value(value)}" for name, value in values.items()) + "}"
-
-
-def _value(value: object) -> str:
-    return _name(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _name(text: str) -> str:
-    """Returns a text as YAML has it: as it is where it is a plain word."""
-    is_plain = _PLAIN_NAME.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
-    return text if is_plain else json.dumps(text)
+def _yaml(value: dict[str, Any] | list[str]) -> str:
+    """Returns YAML on one line, without the outer brackets."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
+    return str(text).strip()[1:-1]

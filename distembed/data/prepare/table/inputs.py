@@ -7,9 +7,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from distembed.data.prepare.blocks import RawInput
 from distembed.data.prepare.input_bytes import STANDARD_INPUT, compression_of, open_input
@@ -22,19 +21,10 @@ from distembed.units import enumerate_names
 TEXT, JSON_LINES, PARQUET = "text", "json_lines", "parquet"
 """Formats of files; text is CSV, TSV and the like."""
 
-_FORMATS = {
-    ".csv": TEXT,
-    ".tsv": TEXT,
-    ".txt": TEXT,
-    ".jsonl": JSON_LINES,
-    ".ndjson": JSON_LINES,
-    ".json": JSON_LINES,
-    ".parquet": PARQUET,
-    ".pq": PARQUET,
-}
+_FORMATS = {".parquet": PARQUET, ".pq": PARQUET} | dict.fromkeys((".jsonl", ".ndjson", ".json"), JSON_LINES)
 _RECBOLE = (".inter", ".user", ".item", ".kg", ".link")
 """Ends of RecBole's files: interactions, users and items, knowledge graphs."""
-_FORMATS |= dict.fromkeys(_RECBOLE, TEXT)
+_FORMATS |= dict.fromkeys((".csv", ".tsv", ".txt", *_RECBOLE), TEXT)
 _COMPRESSIONS = (".gz", ".zst")
 _SEPARATORS = {".csv": ",", **dict.fromkeys((".tsv", *_RECBOLE), "\t")}
 _PARQUET_MAGIC = b"PAR1"
@@ -216,39 +206,31 @@ def _local_input(path: Path, name: str) -> TableInput:
         return TableInput(RawInput(name, str(path), None), *_by_name(path.name), is_pipe=True)
     try:
         with open_input(str(path)) as file:
-            first = file.read(_FIRST_BYTES)
+            return _described(RawInput(name, str(path), path.stat().st_size), file.read(_FIRST_BYTES))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name {_FILES.can_be_named}.") from error
-    return _described(name, str(path), path.stat().st_size, first)
 
 
 def _remote_input(found: RemoteFile) -> TableInput:
     with open_input(found.url) as file:
         first = file.read(_FIRST_BYTES)
-    return _described(_public_name(found.url), found.url, found.num_bytes, first, found.version)
+    # without what lets the URL's bearer read it: a signature in its query, a password before its server; object
+    # stores take a question mark for a letter of a file's name
+    name = re.sub(r"^(https?://)([^/?#]*@)?([^?#]*).*", r"\1\3", found.url)
+    return _described(RawInput(name, found.url, found.num_bytes, version=found.version), first)
 
 
-def _public_name(url: str) -> str:
-    """Returns a URL without what lets its bearer read it: a signature in its query, a password before its server.
-
-    Object stores take a question mark for a letter of a file's name, web servers do not.
-    """
-    if not url.startswith(("http://", "https://")):
-        return url
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _described(name: str, place: str, num_bytes: int | None, first: bytes, version: str = "") -> TableInput:
-    """Returns an input whose first bytes are known."""
+def _described(raw: RawInput, first: bytes) -> TableInput:
+    """Returns an input whose first bytes are known; an empty one is text, whatever its name."""
     compression = compression_of(first)
-    format, separator = _by_name(name)
+    format, separator = _by_name(raw.name)
     if first.startswith(_PARQUET_MAGIC):
         format = PARQUET
-    elif format == PARQUET:
-        raise UserError(f"{place} is named as a Parquet file and is none; write it again, or name it by what it is.")
+    elif format == PARQUET and first:
+        raise UserError(f"{raw.place} is named as a Parquet file and is none; write it again, or name what it is.")
     is_compressed = compression is not None or format == PARQUET
-    return TableInput(RawInput(name, place, num_bytes, is_compressed, version), format or TEXT, separator, compression)
+    format = format if first else TEXT
+    return TableInput(replace(raw, is_compressed=is_compressed), format or TEXT, separator, compression)
 
 
 def _by_name(name: str) -> tuple[str | None, str | None]:
@@ -261,10 +243,7 @@ def _by_name(name: str) -> tuple[str | None, str | None]:
 
 
 def _is_table(path: Path) -> bool:
-    """Returns whether a file of a folder is read: by its end, or if it has none but perhaps that of a compression.
-
-    Files such as Spark's ``_SUCCESS`` are none.
-    """
+    """Returns whether a file of a folder is read: by its end, or with none unless it begins with _ (Spark's own)."""
     format, _ = _by_name(path.name)
     return format is not None or (path.suffix.lower() in ("", *_COMPRESSIONS) and not path.name.startswith("_"))
 

@@ -195,9 +195,10 @@ def _wanted(columns: TableColumns) -> str:
 
 def _hints(schema: TableSchema) -> dict[str, str]:
     """Returns what may be at fault where most rows are malformed by a reason."""
+    text = {"text": "Text is read as UTF-8: convert other encodings, such as with `iconv -f WINDOWS-1252 -t UTF-8`."}
     if schema.time is None or schema.time.format not in ("auto", "seconds"):
-        return {}
-    return {
+        return text
+    return text | {
         "time": f"The schema's time.format is {schema.time.format!r}, where numbers are seconds since 1970 until the "
         "year 9999: of milliseconds, give `format: milliseconds`, of texts one such as %Y%m%d."
     }
