@@ -221,12 +221,12 @@ def _remote_input(found: RemoteFile) -> TableInput:
 
 
 def _described(raw: RawInput, first: bytes) -> TableInput:
-    """Returns an input whose first bytes are known; an empty one is text, whatever its name."""
+    """Returns an input whose first bytes are known; an empty one is text, but for the name of a Parquet file."""
     compression = compression_of(first)
     format, separator = _by_name(raw.name)
     if first.startswith(_PARQUET_MAGIC):
         format = PARQUET
-    elif format == PARQUET and first:
+    elif format == PARQUET:
         raise UserError(f"{raw.place} is named as a Parquet file and is none; write it again, or name what it is.")
     is_compressed = compression is not None or format == PARQUET
     format = format if first else TEXT
