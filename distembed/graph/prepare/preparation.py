@@ -29,6 +29,7 @@ from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
+from distembed.units import enumerate_names
 
 LEAST_MEMORY_BYTES = 256 << 20
 
@@ -99,8 +100,9 @@ def prepare_graph(
         dropped = reader.dropped.to_json(options)
         if not writer.num_edges:
             listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
+            of = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
             raise UserError(
-                f"the graph has no edge left: {reader.num_rows:,} rows were read; dropped: {listed}. Give other rows"
+                f"the graph has no edge left: {reader.num_rows:,} rows were read{of}; dropped: {listed}. Give other rows"
             )
         sources = []
         for source in reader.rows.sources() if isinstance(reader, EdgeReader) else ():
