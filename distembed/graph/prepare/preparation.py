@@ -102,7 +102,8 @@ def prepare_graph(
             listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
             of = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
             raise UserError(
-                f"the graph has no edge left: {reader.num_rows:,} rows were read{of}; dropped: {listed}. Give other rows"
+                f"the graph has no edge left: {reader.num_rows:,} rows were read{of}; dropped: {listed}. Give other "
+                "rows"
             )
         sources = []
         for source in reader.rows.sources() if isinstance(reader, EdgeReader) else ():
