@@ -74,7 +74,7 @@ def has_same_ids(
 
 
 def _differences(earlier: Manifest, manifest: Manifest) -> Iterator[str]:
-    """Yields how the columns and hashes of a dataset differ from those of an earlier one."""
+    """Yields the differences between the columns and hashes of a dataset and an earlier dataset."""
     old, new = earlier.schema, manifest.schema
     names, new_names = old.categorical_names, new.categorical_names
     if names != new_names:

@@ -312,7 +312,7 @@ class Manifest:
         return manifest
 
     def _require_usable(self, path: Path) -> None:
-        """Makes sure that all files are inside the folder, and that those that belong to no split have checksums."""
+        """Makes sure that all files are inside the folder, and that files outside of splits have checksums."""
         paths = {
             f"splits.{name}.files[{index}].path": file.path
             for name, split in self.splits.items()

@@ -53,7 +53,7 @@ class PieceCache:
             raise RunError(f"data.cache_dir: {self.folder} cannot be made ({error}); give another folder.") from error
 
     def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
-        """Returns the bytes that have a checksum: those of the cache, or fetched ones, which are kept if there is room.
+        """Returns the bytes with a checksum, from the cache or fetched; fetched bytes are kept if there is room.
 
         Args:
             checksum: The checksum.

@@ -120,7 +120,7 @@ def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterato
 
 
 def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest) -> Iterator[str]:
-    """Yields the problems of a file of a split, all of which is read."""
+    """Yields the problems of a file of a split, after reading the whole file."""
     # checked_metadata names a file of another size
     if piecewise.pieces is not None and (piecewise.remote or _num_bytes(piecewise.path) == file.bytes):
         damaged = list(piecewise.damaged_pieces())

@@ -1,7 +1,7 @@
 """SQL on Arrow batches in bounded memory: the only module that talks to DuckDB.
 
-What is counted, ranked or joined over all rows is a query on temporary tables, which are filled from streams of Arrow
-batches. DuckDB keeps them within a memory limit, and puts what exceeds it into files of a folder::
+Counts, ranks and joins over all rows are queries on temporary tables, which are filled from streams of Arrow batches.
+DuckDB keeps the tables within a memory limit, and writes larger ones to files of a folder::
 
     with Database(folder, memory_bytes=1 << 30) as database:
         database.add("pairs", batches)                               key, num_rows of each block

@@ -78,7 +78,7 @@ class CriteoOptions:
             UserError: One is out of its range.
         """
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
-        unused |= {"vocabulary", "grow"}  # the pipeline records what they lead to
+        unused |= {"vocabulary", "grow"}  # the pipeline records the base and its growth
         if self.missing == "zero":  # manifests of datasets with zeros are older than the choice
             unused.add("missing")
         recorded = {name: value for name, value in asdict(self).items() if name not in unused}
@@ -129,7 +129,7 @@ def prepare_criteo(
 
 
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
-    """Returns the inputs that are named, all of which are read as text, whatever their names end in.
+    """Returns the named inputs, which are read as text whatever their names end in.
 
     Raises:
         UserError: There is nothing where a name leads, or one file is named twice.

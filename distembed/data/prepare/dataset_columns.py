@@ -59,12 +59,12 @@ class DatasetColumns:
 
     @property
     def learnt_columns(self) -> list[str]:
-        """The columns of which something is learnt: features with keys, and transformed numbers."""
+        """The columns that learn ids or transforms: features with keys, and transformed numbers."""
         return [*key_columns(self.layout), *self._learnt_numbers]
 
     @property
     def _learnt_numbers(self) -> dict[str, int]:
-        """The place of each column of numbers of which something is learnt."""
+        """The place of each column of numbers whose transform is learnt."""
         return {each.name: place for place, each in enumerate(self.layout.numbers) if each.transform != "none"}
 
     def groups(self) -> list[list[str]]:

@@ -9,13 +9,13 @@ Three passes, each with bounded memory, and each a stage of tasks that threads o
    of inputs that were cut into parts are taken;
 3. ``write``: codes are exchanged for ids and written as Parquet, file by file (``write_parquet.py``).
 
-Between them are small stages: ``times`` finds the times at which splits begin, ``splits`` counts the rows of each where
-a column says which they are in, and ``finish`` writes the manifest.
+Between the first two, the command itself finds the times at which splits begin and counts the rows of each split. After
+the third, it writes the manifest.
 
 The dataset appears under its name when it is complete, and not before (``staging.py``). Its bytes depend on the rows
 and the options alone: not on the engine and its threads, the memory, or how the rows are compressed.
 
-Trade-off: the spool takes about 0.7 of the text's size on the output's disk while it runs.
+Trade-off: the spool takes about 0.4 of the size of Criteo's text on the output's disk while it runs.
 """
 
 from __future__ import annotations
