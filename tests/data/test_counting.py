@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distembed.data.prepare import feature_ids
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.row_splits import count_numbers, values_at_ranks
+from distembed.data.prepare.table.preparation import prepare_table
 from distembed.data.prepare.vocabulary import HashMap, VocabularyMap, write_vocabulary
+from distembed.data.table.schema import TableSchema
+from tests.data.reference import folder_bytes
 
 SCHEMA = pa.schema([("key", pa.string()), ("count", pa.int64())])
 NUMBERS = st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1), st.sampled_from([-(2**63), 2**63 - 1]))
@@ -79,6 +83,18 @@ def test_row_groups_of_vocabularies_do_not_depend_on_batches(tmp_path: Path, siz
     assert write_vocabulary(tmp_path / "whole", whole, "string") == total
     assert (tmp_path / "batches").read_bytes() == (tmp_path / "whole").read_bytes()
     assert pq.read_table(tmp_path / "whole")["id"].to_pylist() == list(range(2, 2 + total))
+
+
+def test_vocabularies_larger_than_memory_give_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sorted keys lie in files."""
+    lines = [f"{place % 2},{place % 37},t{place % 23},{place % 31:x}" for place in range(300)]
+    (tmp_path / "rows.csv").write_text("\n".join(["label,number,text,code", *lines, ""]))
+    kinds = {"number": {"kind": "integer"}, "text": {}, "code": {"kind": "hexadecimal"}}
+    schema = TableSchema.from_json({"label": {"column": "label"}, "categorical": kinds}, "the schema")
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "memory", schema)
+    monkeypatch.setattr(feature_ids, "_SORTED_KEY_BYTES", 1 << 60)
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "files", schema)
+    assert folder_bytes(tmp_path / "memory") == folder_bytes(tmp_path / "files")
 
 
 @given(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(2, 1000)), st.lists(st.integers(0, 2**32 - 1)))
