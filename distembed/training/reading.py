@@ -6,8 +6,7 @@ import torch
 
 from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
-from distembed.data.reader.unreadable import too_many_unreadable
-from distembed.errors import UserError
+from distembed.data.reader.decode import too_many_unreadable
 from distembed.ranks import Collectives, Ranks
 from distembed.tasks import Task
 from distembed.tasks.base import BatchPosition
@@ -70,7 +69,7 @@ def gather_unreadable(
     for of_rank in Collectives().gather(reader.unreadable):
         found |= of_rank
     if len(found) > most:
-        raise UserError(too_many_unreadable(len(found), most, list(found.values())[-1]))
+        raise too_many_unreadable(found, most)
     for name in sorted(found.keys() - known.keys()):
         say(f"warning: rows of others take the place of those of {name}: {found[name]}")
     return found

@@ -99,7 +99,7 @@ def test_the_reader_pins_batches_in_its_own_thread(
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     made = list(BatchReader(folder, "all", BatchOrder(4, seed=0), decoding=Decoding(pins=True)))
-    assert made and {name for _, name in pinned} == {"distembed-prefetch"}
+    assert made and {name for _, name in pinned} == {"distembed-prefetch_0"}
     memory = {address for address, _ in pinned}
     for each in made:
         assert ids_of(each).values().data_ptr() in memory

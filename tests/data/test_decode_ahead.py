@@ -9,10 +9,9 @@ import pytest
 
 from distembed.data import Schema
 from distembed.data.dataset.config import DataConfig
-from distembed.data.reader import order
+from distembed.data.reader import epoch_part, order
 from distembed.data.reader.decode import Block, Decoder
-from distembed.data.reader.epoch_part import DecodeAhead, windows_in_need_order
-from distembed.data.reader.order import BatchOrder, EpochOrder
+from distembed.data.reader.order import Segment
 from distembed.errors import UserError
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of
 
@@ -36,50 +35,27 @@ def test_batches_are_the_same_for_any_number_of_threads(tmp_path: Path, schema: 
         assert found[0] == found[1] == found[2] and len(found[0]) == 8 + 10
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("first_batch", [0, 3, 9, 10])
-def test_windows_come_in_the_order_in_which_batches_need_them(world_size: int, first_batch: int) -> None:
-    epoch_order = EpochOrder((7, 13, 2, 40, 5, 33, 1, 19, 30), BatchOrder(15, seed=4))
-    for rank in range(world_size):
-        needed = windows_in_need_order(epoch_order, 1, rank, world_size, first_batch)
-        windows = {(lane, window.number): position for position, (lane, window) in enumerate(needed)}
-        assert len(windows) == len(needed) and (needed or first_batch == epoch_order.num_batches)
-        before = -1
-        for batch in range(first_batch, epoch_order.num_batches - 1):  # the last batch is short
-            asked = []
-            for part in epoch_order.rank_parts(batch, rank, world_size):
-                overlapping = [
-                    windows[part.lane, window.number]
-                    for window in epoch_order.lane_windows(1, part.lane)
-                    if window.start < part.stop and window.stop > part.start
-                ]
-                asked += overlapping
-            new = [position for position in asked if position > before]
-            assert sorted(new) == list(range(before + 1, before + 1 + len(new)))
-            before += len(new)
+def test_no_more_windows_wait_than_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded, changed = Decoder.decode, [], threading.Condition()
 
+    def counted(decoder: Decoder, segments: Sequence[Segment]) -> Block:
+        block = decode(decoder, segments)
+        with changed:
+            decoded.append(segments)
+            changed.notify_all()
+        return block
 
-def test_no_more_windows_wait_than_may(tmp_path: Path) -> None:
-    folder = make_dataset(tmp_path / "d", 200, group_rows=5)
-    reader = open_reader(folder, 16)
-    needed = windows_in_need_order(reader._order, 0, 0, 1, 0)
-    decoded, changed = [], threading.Condition()
-
-    class Counting(Decoder):
-        def decode(self, segments: Sequence[tuple[int, int, int]]) -> Block:
-            block = super().decode(segments)
-            with changed:
-                decoded.append(segments)
-                changed.notify_all()
-            return block
-
-    with DecodeAhead(Counting(reader.schema, reader._decoder.groups), needed, 3, most_waiting=4) as ahead:
-        for taken, (lane, window) in enumerate(needed):
-            expected = min(taken + 4, len(needed))
-            with changed:
-                assert changed.wait_for(lambda expected=expected: len(decoded) >= expected, timeout=60)
-                assert len(decoded) == expected
-            assert len(ahead.block(lane, window).records) == window.stop - window.start
+    monkeypatch.setattr(Decoder, "decode", counted)
+    folder = make_dataset(tmp_path / "d", 200, files=1, group_rows=8)
+    batches = iter(open_reader(folder, 8, shuffle=False, decode_threads=3, prefetch_batches=0))
+    monkeypatch.setattr(epoch_part, "_ROWS_AT_ONCE", 1)
+    for taken in range(1, 26):
+        next(batches)
+        expected = min(taken + 3, 25)
+        with changed:
+            assert changed.wait_for(lambda expected=expected: len(decoded) >= expected, timeout=60)
+            assert len(decoded) == expected
+    assert next(batches, None) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("distembed-decode")]
 
 

@@ -35,17 +35,10 @@ class Batch(Pipelineable):
     """The rows of one step on one rank.
 
     Models and tasks take a field by its name, ``batch["labels"]``, which TorchRec's pipelines understand too.
-
-    Attributes:
-        fields: The fields by name. Each is a float32 tensor with one row a sample, or the int64 ids of features or the
-            float32 numbers beside them, whose stride is the number of samples; see
-            :attr:`distembed.data.dataset.schema.Schema.fields`.
-        global_batch_size: Rows of this step on all ranks, to weigh a rank's share of the loss. An evaluation has no
-            loss: its batches may say any number above 0.
     """
 
-    fields: Mapping[str, Field]
-    global_batch_size: int
+    fields: Mapping[str, Field]  # by name; see Schema.fields
+    global_batch_size: int  # rows of this step on all ranks, to weigh a rank's share of the loss; 1 or more
 
     def __getitem__(self, name: str) -> Field:
         """Returns the field of this name."""
@@ -79,10 +72,10 @@ class Batch(Pipelineable):
         arrays: dict[str, np.ndarray] = {}
         for name, values in self.fields.items():
             if isinstance(values, KeyedJaggedTensor):
-                is_ids = name == SPARSE_FEATURES
-                arrays["feature_names" if is_ids else f"{name}_names"] = np.array(values.keys())
-                arrays["ids" if is_ids else name] = values.values().numpy()
-                arrays["lengths" if is_ids else f"{name}_lengths"] = values.lengths().numpy()
+                own = (f"{name}_names", name, f"{name}_lengths")
+                names, ids, lengths = ("feature_names", "ids", "lengths") if name == SPARSE_FEATURES else own
+                arrays[names] = np.array(values.keys())
+                arrays[ids], arrays[lengths] = values.values().numpy(), values.lengths().numpy()
             else:
                 arrays[name] = values.numpy()
         np.savez(path, **arrays)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ later. Where the schema says that numbers may be missing, null and NaN alike are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,42 +28,26 @@ _MISSING_REMEDY = (
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Rows of one row group.
-
-    Attributes:
-        group: The row group, for errors.
-        schema: Columns of the rows.
-        start: Number of the first of the rows in the row group, for errors.
-        table: The rows.
-    """
+    """Rows of one row group; each method raises a :class:`UserError` where a value cannot be used."""
 
     group: RowGroup
     schema: Schema
-    start: int
+    start: int  # number of the first of the rows in the row group, for errors
     table: pa.Table
 
     def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
-        """Returns the ids of a single-valued feature.
-
-        Raises:
-            UserError: A row has none, or one outside the table.
-        """
+        """Returns the ids of a single-valued feature."""
         column = self._column(feature.name)
         if column.null_count:
-            raise UserError(
-                f"{self._where(feature.name)}: {column.null_count} rows have no id; a single-valued feature needs one "
-                "in every row: give missing values an id of their own, or make it a list column with multi_hot=True"
+            raise self._error(
+                feature.name,
+                f"{column.null_count} rows have no id; a single-valued feature needs one in every row: give missing "
+                "values an id of their own, or make it a list column with multi_hot=True",
             )
-        values: NDArray[Any] = column.to_numpy()
-        self._check_ids(values, feature)
-        return values
+        return self._ids(column, feature)
 
     def numbers(self, name: str) -> NDArray[np.float32]:
-        """Returns the values of a dense column, of the label or of the weight.
-
-        Raises:
-            UserError: A value is infinite, is missing where it must not be, or is no label or weight.
-        """
+        """Returns the values of a dense column, of the label or of the weight."""
         schema = self.schema
         values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
         if name == schema.weight:
@@ -75,30 +58,34 @@ class GroupRows:
         return values
 
     def lists(self) -> dict[str, Jagged]:
-        """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers.
-
-        Raises:
-            UserError: A value is as :meth:`ids` and :meth:`numbers` refuse it, or a list of numbers has another length
-                than the row's other lists.
-        """
-        columns = {feature.name: self._id_lists(feature) for feature in self.schema.categorical if feature.multi_hot}
+        """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers."""
+        columns = {}
+        for feature in (each for each in self.schema.categorical if each.multi_hot):
+            column = self._column(feature.name)
+            flat = column.flatten()
+            if flat.null_count:
+                raise self._error(feature.name, "a list holds a null; leave it out of the list")
+            columns[feature.name] = Jagged.from_lengths(self._ids(flat, feature).astype(np.int64), _lengths(column))
         for name in self.schema.dense_sequences:
             column = self._column(name)
-            lengths = _list_lengths(column)
+            lengths = _lengths(column)
             numbers = self._finite(column.flatten(), name, self.schema.missing_dense, lengths)
             columns[name] = Jagged.from_lengths(numbers, lengths)
         for name in self.schema.dense_sequences:
             self._check_aligned(name, columns)
         return columns
 
-    def _id_lists(self, feature: CategoricalFeature) -> Jagged:
-        column = self._column(feature.name)
-        flat = column.flatten()
-        if flat.null_count:
-            raise UserError(f"{self._where(feature.name)}: a list holds a null; leave it out of the list")
-        values = flat.to_numpy()
-        self._check_ids(values, feature)
-        return Jagged.from_lengths(values.astype(np.int64), _list_lengths(column))
+    def _ids(self, column: pa.Array, feature: CategoricalFeature) -> NDArray[Any]:
+        """Returns ids, each of which is in its table."""
+        values: NDArray[Any] = column.to_numpy()
+        for extreme in (int(values.min()), int(values.max())) if len(values) else ():
+            if not 0 <= extreme < feature.num_embeddings:
+                raise self._error(
+                    feature.name,
+                    f"id {extreme} is outside [0, {feature.num_embeddings}); num_embeddings in the manifest's schema "
+                    "must exceed every id",
+                )
+        return values
 
     def _finite(
         self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
@@ -106,7 +93,7 @@ class GroupRows:
         """Returns numbers, NaN for those that are missing; ``lengths`` says how many each row has, if not one."""
         remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
         if column.null_count and not may_miss:
-            raise UserError(f"{self._where(name)}: {column.null_count} values are null; {remedy}")
+            raise self._error(name, f"{column.null_count} values are null; {remedy}")
         if pa.types.is_boolean(column.type):
             column = pc.cast(column, pa.uint8())
         with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and refused
@@ -124,46 +111,33 @@ class GroupRows:
         missing_remedy: str = "",
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
-        """Refuses the first value that is wrong; ``lengths`` says how many values each row has, if not one."""
-        if not wrong.any():
-            return
-        place = int(np.argmax(wrong))
-        row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-        suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
-        raise UserError(f"{self._where(name)}: row {self.start + row} is {values[place]}; {law}{suffix}")
+        """Refuses the first value that is wrong."""
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+            suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
+            raise self._error(name, f"row {self.start + row} is {values[place]}; {law}{suffix}")
 
-    def _check_aligned(self, name: str, columns: Mapping[str, Jagged]) -> None:
+    def _check_aligned(self, name: str, columns: dict[str, Jagged]) -> None:
         """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""
         lengths = columns[name].lengths
         for other, column in columns.items():
-            wrong = column.lengths != lengths
-            if wrong.any():
-                row = int(np.argmax(wrong))
-                raise UserError(
-                    f"{self._where(name)}: row {self.start + row} has {lengths[row]} numbers, and {other!r} has "
-                    f"{column.lengths[row]} values there; dense_sequences have one number for each id of the list "
-                    "columns"
-                )
-
-    def _check_ids(self, values: NDArray[Any], feature: CategoricalFeature) -> None:
-        if len(values) == 0:
-            return
-        for extreme in (int(values.min()), int(values.max())):
-            if not 0 <= extreme < feature.num_embeddings:
-                raise UserError(
-                    f"{self._where(feature.name)}: id {extreme} is outside [0, {feature.num_embeddings}); "
-                    "num_embeddings in the manifest's schema must exceed every id"
+            for row in np.flatnonzero(column.lengths != lengths)[:1]:
+                raise self._error(
+                    name,
+                    f"row {self.start + row} has {lengths[row]} numbers, and {other!r} has {column.lengths[row]} "
+                    "values there; dense_sequences have one number for each id of the list columns",
                 )
 
     def _column(self, name: str) -> pa.Array:
         column = self.table.column(name)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
-    def _where(self, column: str) -> str:
-        return f"{self.group}, column {column!r}"
+    def _error(self, column: str, problem: str) -> UserError:
+        return UserError(f"{self.group}, column {column!r}: {problem}")
 
 
-def _list_lengths(column: pa.Array) -> NDArray[np.int64]:
+def _lengths(column: pa.Array) -> NDArray[np.int64]:
     """Returns the number of values of each row of a column of lists; a null list has none."""
     lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths

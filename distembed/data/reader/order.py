@@ -5,7 +5,7 @@ ranks, so a run can stop on eight ranks and resume on two. So that ranks can sha
 batch is made of lanes. A batch of b rows with L lanes and W ranks::
 
     position   0 ........................................ b
-    lanes      |  lane 0  |  lane 1  |  lane 2  |  lane 3 |    lane l has [l*b//L, (l+1)*b//L)
+    lanes      |  lane 0  |  lane 1  |  lane 2  |  lane 3 |    lane l has [l*b//L, (l+1)*b//L), its slot
     ranks      |       rank 0        |       rank 1       |    rank r has [r*b//W, (r+1)*b//W)
 
 A rank decodes only the lanes that it overlaps. The epoch's row groups are put in random order, each lane gets a
@@ -17,7 +17,6 @@ uniform shuffle of the whole, but reads every row group about once and needs no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,20 +36,14 @@ _GROUP_ORDER, _WINDOW_ORDER = 0, 1
 class BatchOrder:
     """How the rows of a split are ordered and cut into batches.
 
-    Attributes:
-        batch_size: Number of rows of a step over all ranks.
-        shuffle: Whether every epoch has another order; False reads the files in order.
-        seed: Seed of the shuffling, 0 or more.
-        drop_last: Whether the rows that do not fill a batch are left out (others in every epoch, if shuffled).
-
     Raises:
         UserError: A number is too small.
     """
 
-    batch_size: int
-    shuffle: bool = True
+    batch_size: int  # rows of a step over all ranks
+    shuffle: bool = True  # anew in every epoch; False reads the files in order
     seed: int = 0
-    drop_last: bool = False
+    drop_last: bool = False  # leaves out the rows that do not fill a batch (others in every epoch, if shuffled)
 
     def __post_init__(self) -> None:
         require_at_least("batch_size", self.batch_size, 1)
@@ -84,7 +77,7 @@ class LanePart(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Segments that are decoded and shuffled together: rows ``[start, stop)`` of their lane, its window ``number``."""
+    """Rows ``[start, stop)`` of a lane, its window ``number``: segments that are decoded and shuffled together."""
 
     number: int
     start: int
@@ -96,25 +89,20 @@ class Window(NamedTuple):
 class EpochOrder:
     """The order of a split's rows for every epoch.
 
-    Attributes:
-        group_rows: Number of rows of each row group, in file order.
-        batches: How the rows are ordered and cut into batches.
-        rows: The rows of the split that are read, where they are not shuffled; all unless given.
-
     Raises:
         UserError: A part of the rows is to be shuffled, or goes beyond the split.
     """
 
-    group_rows: tuple[int, ...]
+    group_rows: tuple[int, ...]  # rows of each row group, in file order
     batches: BatchOrder
-    rows: range | None = None
+    rows: range | None = None  # the rows of the split that are read, where they are not shuffled; all unless given
 
     def __post_init__(self) -> None:
-        if self.rows is None:
-            return
         total = sum(self.group_rows)
-        if self.batches.shuffle or self.rows.step != 1 or not 0 <= self.rows.start <= self.rows.stop <= total:
-            raise UserError(f"rows is {self.rows}: rows without shuffling, in steps of 1, within the split's {total}")
+        if (rows := self.rows) is not None and (
+            self.batches.shuffle or rows.step != 1 or not 0 <= rows.start <= rows.stop <= total
+        ):
+            raise UserError(f"rows is {rows}: rows without shuffling, in steps of 1, within the split's {total}")
 
     @property
     def num_rows(self) -> int:
@@ -136,24 +124,17 @@ class EpochOrder:
         """Returns the number of rows of this batch over all ranks: fewer than ``batch_size`` only in the last."""
         return min(self.batches.batch_size, self.num_rows - batch * self.batches.batch_size)
 
-    def lane_rows(self, lane: int) -> int:
-        """Returns the number of rows of this lane in an epoch: the sum of its slots over the batches."""
-        full, rest = divmod(self.num_rows, self.batches.batch_size)
-        last = 0 if self.batches.drop_last else _slot_rows(lane, self.num_lanes, rest)
-        return self.lane_start(lane, full) + last
-
-    def lane_start(self, lane: int, batch: int) -> int:
-        """Returns the row of its lane where a batch's slot begins; only the last batch can be short."""
-        return batch * _slot_rows(lane, self.num_lanes, self.batches.batch_size)
+    def slot_rows(self, lane: int) -> int:
+        """Returns the number of rows of this lane in a full batch."""
+        size, num_lanes = self.batches.batch_size, self.num_lanes
+        return (lane + 1) * size // num_lanes - lane * size // num_lanes
 
     def lane_windows(self, epoch: int, lane: int) -> list[Window]:
         """Returns the windows of this lane in this epoch: of at least WINDOW_ROWS rows each, but for the last."""
-        first = 0 if self.rows is None else self.rows.start
-        lane_start = first + sum(self.lane_rows(earlier) for earlier in range(lane))
         windows: list[Window] = []
         waiting: list[Segment] = []
         start = stop = 0
-        for segment in _cut(self._group_order(epoch), self.group_rows, lane_start, lane_start + self.lane_rows(lane)):
+        for segment in self._segments(epoch, self._lane_begin(lane), self._lane_begin(lane + 1)):
             waiting.append(segment)
             stop += segment.stop - segment.start
             if stop - start >= WINDOW_ROWS:
@@ -174,30 +155,27 @@ class EpochOrder:
         first, last = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
         for lane in range(num_lanes):
-            slot = lane * rows // num_lanes
-            low, high = max(first, slot), min(last, slot + _slot_rows(lane, num_lanes, rows))
+            slot, slot_stop = lane * rows // num_lanes, (lane + 1) * rows // num_lanes
+            low, high = max(first, slot), min(last, slot_stop)
             if low < high:
-                start = self.lane_start(lane, batch) - slot
+                start = batch * self.slot_rows(lane) - slot  # only the last batch can be short
                 parts.append(LanePart(lane, start + low, start + high))
         return parts
 
-    def _group_order(self, epoch: int) -> NDArray[np.int64]:
-        if not self.batches.shuffle:
-            return np.arange(len(self.group_rows))
-        return np.random.default_rng([self.batches.seed, epoch, _GROUP_ORDER]).permutation(len(self.group_rows))
+    def _lane_begin(self, lane: int) -> int:
+        """Returns where a lane begins in the epoch's sequence of rows: behind all slots of the lanes before."""
+        full, rest = divmod(self.num_rows, self.batches.batch_size)
+        last = 0 if self.batches.drop_last else lane * rest // self.num_lanes
+        first = 0 if self.rows is None else self.rows.start
+        return first + full * (lane * self.batches.batch_size // self.num_lanes) + last
 
-
-def _slot_rows(lane: int, num_lanes: int, rows: int) -> int:
-    """Returns how many of a batch's rows belong to a lane."""
-    return (lane + 1) * rows // num_lanes - lane * rows // num_lanes
-
-
-def _cut(groups: NDArray[np.int64], group_rows: Sequence[int], start: int, stop: int) -> list[Segment]:
-    """Returns the segments that are the rows ``[start, stop)`` of the row groups laid end to end in this order."""
-    segments, position = [], 0
-    for group in groups.tolist():
-        low, high = max(start - position, 0), min(stop - position, group_rows[group])
-        if low < high:
-            segments.append(Segment(group, low, high))
-        position += group_rows[group]
-    return segments
+    def _segments(self, epoch: int, start: int, stop: int) -> list[Segment]:
+        """Returns the rows ``[start, stop)`` of the row groups laid end to end in the epoch's order."""
+        groups = np.arange(len(self.group_rows))
+        if self.batches.shuffle:
+            groups = np.random.default_rng([self.batches.seed, epoch, _GROUP_ORDER]).permutation(len(groups))
+        rows = np.array(self.group_rows, np.int64)[groups]
+        begins = np.cumsum(rows) - rows
+        low, high = np.maximum(start - begins, 0), np.minimum(stop - begins, rows)
+        found = zip(groups.tolist(), low.tolist(), high.tolist(), strict=True)
+        return [Segment(group, first, last) for group, first, last in found if first < last]

@@ -26,7 +26,6 @@ from distembed.data.reader.decode import Decoder, Decoding
 from distembed.data.reader.epoch_part import epoch_batches
 from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
-from distembed.data.reader.unreadable import Unreadable
 from distembed.errors import UserError
 
 STATE_VERSION = 1
@@ -47,9 +46,6 @@ class BatchReader:
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
         decoding: How row groups are decoded; where batches are made, and none may be unreadable, unless given.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
-
-    Attributes:
-        schema: Columns of the batches.
 
     Raises:
         UserError: A setting is impossible, or the dataset is not as its manifest says.
@@ -74,10 +70,10 @@ class BatchReader:
         decoding = decoding or Decoding()
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
-        self.schema = manifest.schema
+        self.schema = manifest.schema  # columns of the batches
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
-        self._decoder = Decoder(manifest.schema, groups, Unreadable(decoding.skip_unreadable))
+        self._decoder = Decoder(manifest.schema, groups, decoding.skip_unreadable)
         self._ranks, self._prefetch_batches, self._decoding = (rank, world_size), prefetch_batches, decoding
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
@@ -85,7 +81,10 @@ class BatchReader:
             **asdict(order),
             **({} if rows is None else {"rows": [rows.start, rows.stop]}),
         }
-        self._epoch, self._batch = 0, 0
+        self.epoch = 0
+        """Epoch of the next batch; it goes up when the last batch of an epoch is yielded."""
+        self.batch = 0
+        """Number of the next batch in its epoch."""
         self._prefetcher: Prefetcher[Batch] | None = None
         self._iteration = 0
 
@@ -100,19 +99,9 @@ class BatchReader:
         return self._order.num_batches
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the next batch; it goes up when the last batch of an epoch is yielded."""
-        return self._epoch
-
-    @property
-    def batch(self) -> int:
-        """Number of the next batch in its epoch."""
-        return self._batch
-
-    @property
     def unreadable(self) -> dict[str, str]:
         """What is wrong with each row group that this rank could not read, by its name."""
-        return dict(self._decoder.unreadable.found)
+        return dict(self._decoder.unreadable)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the rest of the current epoch; an earlier iteration that is still under way ends."""
@@ -122,32 +111,24 @@ class BatchReader:
     def _iterate(self, iteration: int) -> Iterator[Batch]:
         if iteration != self._iteration:
             raise RuntimeError("the reader was closed, moved or iterated over again: this iterator is out of date")
-        batches = self._start()
+        # without a reference to the reader, so that the thread does not hold it
+        start = (self.epoch, self.batch)
+        make_batches = partial(epoch_batches, self._order, self._decoder, self._decoding, self._ranks, start)
+        if self._prefetch_batches:
+            self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
         try:
             if not self.batches_per_epoch:
-                self._epoch += 1
-            for batch in batches:
-                self._advance()
+                self.epoch += 1
+            for batch in self._prefetcher or make_batches():
+                self.batch += 1
+                if self.batch == self.batches_per_epoch:
+                    self.epoch, self.batch = self.epoch + 1, 0
                 yield batch
                 if iteration != self._iteration:
                     raise RuntimeError("the reader was closed or moved while it was iterated over: start again")
         finally:
             if iteration == self._iteration:
                 self.close()
-
-    def _start(self) -> Iterator[Batch]:
-        start = (self._epoch, self._batch)
-        # without a reference to the reader, so that the thread does not hold it
-        make_batches = partial(epoch_batches, self._order, self._decoder, self._decoding, self._ranks, start)
-        if not self._prefetch_batches:
-            return make_batches()
-        self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
-        return self._prefetcher
-
-    def _advance(self) -> None:
-        self._batch += 1
-        if self._batch == self.batches_per_epoch:
-            self._epoch, self._batch = self._epoch + 1, 0
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         """Returns where the reader stands, for any number of ranks.
@@ -159,10 +140,10 @@ class BatchReader:
         Raises:
             UserError: ``in_flight`` is negative, or more than were yielded.
         """
-        step = self._epoch * self.batches_per_epoch + self._batch - in_flight
+        step = self.epoch * self.batches_per_epoch + self.batch - in_flight
         if in_flight < 0 or step < 0:
             raise UserError(f"in_flight is {in_flight}: between 0 and the {step + in_flight} batches handed out so far")
-        epoch, batch = divmod(step, self.batches_per_epoch) if self.batches_per_epoch else (self._epoch, 0)
+        epoch, batch = divmod(step, self.batches_per_epoch) if self.batches_per_epoch else (self.epoch, 0)
         return {"version": STATE_VERSION, **self._identity, "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,17 +153,14 @@ class BatchReader:
             UserError: The state belongs to another dataset, split, batch size or order; each difference is named.
         """
         mine = {"version": STATE_VERSION, **self._identity}
-        differences = [
-            f"{name} is {state.get(name)!r} in the state and {value!r} here"
-            for name, value in mine.items()
-            if state.get(name) != value
-        ]
+        wrong = (name for name in mine if state.get(name) != mine[name])
+        differences = [f"{name} is {state.get(name)!r} in the state and {mine[name]!r} here" for name in wrong]
         if differences:
             raise UserError(
                 f"the reader's state does not fit: {'; '.join(differences)}. Use the same settings, or start anew"
             )
         self.close()
-        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
 
     def close(self) -> None:
         """Ends the thread that reads ahead, and any iteration under way; the reader can be iterated over again."""

@@ -28,40 +28,28 @@ from distembed.data.reader.reader import BatchReader
 
 @dataclass(frozen=True)
 class BatchShares:
-    """The batches of rows in order, divided over ranks.
+    """The batches of rows in order, divided over ranks."""
 
-    Attributes:
-        num_rows: Number of rows of all ranks.
-        batch_size: Rows of a batch; the last one may have fewer.
-        world_size: Number of ranks.
-    """
-
-    num_rows: int
-    batch_size: int
+    num_rows: int  # of all ranks
+    batch_size: int  # rows of a batch; the last one may have fewer
     world_size: int
 
     @property
     def num_steps(self) -> int:
         """Number of batches of the rank that has most; all ranks take as many steps, the last maybe without rows."""
-        return max((len(self._batches(rank)) for rank in range(self.world_size)), default=0)
+        return -(-self.num_rows // (self.batch_size * self.world_size))
 
     def rows(self, rank: int) -> range:
         """Returns the rows of a rank."""
-        batches = self._batches(rank)
-        return range(self._first_row(batches.start), self._first_row(batches.stop))
+        num_batches = -(-self.num_rows // self.batch_size)
+        first, last = (each * num_batches // self.world_size * self.batch_size for each in (rank, rank + 1))
+        return range(min(first, self.num_rows), min(last, self.num_rows))
 
     def steps(self, rank: int) -> Iterator[range]:
         """Yields the rows of each step of a rank, of which those that make up for another rank's batch are none."""
         own = self.rows(rank)
         for first in range(own.start, own.start + self.num_steps * self.batch_size, self.batch_size):
             yield own[first - own.start :][: self.batch_size]
-
-    def _batches(self, rank: int) -> range:
-        num_batches = -(-self.num_rows // self.batch_size)
-        return range(rank * num_batches // self.world_size, (rank + 1) * num_batches // self.world_size)
-
-    def _first_row(self, batch: int) -> int:
-        return min(batch * self.batch_size, self.num_rows)
 
 
 def read_share(
