@@ -94,6 +94,16 @@ class Database:
         finally:
             self._connection.unregister("given")
 
+    def append(self, table: str, batch: pa.RecordBatch) -> None:
+        """Adds rows to a table that has the same columns in the same order.
+
+        Raises:
+            RunError: The memory limit or the disk does not suffice.
+        """
+        self._connection.register("given", batch)
+        self.run(f"insert into {table} select * from given")
+        self._connection.unregister("given")
+
     def run(self, query: str, *values: Any) -> None:
         """Runs a statement, with values in place of its question marks.
 

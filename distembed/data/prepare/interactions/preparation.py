@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import USER, CategoricalFeature, Schema
+from distembed.data.dataset.schema import USER
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import (
     LISTS,
@@ -38,16 +37,14 @@ from distembed.data.prepare.interactions.selection import num_rows, select
 from distembed.data.prepare.interactions.splits import TEST, TRAIN, VALIDATION, InteractionSplit
 from distembed.data.prepare.interactions.tables import (
     EncodedInteractions,
-    Rows,
     encoded_interactions,
     rating_rows,
     sequence_rows,
     write_splits,
     write_text_vocabularies,
 )
-from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows, user_bounds
+from distembed.data.prepare.interactions.windows import Windows, user_bounds
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.prepare.staging import disk_is_full_text, require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.vocabulary import FIRST_ID
@@ -70,39 +67,26 @@ AnyPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class InteractionFiles:
-    """Files, folders or pipes of interactions; ``-`` is standard input.
+    """Files, folders or pipes of interactions; ``-`` is standard input."""
 
-    Attributes:
-        train: All of them, or those that train.
-        validation: Those that validate; only with ``test``.
-        test: Those that test; then the others do not.
-    """
-
-    train: Sequence[AnyPath]
-    validation: Sequence[AnyPath] = ()
-    test: Sequence[AnyPath] = ()
+    train: Sequence[AnyPath]  # all of them, or those that train
+    validation: Sequence[AnyPath] = ()  # only with a test
+    test: Sequence[AnyPath] = ()  # then the others do not test
 
 
 @dataclass(frozen=True)
 class Preparation:
     """Where a dataset is made, and how.
 
-    Attributes:
-        output: Dataset folder to make.
-        memory_limit_bytes: Memory that interactions may take, above what the interpreter takes (about 150 MB).
-        overwrite: Whether a dataset at ``output`` is replaced.
-        progress: Function that is called now and then.
-        note: Function that is told in a sentence what should be known of the input.
-
     Raises:
         UserError: The memory is too little.
     """
 
     output: AnyPath
-    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES
-    overwrite: bool = False
+    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # above what the interpreter takes (about 150 MB)
+    overwrite: bool = False  # whether a dataset at the output is replaced
     progress: ProgressCallback = field(default=ignore)
-    note: NoteCallback = field(default=ignore)
+    note: NoteCallback = field(default=ignore)  # is told in a sentence what should be known of the input
 
     def __post_init__(self) -> None:
         if self.memory_limit_bytes < LEAST_MEMORY_BYTES:
@@ -161,7 +145,6 @@ def _prepare(
     if options.min_rating is not None and columns.rating is None:
         raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")
     in_time = "place" if columns.time is None else "time, whole, place"
-    order = f"rows.k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
     output, memory_bytes = Path(preparation.output), 3 * preparation.memory_limit_bytes // 8
     require_outside([each.place for each in given.inputs], output)
     with (
@@ -174,18 +157,24 @@ def _prepare(
             sources, rejected = read_interactions(database, given, folder, memory_bytes, preparation.progress)
             (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
             left_out = select(database, options, in_time)
-            split.assign(database, in_time)
-            _require_memory(num_rows(database), columns, preparation.memory_limit_bytes)
-            vocabularies = write_text_vocabularies(database, folder, columns.key_names)
-            chosen = encoded_interactions(database, columns, order)
+            total = num_rows(database)
+            _require_memory(total, columns, preparation.memory_limit_bytes)
+            vocabularies, ids = write_text_vocabularies(database, folder, columns.key_names)
+            part, number = split.in_sql(in_time, total)
+            order = f"k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
+            numbered = f"(select *, {number} as n from rows)"
+            query = f"from (select * replace (({part})::utinyint as part) from {numbered}) order by {order}"
+            sizes = {name: FIRST_ID + vocabulary.num_ids for name, vocabulary in vocabularies.items()}
+            chosen = encoded_interactions(database, columns, query, ids, sizes)
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
         if split.is_random:
-            chosen = replace(chosen, parts=split.random_parts(len(chosen.parts), options.seed))
-        sizes = {name: FIRST_ID + vocabulary.num_ids for name, vocabulary in vocabularies.items()}
+            chosen = replace(chosen, parts=split.random_parts(total, options.seed))
         if isinstance(options, SequenceOptions):
-            splits, schema = _sequence_rows(chosen, sizes, options, preparation.note)
+            splits, schema, windows = sequence_rows(chosen, options)
+            for sentence in _notes(chosen, windows):
+                preparation.note(sentence)
         else:
-            splits, schema = _rating_rows(chosen, sizes)
+            splits, schema = rating_rows(chosen)
         if not splits["train"].num_rows:
             raise UserError("the training part has no rows: give more interactions, or another split (--split)")
         if not split.has_validation(bool(num_validation)):
@@ -236,45 +225,16 @@ def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: in
         )
 
 
-def _rating_rows(chosen: EncodedInteractions, sizes: Mapping[str, int]) -> tuple[dict[str, Rows], Schema]:
-    """Returns the rows of each split and the schema, given the size of each table."""
-    features = tuple(CategoricalFeature(name, size) for name, size in sizes.items())
-    schema = Schema(RATING, tuple(chosen.dense), features, label_kind="number", missing_dense=chosen.has_missing)
-    return {name: rating_rows(chosen, part) for part, name in enumerate(SPLIT_NAMES)}, schema
-
-
-def _sequence_rows(
-    chosen: EncodedInteractions, sizes: Mapping[str, int], options: SequenceOptions, note: NoteCallback
-) -> tuple[dict[str, Rows], Schema]:
-    """Returns the rows of each split and the schema, given the size of each table."""
-    users, parts = chosen.ids[USER], chosen.parts
-    windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
-    windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
-    for sentence in (*_notes_on_users(users, parts), *_notes_on_histories(windows, len(users))):
-        note(sentence)
-    mean = windows["train"].num_entries / max(1, len(windows["train"]))
-    lists = {name: CategoricalFeature(name, size, True, mean) for name, size in sizes.items()}
-    features = tuple((lists | {USER: CategoricalFeature(USER, sizes[USER])}).values())
-    dense = tuple(chosen.dense)
-    schema = Schema(None, (), features, dense_sequences=dense, missing_dense=chosen.has_missing)
-    return {name: sequence_rows(chosen, rows) for name, rows in windows.items()}, schema
-
-
-def _notes_on_users(users: NDArray[np.int32], parts: NDArray[np.uint8]) -> Iterator[str]:
-    """Yields what becomes of users from whom nothing can be learnt or predicted."""
-    bounds = user_bounds(users)
-    parts_of_first = parts[bounds[:-1]]
+def _notes(chosen: EncodedInteractions, windows: Mapping[str, Windows]) -> Iterator[str]:
+    """Yields which users have no rows or no training, and which splits take far more room than the interactions."""
+    bounds, total = user_bounds(chosen.ids[USER]), len(chosen.parts)
     if num_single := int(np.count_nonzero(np.diff(bounds) == 1)):
         yield f"{num_single:,} users have a single item, which nothing precedes: they have no row"
-    if num_unseen := int(np.count_nonzero(parts_of_first != TRAIN)):
+    if num_unseen := int(np.count_nonzero(chosen.parts[bounds[:-1]] != TRAIN)):
         yield f"{num_unseen:,} users have no item to train on; what is predicted of them, is from their later items"
-
-
-def _notes_on_histories(windows: Mapping[str, Windows], num_rows: int) -> Iterator[str]:
-    """Yields which splits take far more room than the interactions, since a history is there for each of its items."""
     for name, rows in windows.items():
-        if rows.num_entries > _MANY_HISTORIES * num_rows:
+        if rows.num_entries > _MANY_HISTORIES * total:
             yield (
-                f"{name} has {len(rows):,} rows with {rows.num_entries:,} items, each a whole history, of {num_rows:,} "
+                f"{name} has {len(rows):,} rows with {rows.num_entries:,} items, each a whole history, of {total:,} "
                 "interactions: a split 'last-two', or a shorter time, takes less"
             )

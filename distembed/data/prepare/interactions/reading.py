@@ -8,18 +8,21 @@ A row is malformed, for the first of these reasons that holds:
 - ``attribute``: a number among the attributes is there and not finite;
 - ``items``: a line of a user and items has no item.
 
-The table ``rows`` has a row for each interaction::
+The table ``rows`` has a row for each interaction, and ``keys`` the text of each code::
 
-    place   part   k0 k1 k2 ...                      rating   time, whole                   d0 d1 ...
-    0, 1,   split  codes of user, item and           float32  float64, and an int64 that    numbers, NaN
-    2 ...          categorical values; 0: missing             tells equal ones apart        where missing
+    rows  place   part   k0 k1 k2 ...                rating   time, whole                   d0 d1 ...
+          0, 1,   split  codes of user, item and     float32  float64, and an int64 that    numbers, NaN
+          2 ...          categorical values, null             tells equal ones apart        where missing
+                         where missing
+    keys  code, key
 
-The tables ``keys0``, ``keys1`` ... have the text of each code. Codes number the texts in the order of the input.
+Texts are numbered block by block, so that the database compares numbers: a text has another code in each block, and
+all codes of a text become its first one at the end. Codes of a column are in the order of the input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +39,10 @@ from distembed.data.prepare.progress import ProgressCallback
 from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
-from distembed.data.table.keys import coded, string_keys
+from distembed.data.table.keys import coded
 from distembed.data.table.numbers import Bools, dense_values
 from distembed.data.table.schema import TableSchema
+from distembed.data.table.value_texts import value_texts
 
 REASONS = ("columns", "text", "json", "user", "item", "rating", "time", "attribute", "items")
 
@@ -50,25 +54,19 @@ _LINE = {
 _BLOCK_BYTES = 16 << 20
 _WHOLE_NUMBER = "^-?[0-9]{1,19}$"
 _MISSING = pa.array([""])
+_TEXTS = pa.schema({"number": pa.int32(), "code": pa.int32(), "key": pa.string()})
 
-Reasons = dict[str, Bools]
+Wrong = dict[str, Bools]
 """Reason -> which rows are malformed by it."""
 
 
 @dataclass(frozen=True)
 class InteractionInput:
-    """The files to read.
-
-    Attributes:
-        inputs: The inputs.
-        parts: Number of the split that each input is for.
-        columns: Columns to read; None for lines of a user and items.
-        max_rejected: Largest share of malformed rows that is no error.
-    """
+    """The files to read."""
 
     inputs: Sequence[TableInput]
-    parts: Sequence[int]
-    columns: InteractionColumns | None
+    parts: Sequence[int]  # number of the split that each input is for
+    columns: InteractionColumns | None  # None for lines of a user and items
     max_rejected: float
 
     @property
@@ -109,59 +107,64 @@ def read_interactions(
     reader = RowReader(given.inputs, given.schema)
     inputs = [each.raw for each in given.inputs]
     rejected = RejectedRows(folder, inputs, REASONS, given.max_rejected, given.wanted)
-    blocks = reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report)
     columns = given.columns or InteractionColumns()
+    schema = _row_schema(columns)
+    database.add("rows", [], schema)
+    database.add("texts", [], _TEXTS)
+    num_kept, num_codes = 0, 1
     try:
-        database.add("texts", _batches(blocks, given, rejected, reader), _row_schema(columns))
+        for rows in reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report):
+            keys, numbers, wrong = _listed(rows) if given.columns is None else _named(rows, given.columns)
+            _reject(rows, wrong, rejected)
+            rejected.require_hope(sum(reader.num_lines))
+            coded_keys: list[pa.Array] = []
+            for number, column in enumerate(keys):
+                codes = column.indices.dictionary_encode()  # in the order of the rows
+                coded_keys.append(pc.add_checked(codes.indices, np.int32(num_codes)))
+                texts = column.dictionary.take(codes.dictionary)
+                new = np.arange(num_codes, num_codes + len(texts), dtype=np.int32)
+                database.append("texts", pa.record_batch([np.full(len(texts), number), new, texts], names=_TEXTS.names))
+                num_codes += len(texts)
+            places = np.arange(num_kept, num_kept + len(keys[0]))
+            parts = np.full(len(places), given.parts[rows.source], np.uint8)
+            database.append("rows", pa.record_batch([places, parts, *coded_keys, *numbers], names=schema.names))
+            num_kept += len(places)
     finally:
         rejected.close()
     rejected.require_few(sum(reader.num_lines))
-    _number_texts(database, len(columns.keys))
+    _join_codes(database, len(columns.keys))
     return reader.sources(rejected.by_source), rejected.counts()
 
 
 def _row_schema(columns: InteractionColumns) -> pa.Schema:
-    keys = [(f"k{n}", pa.string()) for n in range(len(columns.keys))]
+    keys = [(f"k{n}", pa.int32()) for n in range(len(columns.keys))]
     rating = [("rating", pa.float32())] if columns.rating is not None else []
     time = [("time", pa.float64()), ("whole", pa.int64())] if columns.time is not None else []
     dense = [(f"d{n}", pa.float32()) for n in range(len(columns.dense))]
     return pa.schema([("place", pa.int64()), ("part", pa.uint8()), *keys, *rating, *time, *dense])
 
 
-def _number_texts(database: Database, num_keys: int) -> None:
-    """Makes the table ``rows`` of the table ``texts``, with codes in place of texts."""
-    for n in range(num_keys):
-        database.run(
-            f"create table keys{n} as select row_number() over (order by min(place)) as code, k{n} as key "
-            f"from texts where k{n} is not null group by k{n}"
-        )
-    codes = ", ".join(f"coalesce(keys{n}.code, 0)::int as k{n}" for n in range(num_keys))
-    joins = " ".join(f"left join keys{n} on texts.k{n} = keys{n}.key" for n in range(num_keys))
-    database.run(f"create table rows as select texts.* replace ({codes}) from texts {joins}")
+def _join_codes(database: Database, num_keys: int) -> None:
+    """Gives each text of a column its first code."""
+    first = "min(code) over (partition by number, key)"
+    database.run(f"create table keys as select code, key, {first} as first_code from texts")
     database.run("drop table texts")
+    for n in range(num_keys):
+        database.run(f"update rows set k{n} = first_code from keys where k{n} = code and code <> first_code")
 
 
-def _batches(
-    blocks: Iterator[NamedRows], given: InteractionInput, rejected: RejectedRows, reader: RowReader
-) -> Iterator[pa.RecordBatch]:
-    """Yields the well-formed rows, and lists the others."""
-    num_kept = 0
-    for rows in blocks:
-        found, reasons = _listed(rows) if given.columns is None else _named(rows, given.columns)
-        bad = [(row.line, row.reason, row.text) for row in rows.bad]
-        first = _first_reasons(reasons)
-        bad += [(int(rows.lines[n]), REASONS[first[n]], rows.text(n)) for n in np.flatnonzero(first >= 0).tolist()]
-        for line, reason, text in sorted(bad):
-            rejected.add(rows.source, line, reason, text)
-        rejected.require_hope(sum(reader.num_lines))
-        places = np.arange(num_kept, num_kept + len(found[0]))
-        num_kept += len(places)
-        parts = np.full(len(places), given.parts[rows.source], np.uint8)
-        schema = _row_schema(given.columns or InteractionColumns())
-        yield pa.record_batch([pa.array(places), pa.array(parts), *found], schema=schema)
+def _reject(rows: NamedRows, wrong: Wrong, rejected: RejectedRows) -> None:
+    """Lists the malformed rows by their first reasons."""
+    first = np.full(len(rows.lines), -1)
+    for reason in reversed(list(wrong)):
+        first[wrong[reason]] = REASONS.index(reason)
+    bad = [(row.line, row.reason, row.text) for row in rows.bad]
+    bad += [(int(rows.lines[n]), REASONS[first[n]], rows.text(n)) for n in np.flatnonzero(first >= 0).tolist()]
+    for line, reason, text in sorted(bad):
+        rejected.add(rows.source, line, reason, text)
 
 
-def _listed(rows: NamedRows) -> tuple[list[pa.Array], Reasons]:
+def _listed(rows: NamedRows) -> tuple[list[pa.DictionaryArray], list[NDArray[np.generic]], Wrong]:
     """Returns users and items of well-formed lines of a user and items, and why lines are malformed."""
     lines = pc.fill_null(rows.columns["line"].cast(pa.string()), "")
     words = pc.ascii_split_whitespace(pc.utf8_trim_whitespace(lines))
@@ -170,14 +173,16 @@ def _listed(rows: NamedRows) -> tuple[list[pa.Array], Reasons]:
     good = lengths > 1
     items = pc.list_flatten(pc.list_slice(words.filter(pa.array(good)), 1))
     users = pc.list_element(words.filter(pa.array(good)), 0).take(np.repeat(np.arange(good.sum()), lengths[good] - 1))
-    return [users, items], {"user": is_empty, "items": ~good}
+    return [_texts(users), _texts(items)], [], {"user": is_empty, "items": ~good}
 
 
-def _named(rows: NamedRows, columns: InteractionColumns) -> tuple[list[pa.Array], Reasons]:
+def _named(
+    rows: NamedRows, columns: InteractionColumns
+) -> tuple[list[pa.DictionaryArray], list[NDArray[np.generic]], Wrong]:
     """Returns the columns of well-formed rows, and why rows are malformed."""
     texts = [_texts(rows.columns[name]) for name in columns.keys]
     roles = zip(("user", "item"), texts, strict=False)
-    wrong = {role: text.is_null().to_numpy(zero_copy_only=False) for role, text in roles}
+    wrong = {role: text.indices.is_null().to_numpy(zero_copy_only=False) for role, text in roles}
     numbers: list[NDArray[np.generic]] = []
     if columns.rating is not None:
         ratings, wrong["rating"] = dense_values(rows.columns[columns.rating], "none")
@@ -192,16 +197,14 @@ def _named(rows: NamedRows, columns: InteractionColumns) -> tuple[list[pa.Array]
         wrong["attribute"] |= malformed
         numbers.append(values)
     good = ~np.logical_or.reduce(list(wrong.values()))
-    chosen = pa.array(good)
-    return [*(text.filter(chosen) for text in texts), *(pa.array(column[good]) for column in numbers)], wrong
+    return [text.filter(pa.array(good)) for text in texts], [column[good] for column in numbers], wrong
 
 
-def _texts(column: pa.Array) -> pa.Array:
-    """Returns the texts of values, those that a column of a table has, null for missing ones and empty texts."""
+def _texts(column: pa.Array) -> pa.DictionaryArray:
+    """Returns the texts that a column of a table has, null for missing values and empty texts."""
     values = coded(column, _MISSING)
-    keys = string_keys(values.distinct)
-    assert keys.texts is not None, "keys of texts have them"
-    return keys.texts.take(pa.array(values.codes - 1, mask=values.codes == 0))
+    codes = pa.array(values.codes - 1, mask=values.codes == 0)
+    return pa.DictionaryArray.from_arrays(codes, value_texts(values.distinct))
 
 
 def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
@@ -220,16 +223,8 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
     whole = np.where(is_64_bit, times, 0).astype(np.int64)
     if pa.types.is_integer(column.type):
         whole = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    elif pa.types.is_string(column.type):
+    elif pa.types.is_string(column.type) and not (np.abs(times) < 2.0**53).all():  # smaller ones are exact
         digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
         exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
         whole = np.where(digits.to_numpy(zero_copy_only=False), exact, whole)
     return times, whole, wrong
-
-
-def _first_reasons(wrong: Mapping[str, Bools]) -> NDArray[np.int8]:
-    """Returns the place in ``REASONS`` of the first reason for which each row is malformed; -1 for others."""
-    reasons = np.full(len(next(iter(wrong.values()))), -1, np.int8)
-    for reason in reversed(list(wrong)):
-        reasons[wrong[reason]] = REASONS.index(reason)
-    return reasons

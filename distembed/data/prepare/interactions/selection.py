@@ -10,11 +10,6 @@ from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import InteractionOptions
 from distembed.errors import UserError
 
-_CORE = (
-    "semi join (select k0 from rows group by k0 having count(*) >= {k}) using (k0) "
-    "semi join (select k1 from rows group by k1 having count(*) >= {k}) using (k1)"
-)
-
 
 def select(database: Database, options: InteractionOptions, in_time: str) -> dict[str, int]:
     """Leaves in the table ``rows`` the interactions that the options keep.
@@ -32,17 +27,23 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
     """
     left_out = {}
     if options.min_rating is not None:
-        left_out["below_rating"] = _keep(database, f"where rating >= {options.min_rating!r}::float")
+        left_out["below_rating"] = _delete(database, f"rating < {options.min_rating!r}::float")
     if options.duplicates != "keep":
-        columns = f"part, {in_time}".split(", ")
-        order = ", ".join(f"{column} desc" if options.duplicates == "last" else column for column in columns)
-        rank = f"row_number() over (partition by k0, k1 order by {order})"
+        order = f"part, {in_time}"
+        if options.duplicates == "last":
+            order = f"{order} desc".replace(",", " desc,")
+        repeated = (
+            f"(select k0, k1, place, row_number() over (partition by k0, k1 order by {order}) as number from rows "
+            "semi join (select k0, k1 from rows group by k0, k1 having count(*) > 1) using (k0, k1))"
+        )
         if options.duplicates == "error":
-            _require_distinct(database, rank)
-        left_out["duplicates"] = _keep(database, f"qualify {rank} = 1")
+            _require_none(database, f"{repeated} as repeated where number > 1")
+        left_out["duplicates"] = _delete(database, f"place in (select place from {repeated} where number > 1)")
     if options.k_core > 1:
+        rare = (f"k{n} in (select k{n} from rows group by k{n} having count(*) < {options.k_core})" for n in (0, 1))
+        condition = " or ".join(rare)
         left_out["outside_core"] = 0
-        while taken := _keep(database, _CORE.format(k=options.k_core)):
+        while taken := _delete(database, condition):
             left_out["outside_core"] += taken
     left_out = {reason: count for reason, count in left_out.items() if count}
     if not num_rows(database):
@@ -55,28 +56,26 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
 
 def num_rows(database: Database) -> int:
     """Returns the number of interactions that are left."""
-    (count,) = database.row("select count(*) from rows")
-    return int(count)
+    return int(database.row("select count(*) from rows")[0])
 
 
-def _keep(database: Database, condition: str) -> int:
-    """Leaves the rows that a clause of SQL keeps, and returns the number of the others."""
-    before = num_rows(database)
-    database.run(f"create or replace table rows as select * from rows {condition}")
-    return before - num_rows(database)
+def _delete(database: Database, condition: str) -> int:
+    """Deletes rows, and returns how many."""
+    return int(database.row(f"delete from rows where {condition}")[0])
 
 
-def _require_distinct(database: Database, rank: str) -> None:
-    """Makes sure that each pair of user and item is there once.
+def _require_none(database: Database, repeated: str) -> None:
+    """Makes sure that no pair of user and item is there again.
 
     Raises:
-        UserError: One is there again.
+        UserError: One is.
     """
-    (count,) = database.row(f"select count(*) from (select place from rows qualify {rank} > 1)")
+    (count,) = database.row(f"select count(*) from {repeated}")
     if count:
         user, item = database.row(
-            "select keys0.key, keys1.key from rows join keys0 on k0 = keys0.code join keys1 on k1 = keys1.code "
-            f"qualify {rank} > 1 order by place limit 1"
+            "select users.key, items.key "
+            f"from (select * from {repeated} order by place limit 1) "
+            "join keys as users on k0 = users.code join keys as items on k1 = items.code"
         )
         raise UserError(
             f"{count:,} interactions of a user with an item are there more than once, such as user {user!r} and item "

@@ -17,7 +17,6 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.data.prepare.count import Database
 from distembed.data.prepare.split import parse_shares
 from distembed.data.splitmix import mix64_array
 from distembed.errors import UserError
@@ -83,34 +82,24 @@ class InteractionSplit:
             return len(self.shares) == 3
         return has_files if self.num_last is None else self.num_last == 2
 
-    def assign(self, database: Database, in_time: str) -> None:
-        """Gives the rows of the table ``rows`` their splits, where time says them.
+    def in_sql(self, in_time: str, num_rows: int) -> tuple[str, str]:
+        """Returns SQL of the number of a row's split, and of its column ``n`` that this is made of.
 
         A user all of whose interactions would be taken away, but for the first one, trains with all.
 
         Args:
-            database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
             in_time: Columns by which rows are in the order of time.
+            num_rows: Number of all rows.
         """
         if self.num_last is not None:
-            latest = ", ".join(f"{column} desc" for column in in_time.split(", "))
-            part = (
-                f"case when history <= {self.num_last} or n > {self.num_last} then {TRAIN} when n = 1 then {TEST} "
-                f"else {VALIDATION} end"
-            )
-            number = f"row_number() over (partition by k0 order by {latest}) as n"
-            source = "rows join (select k0, count(*) as history from rows group by k0) using (k0)"
-        elif self.shares is not None and not self.is_random:
-            (total,) = database.row("select count(*) from rows")
-            cases = [f"when n <= {stop} then {part}" for part, stop in self._stops(total)]
-            part = f"case {' '.join(cases)} else {TEST} end"
-            number, source = f"row_number() over (order by {in_time}) as n", "rows"
-        else:
-            return
-        database.run(
-            f"create or replace table rows as select * replace (({part})::utinyint as part) "
-            f"from (select *, {number} from {source})"
-        )
+            user = f"(partition by k0 order by {f'{in_time} desc'.replace(',', ' desc,')}"
+            history = f"count(*) over {user} rows between unbounded preceding and unbounded following)"
+            number = f"case when {history} > {self.num_last} then row_number() over {user}) end"
+            return f"case n when 1 then {TEST} when {self.num_last} then {VALIDATION} else {TRAIN} end", number
+        if self.shares is None or self.is_random:
+            return "part", "null"
+        cases = " ".join(f"when n <= {stop} then {part}" for part, stop in self._stops(num_rows))
+        return f"case {cases} else {TEST} end", f"row_number() over (order by {in_time})"
 
     def random_parts(self, total: int, seed: int) -> NDArray[np.uint8]:
         """Returns the split of each interaction in a random order, which the seed and the rows' numbers give."""

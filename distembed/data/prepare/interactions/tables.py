@@ -12,20 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Vocabulary
-from distembed.data.dataset.schema import USER
+from distembed.data.dataset.schema import USER, CategoricalFeature, Schema
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.interactions.options import RATING, InteractionColumns
-from distembed.data.prepare.interactions.windows import Windows, entries
+from distembed.data.prepare.interactions.options import RATING, InteractionColumns, SequenceOptions
+from distembed.data.prepare.interactions.splits import TEST, VALIDATION
+from distembed.data.prepare.interactions.windows import Windows, entries, evaluation_windows, training_windows
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
-from distembed.data.prepare.vocabulary import FIRST_ID, MISSING_ID, VOCABULARY_GROUP_ROWS
+from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.prepare.vocabulary import FIRST_ID, VOCABULARY_GROUP_ROWS
 from distembed.data.prepare.write_parquet import (
     ROW_GROUP_ROWS,
     FilePlan,
@@ -35,11 +37,13 @@ from distembed.data.prepare.write_parquet import (
     write_file,
 )
 
-_VOCABULARY = pa.schema([("id", pa.int64()), ("key", pa.string()), ("count", pa.int64())])
+_COUNTED = pa.schema([("code", pa.int32()), ("key", pa.string()), ("count", pa.int64())])
 
 
-def write_text_vocabularies(database: Database, folder: Path, names: Sequence[str]) -> dict[str, Vocabulary]:
-    """Gives ids to the values that occur, in tables ``ids0``, ``ids1`` ..., and writes them down.
+def write_text_vocabularies(
+    database: Database, folder: Path, names: Sequence[str]
+) -> tuple[dict[str, Vocabulary], NDArray[np.int32]]:
+    """Gives ids to the values that occur, and writes them down; returns the id of each code too.
 
     Args:
         database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
@@ -48,35 +52,31 @@ def write_text_vocabularies(database: Database, folder: Path, names: Sequence[st
     """
     (folder / "vocabulary").mkdir()
     vocabularies = {}
+    num_rows, last_code = database.row("select (select count(*) from rows), (select max(code) from keys)")
+    ids = np.zeros(last_code + 1, np.int32)
     for n, name in enumerate(names):
-        database.run(
-            f"create table ids{n} as select row_number() over (order by count(*) desc, key) + {FIRST_ID - 1} as id, "
-            f"code, key, count(*) as count from rows join keys{n} on k{n} = code group by code, key"
-        )
-        batches = database.batches(f"select id, key, count from ids{n} order by id")
-        table = pa.Table.from_batches(batches, _VOCABULARY)
+        counted = f"(select k{n} as code, count(*) as count from rows where k{n} is not null group by k{n})"
+        query = f"select code, key, count from {counted} join keys using (code) order by count desc, key"
+        table = pa.Table.from_batches(database.batches(query), _COUNTED)
+        own = np.arange(FIRST_ID, FIRST_ID + len(table))
+        ids[table["code"].to_numpy()] = own
         file = f"vocabulary/{name}.parquet"
-        pq.write_table(table, folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
-        (num_missing,) = database.row(f"select count(*) from rows where k{n} = 0")
+        columns = {"id": own, "key": table["key"], "count": table["count"]}
+        pq.write_table(pa.table(columns), folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
+        num_missing = num_rows - (pc.sum(table["count"]).as_py() or 0)
         vocabularies[name] = Vocabulary(file, len(table), 0, 0, num_missing)
-    return vocabularies
+    return vocabularies, ids
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedInteractions:
-    """What is known of every interaction, in ids and numbers.
+    """What is known of every interaction, in ids and numbers, and which columns a dataset has."""
 
-    Attributes:
-        ids: Ids by column: ``user``, ``item``, then others.
-        dense: Numbers by column, NaN where missing.
-        ratings: Ratings; 1 where there are none.
-        parts: Number of each row's split.
-    """
-
-    ids: Mapping[str, NDArray[np.int32]]
-    dense: Mapping[str, NDArray[np.float32]]
-    ratings: NDArray[np.float32]
-    parts: NDArray[np.uint8]
+    ids: Mapping[str, NDArray[np.int32]]  # by column: user, item, others
+    dense: Mapping[str, NDArray[np.float32]]  # by column, NaN where missing
+    ratings: NDArray[np.float32]  # 1 where there are none
+    parts: NDArray[np.uint8]  # number of each row's split
+    sizes: Mapping[str, int]  # number of ids of each table
 
     @property
     def has_missing(self) -> bool:
@@ -84,66 +84,85 @@ class EncodedInteractions:
         return any(bool(np.isnan(values).any()) for values in self.dense.values())
 
 
-def encoded_interactions(database: Database, columns: InteractionColumns, order: str) -> EncodedInteractions:
-    """Returns the table ``rows`` with the ids of the vocabularies, in an order."""
-    keys = range(len(columns.keys))
-    wanted = [f"coalesce(ids{n}.id, {MISSING_ID})::int as k{n}" for n in keys]
-    wanted += [f"d{n}" for n in range(len(columns.dense))]
-    joins = " ".join(f"left join ids{n} on k{n} = ids{n}.code" for n in keys)
+def encoded_interactions(
+    database: Database, columns: InteractionColumns, query: str, ids: NDArray[np.int32], sizes: Mapping[str, int]
+) -> EncodedInteractions:
+    """Returns rows with the ids of the vocabularies, in an order.
+
+    Args:
+        database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
+        columns: The columns.
+        query: SQL of the rows and their order.
+        ids: Id of each code.
+        sizes: Number of ids of each table.
+    """
+    names = [f"coalesce(k{n}, 0) as k{n}" for n in range(len(columns.keys))]
+    names += [f"d{n}" for n in range(len(columns.dense))]
     rating = "1::float" if columns.rating is None else "rating"
-    query = f"select {', '.join(wanted)}, {rating} as rating, part from rows {joins} order by {order}"
-    table = pa.Table.from_batches(database.batches(query))
+    batches = database.batches(f"select {', '.join(names)}, {rating} as rating, part {query}")
+    table = pa.Table.from_batches(batches)
     arrays = {name: table[name].to_numpy() for name in table.column_names}
     return EncodedInteractions(
-        ids={name: arrays[f"k{n}"] for n, name in enumerate(columns.key_names)},
+        ids={name: ids[arrays[f"k{n}"]] for n, name in enumerate(columns.key_names)},
         dense={name: arrays[f"d{n}"] for n, name in enumerate(columns.dense)},
         ratings=arrays["rating"],
         parts=arrays["part"],
+        sizes=sizes,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a split.
-
-    Attributes:
-        num_rows: Number of rows.
-        group_rows: Rows of a row group.
-        table: Function that returns the rows ``[start, stop)``.
-    """
+    """The rows of a split."""
 
     num_rows: int
-    group_rows: int
-    table: Callable[[int, int], pa.Table]
+    group_rows: int  # of a row group
+    table: Callable[[int, int], pa.Table]  # function that returns the rows [start, stop)
 
 
-def rating_rows(chosen: EncodedInteractions, part: int) -> Rows:
-    """Returns a row for each interaction of a split."""
+def rating_rows(chosen: EncodedInteractions) -> tuple[dict[str, Rows], Schema]:
+    """Returns a row for each interaction, by split, and the schema."""
     columns = {RATING: chosen.ratings, **chosen.dense, **chosen.ids}
-    places = np.flatnonzero(chosen.parts == part)
+    features = tuple(CategoricalFeature(name, size) for name, size in chosen.sizes.items())
+    schema = Schema(RATING, tuple(chosen.dense), features, label_kind="number", missing_dense=chosen.has_missing)
 
-    def table(start: int, stop: int) -> pa.Table:
-        return pa.table({name: _array(values[places[start:stop]]) for name, values in columns.items()})
+    def rows(part: int) -> Rows:
+        places = np.flatnonzero(chosen.parts == part)
 
-    return Rows(len(places), ROW_GROUP_ROWS, table)
+        def table(start: int, stop: int) -> pa.Table:
+            own = places[start:stop]
+            return pa.table({name: pa.array(values[own], from_pandas=True) for name, values in columns.items()})
+
+        return Rows(len(places), ROW_GROUP_ROWS, table)
+
+    return {name: rows(part) for part, name in enumerate(SPLIT_NAMES)}, schema
 
 
-def sequence_rows(chosen: EncodedInteractions, windows: Windows) -> Rows:
-    """Returns a row for each window: the user, and lists of equal length of everything else."""
+def sequence_rows(
+    chosen: EncodedInteractions, options: SequenceOptions
+) -> tuple[dict[str, Rows], Schema, dict[str, Windows]]:
+    """Returns a row for each window, by split: the user, and lists of equal length of all else; and the schema."""
+    users, parts = chosen.ids[USER], chosen.parts
+    windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
+    windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
     columns = {name: values for name, values in {**chosen.ids, **chosen.dense}.items() if name != USER}
+    mean = windows["train"].mean_entries
+    lists = {name: CategoricalFeature(name, size, True, mean) for name, size in chosen.sizes.items()}
+    features = (CategoricalFeature(USER, chosen.sizes[USER]), *(lists[name] for name in lists if name != USER))
+    dense = tuple(chosen.dense)
+    schema = Schema(None, (), features, dense_sequences=dense, missing_dense=chosen.has_missing)
 
-    def table(start: int, stop: int) -> pa.Table:
-        places, offsets = entries(windows, start, stop)
-        begins = pa.array(offsets.astype(np.int32))
-        lists = {name: pa.ListArray.from_arrays(begins, _array(values[places])) for name, values in columns.items()}
-        return pa.table({USER: pa.array(chosen.ids[USER][windows.starts[start:stop]]), **lists})
+    def rows(own: Windows) -> Rows:
+        def table(start: int, stop: int) -> pa.Table:
+            places, offsets = entries(own, start, stop)
+            arrays = {name: pa.array(values[places], from_pandas=True) for name, values in columns.items()}
+            begins = pa.array(offsets.astype(np.int32))
+            made = {name: pa.ListArray.from_arrays(begins, array) for name, array in arrays.items()}
+            return pa.table({USER: users[own.starts[start:stop]], **made})
 
-    return Rows(len(windows), rows_per_group(windows.num_entries / max(1, len(windows))), table)
+        return Rows(len(own), rows_per_group(own.mean_entries), table)
 
-
-def _array(values: NDArray[Any]) -> pa.Array:
-    """Returns ids or numbers, null where a number is NaN."""
-    return pa.array(values, from_pandas=True)
+    return {name: rows(own) for name, own in windows.items()}, schema, windows
 
 
 def write_splits(

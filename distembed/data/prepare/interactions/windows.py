@@ -23,15 +23,10 @@ from distembed.data.prepare.interactions.splits import TRAIN
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The rows of a split.
+    """The rows of a split."""
 
-    Attributes:
-        starts: Where each row begins among the sorted interactions.
-        stops: Where it ends.
-    """
-
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
+    starts: NDArray[np.int64]  # where each row begins among the sorted interactions
+    stops: NDArray[np.int64]  # where it ends
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -40,6 +35,11 @@ class Windows:
     def num_entries(self) -> int:
         """Number of interactions in all rows, each counted as often as it is there."""
         return int((self.stops - self.starts).sum())
+
+    @property
+    def mean_entries(self) -> float:
+        """Mean number of interactions of a row; 0 without rows."""
+        return self.num_entries / max(1, len(self))
 
 
 def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_length: int, windows: str) -> Windows:
