@@ -76,13 +76,6 @@ def command(*arguments: object, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, "-m", "distembed", *map(str, arguments)]
 
 
-def launch(*arguments: object, ranks: int = 1) -> None:
-    """Runs the command as a user does, in new processes, which takes seconds longer, and checks that it succeeds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-
-
 def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Runs the command in processes that have loaded it and checks its exit code; output and errors are text."""
     returned = 0

@@ -158,7 +158,11 @@ def test_where_nothing_helps_it_says_so() -> None:
     [
         pytest.param([PATH], cluster(2 * 10**8, gpus=2), marks=pytest.mark.slow),
         (["embedding.default.partition=naive"], cluster(3 * 10**8)),
-        (["embedding.default.composition=concat", "embedding.default.partition=naive"], cluster(10**9)),
+        pytest.param(
+            ["embedding.default.composition=concat", "embedding.default.partition=naive"],
+            cluster(10**9),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["embedding.default={partition: naive, composition: concat, dims: [4, 4, 8]}"],
             cluster(10**9),

@@ -69,10 +69,10 @@ def test_a_row_that_is_not_here_is_neither_read_nor_written(is_product: bool, po
     assert all(torch.equal(own.detach(), one) for own, one in zip(memory, before, strict=True))
 
 
-def skip_outside_rows(is_product: bool, checks: bool) -> None:
+def skip_outside_rows(is_product: bool, checks: bool, cases: list[tuple[int, int]]) -> None:
     """In the interpreter's process: nothing around the tables changes, and all other bags are as they should be."""
     os.environ["DISTEMBED_CHECK_ROWS"] = "1" if checks else "0"
-    for position, outside in itertools.product((0, 64, 2 * NUM_IDS - 1), OUTSIDE):
+    for position, outside in cases:
         lookup, storages, memory = build(InterpretedLookup, is_product, True)
         ids, offsets = draw(position, outside)
         if checks:
@@ -99,7 +99,10 @@ def skip_outside_rows(is_product: bool, checks: bool) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_of_a_gpu_skip_a_row_that_is_not_here_or_raise_where_that_is_asked() -> None:
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_of_a_gpu_skip_a_row_that_is_not_here_or_raise_where_that_is_asked(is_full: bool) -> None:
+    positions = (0, 64, 2 * NUM_IDS - 1)
+    cases = list(itertools.product(positions, OUTSIDE) if is_full else zip(itertools.cycle(positions), OUTSIDE))
     with interpreter() as run:
         for is_product, checks in itertools.product([True, False], repeat=2):
-            run(skip_outside_rows, is_product, checks)
+            run(skip_outside_rows, is_product, checks, cases)

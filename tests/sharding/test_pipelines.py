@@ -188,9 +188,8 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
     assert curves[1] == curves[0] and curves[2] == curves[0]
 
 
-def check_all_pipelines(rank: int, world_size: int) -> None:
-    cases = [(kind, "ragged") for kind in [*SHARDING_TYPES, "mixed"]] + [("mixed", "single"), ("mixed", "weighted")]
-    for kind, bags in cases:
+def check_all_pipelines(rank: int, world_size: int, kinds: list[str]) -> None:
+    for kind, bags in [(kind, "ragged") for kind in kinds] + [("mixed", "single"), ("mixed", "weighted")]:
         try:
             check_pipelines(rank, kind, bags)
         except AssertionError as error:
@@ -202,8 +201,9 @@ def check_all_pipelines(rank: int, world_size: int) -> None:
 
 # every case in one start of the ranks: starting them takes longer than all that they do
 @pytest.mark.distributed
-def test_every_pipeline_takes_the_steps_of_the_unsharded_model() -> None:
-    run_on_ranks(2, check_all_pipelines)
+@pytest.mark.parametrize("kinds", [["mixed"], pytest.param(list(SHARDING_TYPES), marks=pytest.mark.slow)])
+def test_every_pipeline_takes_the_steps_of_the_unsharded_model(kinds: list[str]) -> None:
+    run_on_ranks(2, check_all_pipelines, kinds)
 
 
 def check_prefetched(rank: int, bags: str) -> None:

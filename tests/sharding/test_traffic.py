@@ -1,5 +1,6 @@
 """Bytes that one training step hands to collectives: those of a plain TorchRec table, to the byte."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -243,8 +244,11 @@ def check_traffic(rank: int, world_size: int, kind: str, is_weighted: bool, id_d
 
 def check_all_traffic(rank: int, world_size: int) -> None:
     for kind in PLANS:
-        for is_weighted, id_dtype in ((False, torch.int64), (True, torch.int64), (False, torch.int32)):
-            check_traffic(rank, world_size, kind, is_weighted, id_dtype)
+        check_traffic(rank, world_size, kind, False, torch.int64)
+    for kind, (is_weighted, id_dtype) in itertools.product(
+        ("column_wise", "row_wise"), ((True, torch.int64), (False, torch.int32))
+    ):
+        check_traffic(rank, world_size, kind, is_weighted, id_dtype)
 
 
 @pytest.mark.distributed

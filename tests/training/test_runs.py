@@ -21,7 +21,7 @@ from distembed import cli
 from distembed.commands.shared import console
 from distembed.errors import UserError
 from tests.processes import start_processes
-from tests.small_runs import ROWS, command, distembed, launch, run_command, write_dataset
+from tests.small_runs import ROWS, command, distembed, run_command, write_dataset
 
 
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp
     overrides = ["train.batch_size=65", "train.epochs=2", "train.evaluate_every=20"]
     one, two = tmp_path / "one", tmp_path / "two"
     distembed("train", config, *overrides, "--run-dir", one)
-    launch("train", config, *overrides, "--run-dir", two, ranks=2)
+    distembed("train", config, *overrides, "--run-dir", two, ranks=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert [line["samples"] for line in metrics(two, "train")] == [line["samples"] for line in metrics(one, "train")]
     for split in ("validation", "test"):

@@ -64,61 +64,61 @@ def json_value(value: Any) -> str:
     return json.dumps(value.isoformat() if isinstance(value, datetime.date) else value)
 
 
-def write_text(path: Path, rows: list[tuple[int, Any, str]], separator: str) -> None:
-    lines = [separator.join((str(label), csv_text(value), other)) for label, value, other in rows]
-    path.write_text("\n".join([separator.join(("label", "value", "other")), *lines, ""]), encoding="utf-8")
+Columns = dict[str, pa.Array]
 
 
-def write_json(path: Path, rows: list[tuple[int, Any, str]]) -> None:
-    lines = [
-        f'{{"label": {label}, "value": {json_value(value)}, "other": "{other}"}}\n' for label, value, other in rows
-    ]
-    path.write_text("".join(lines), encoding="utf-8")
+def write_text(path: Path, columns: Columns, separator: str) -> None:
+    rows = zip(*(column.to_pylist() for column in columns.values()), strict=True)
+    lines = [separator.join(columns), *(separator.join(map(csv_text, row)) for row in rows), ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def write_parquet(path: Path, rows: list[tuple[int, Any, str]], type_: pa.DataType, **options: Any) -> None:
-    labels, values, others = zip(*rows, strict=True)
-    table = {"label": list(labels), "value": pa.array(values, type_), "other": list(others)}
-    pq.write_table(pa.table(table), path, **options)
+def write_json(path: Path, columns: Columns) -> None:
+    rows = zip(*(column.to_pylist() for column in columns.values()), strict=True)
+    objects = (
+        ", ".join(f'"{name}": {json_value(value)}' for name, value in zip(columns, row, strict=True)) for row in rows
+    )
+    path.write_text("".join(f"{{{each}}}\n" for each in objects), encoding="utf-8")
 
 
-def write_spark(folder: Path, rows: list[tuple[int, Any, str]], type_: pa.DataType) -> None:
+def write_spark(folder: Path, columns: Columns) -> None:
     """Writes a folder as Spark does: an empty first part, int96 times, a mark of success."""
     folder.mkdir()
     (folder / "_SUCCESS").touch()
-    options = {"use_deprecated_int96_timestamps": True, "compression": "snappy"}
-    empty = pa.schema([("label", pa.int64()), ("value", type_), ("other", pa.string())]).empty_table()
-    pq.write_table(empty, folder / "part-00000.parquet", **options)
-    write_parquet(folder / "part-00001.parquet", rows, type_, **options)
+    for part, table in enumerate((pa.table(columns)[:0], pa.table(columns))):
+        path = folder / f"part-{part:05d}.parquet"
+        pq.write_table(table, path, use_deprecated_int96_timestamps=True, compression="snappy")
 
 
-WRITERS: dict[str, Callable[[Path, list[tuple[int, Any, str]], pa.DataType], None]] = {
-    "rows.csv": lambda path, rows, _: write_text(path, rows, ","),
-    "rows.tsv": lambda path, rows, _: write_text(path, rows, "\t"),
-    "rows.jsonl": lambda path, rows, _: write_json(path, rows),
-    "rows.parquet": lambda path, rows, type_: write_parquet(path, rows, type_, use_dictionary=False),
-    "coded.parquet": lambda path, rows, type_: write_parquet(path, rows, type_, use_dictionary=True),
+WRITERS: dict[str, Callable[[Path, Columns], None]] = {
+    "rows.csv": lambda path, columns: write_text(path, columns, ","),
+    "rows.tsv": lambda path, columns: write_text(path, columns, "\t"),
+    "rows.jsonl": write_json,
+    "rows.parquet": lambda path, columns: pq.write_table(pa.table(columns), path, use_dictionary=False),
+    "coded.parquet": lambda path, columns: pq.write_table(pa.table(columns), path, use_dictionary=True),
     "spark": write_spark,
 }
 
 
-@pytest.mark.parametrize("kind", VALUES)
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(data=st.data())
-def test_every_file_gives_the_same_ids(kind: str, data: st.DataObject) -> None:
-    values, type_ = VALUES[kind]
-    drawn = data.draw(st.lists(st.one_of(st.none(), values), min_size=1, max_size=20))
-    rows = [(place % 2, value, "ab"[place % 2]) for place, value in enumerate(drawn)]
+@given(data=st.data(), num_rows=st.integers(1, 20))
+def test_every_file_gives_the_same_ids(data: st.DataObject, num_rows: int) -> None:
+    places = range(num_rows)
+    columns = {"label": pa.array([i % 2 for i in places]), "other": pa.array(["ab"[i % 2] for i in places])}
+    for kind, (values, type_) in VALUES.items():
+        drawn = data.draw(st.lists(st.none() | values, min_size=num_rows, max_size=num_rows))
+        columns[kind] = pa.array(drawn, type_)
+    crosses = {f"{kind}_and_other": {"cross": [kind, "other"]} for kind in VALUES}
+    features = {name: {"min_count": 1, **own} for name, own in {**dict.fromkeys(VALUES, {}), **crosses}.items()}
+    schema = TableSchema.from_json({"label": {"column": "label"}, "categorical": features, "split": "none"}, "it")
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for file, write in WRITERS.items():
-            write(Path(name) / file, rows, type_)
-            prepare_table([Path(name) / file], Path(name) / "out", SCHEMA, overwrite=True)
-            table = pq.read_table(Path(name) / "out" / "train")
-            keys = {
-                each: pq.read_table(Path(name) / "out" / f"vocabulary/{each}.parquet") for each in ("value", "both")
-            }
-            found[file] = [table.to_pydict(), *(keys[each]["key"].to_pylist() for each in keys)]
+            write(Path(name) / file, columns)
+            prepare_table([Path(name) / file], Path(name) / "out", schema, overwrite=True)
+            keys = {each: pq.read_table(Path(name) / "out" / f"vocabulary/{each}.parquet") for each in features}
+            ids = pq.read_table(Path(name) / "out" / "train").to_pydict()
+            found[file] = [ids, {each: table["key"].to_pylist() for each, table in keys.items()}]
     assert all(each == found["rows.csv"] for each in found.values()), found
 
 
