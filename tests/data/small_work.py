@@ -51,7 +51,7 @@ def prepare(
     output: Path, purpose: Any = "rows", trouble: str | None = None, engine: str = "threads", **told: Any
 ) -> dict[str, Any]:
     """Writes a file a task, then their hashes, and returns the results of all tasks."""
-    limits = ResourceLimits(300 << 20, engine=engine)
+    limits = ResourceLimits(320 << 20, engine=engine)
     with resumable_work(Destination(output, None, overwrite=True), purpose, limits, **told) as (folder, work):
         do = partial(write, folder, trouble)
         written = work.run_stage("write", TASKS, do, threads=2, total_bytes=30 * len(TASKS))

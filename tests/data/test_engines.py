@@ -116,7 +116,7 @@ import sys; from pathlib import Path
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.engine import run_tasks
 from distembed.errors import UserError
-results = run_tasks("ray", str, [1, 2], ResourceLimits(300 << 20), 1)
+results = run_tasks("ray", str, [1, 2], ResourceLimits(320 << 20), 1)
 assert sorted(each for some in results for each in some) == ["1", "2"]
 import ray
 assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]

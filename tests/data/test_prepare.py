@@ -199,7 +199,7 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 1000)
     source = tmp_path / "rows.tsv"
     source.write_bytes(reference.content(5000, 4, malformed=0.002, short=0.01))
-    limits = {"once": None, "again": None, "threads": ResourceLimits(threads=5), "memory": ResourceLimits(288 << 20)}
+    limits = {"once": None, "again": None, "threads": ResourceLimits(threads=5), "memory": ResourceLimits(320 << 20)}
     for name, chosen in limits.items():
         prepare_criteo([source], tmp_path / name, limits=chosen)
     monkeypatch.setattr(ResourceLimits, "block_bytes", 30_011)
@@ -356,7 +356,7 @@ def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch
 def test_a_file_of_one_endless_line(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"\0" * (20 << 20))
     with pytest.raises(UserError, match="line of more than"):
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", limits=ResourceLimits(288 << 20, threads=6))
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", limits=ResourceLimits(320 << 20, threads=6))
 
 
 @pytest.mark.parametrize(

@@ -212,4 +212,4 @@ def test_synthetic_rows_beyond_all_bounds(tmp_path: Path, wrong: dict[str, int])
 def test_blocks_in_work_stay_within_the_memory(threads: int, memory_bytes: int) -> None:
     limits = ResourceLimits(memory_bytes, threads)
     assert 1 <= limits.num_threads <= threads
-    assert 8 * (limits.num_threads + 2) * limits.block_bytes <= memory_bytes
+    assert 20 * (limits.num_threads + 2) * limits.block_bytes <= memory_bytes

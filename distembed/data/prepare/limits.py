@@ -10,16 +10,16 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.units import format_bytes
 
-INTERPRETER_BYTES = 200 << 20
+INTERPRETER_BYTES = 224 << 20
 """Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""
-LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (88 << 20)
+LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (96 << 20)
 """The least that a process can work in, everything included."""
 MOST_THREADS = 1024
 ENGINES = ("threads", "ray", "spark")
 """Who can run the tasks (``engine.py``)."""
 
-# Each thread has one block, one is being read and one waits; parsing takes up to 8 times a block's size.
-_MEMORY_PER_BLOCK_BYTE = 8
+# Each thread has one block, one is being read and one waits; parsing takes up to 20 times a block's size (lists).
+_MEMORY_PER_BLOCK_BYTE = 20
 _OTHER_BLOCKS = 2
 _LEAST_BLOCK_BYTES = 1 << 20
 
@@ -31,7 +31,7 @@ class ResourceLimits:
     The figures in the properties are upper bounds, measured on Criteo rows.
 
     Attributes:
-        memory_limit_bytes: Memory of the process, everything included; 288 MiB or more.
+        memory_limit_bytes: Memory of the process, everything included; 320 MiB or more.
         threads: Threads that work, 1 to 1024; None for as many as there are processors for this process, and for 1 on
             a cluster.
         work: Folder for what is needed only meanwhile, where the output is a URL; the workers of a cluster share it.

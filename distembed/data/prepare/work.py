@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
+
 from distembed import __version__
 from distembed.checksums import checksum_of
 from distembed.data.prepare.base import Base
@@ -150,6 +152,7 @@ def _run_task(
             advance(num_bytes, num_rows)
 
     result = do(task, counted)
+    pa.default_memory_pool().release_unused()  # else the next stage works beside what this one has freed
     text = json.dumps({"task": task, "bytes": own.num_bytes, "rows": own.num_rows, "result": result})
     write_text(_file(folder, index), text, flush=False)  # after a power cut the work is not resumed anyway
     return json.loads(text)  # as after a kill
