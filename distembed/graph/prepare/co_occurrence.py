@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +19,10 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
 from distembed.errors import UserError
 from distembed.graph.edges import Edges
 from distembed.graph.prepare.counted_edges import EdgeTables
-from distembed.graph.prepare.dropped import DroppedCounts
-from distembed.graph.prepare.options import GraphOptions
 from distembed.names import one_of
 
 _SPLIT = "train"
@@ -38,18 +36,13 @@ class CoOccurrenceReader:
     Args:
         dataset: Folder of the dataset.
         table: Name of the feature whose ids are the nodes.
-        options: How ids that occur together become edges.
-        report: Function that is called with the progress.
-
-    Attributes:
-        num_rows: Number of rows of the training split.
-        dropped: Counts of what was left out so far.
+        within: Most steps between neighbours in a sequence; None where all items of a user are neighbours.
 
     Raises:
         UserError: There is no such dataset or table, or it has no users and items, or no sequences where they matter.
     """
 
-    def __init__(self, dataset: Path, table: str, options: GraphOptions, report: ProgressCallback) -> None:
+    def __init__(self, dataset: Path, table: str, within: int | None) -> None:
         self._manifest = Manifest.load(dataset)
         features = {feature.name: feature for feature in self._manifest.schema.categorical}
         one_of("table", table, features)
@@ -59,47 +52,50 @@ class CoOccurrenceReader:
                 f"{dataset} has no column {self._other!r}: co_occurrence reads what `distembed prepare ratings` or "
                 "`prepare sequences` made"
             )
-        if options.within is not None and not features[table].multi_hot:
+        if within is not None and not features[table].multi_hot:
             raise UserError(
                 f"within counts steps, and a row of {dataset} has a single {table}: give a dataset of `distembed "
                 "prepare sequences`, or leave within out"
             )
         self.num_rows = self._manifest.split(_SPLIT).num_rows
-        self.dropped = DroppedCounts()
-        self._num_nodes = features[table].num_embeddings
-        self._dataset, self._table, self._options, self._report = dataset, table, options, report
+        self._dataset, self._table, self._within = dataset, table, within
 
-    def edges(self, database: Database) -> Iterator[Edges]:
+    def sources(self) -> list[dict[str, Any]]:
+        """Returns no files."""
+        return []
+
+    def edges(self, tables: EdgeTables) -> Iterator[Edges]:
         """Yields all edges in ascending order, each once.
 
         Raises:
             UserError: The dataset is not as it was written.
         """
-        tables = EdgeTables(database, self._num_nodes, self._options, self.dropped, self._report)
-        if self._options.within is not None:
-            database.add("entries", self._entries(), _ENTRIES)
-            return tables.of_steps(self._options.within)
-        database.add("pairs", map(_pairs, self._columns(self._other, self._table)), _PAIRS)
+        if self._within is not None:
+            tables.database.add("entries", _entries(self._columns(tables.report, self._table)), _ENTRIES)
+            return tables.of_steps(self._within)
+        columns = self._columns(tables.report, self._other, self._table)
+        tables.database.add("pairs", map(_pairs, columns), _PAIRS)
         return tables.of_values()
 
-    def _entries(self) -> Iterator[pa.RecordBatch]:
-        """Yields the entries of lists."""
-        num_lists = 0
-        for (lists,) in self._columns(self._table):
-            rows, ids = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
-            lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-            places = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
-            yield pa.record_batch([rows + num_lists, places, _integers(ids)], schema=_ENTRIES)
-            num_lists += len(lists)
-
-    def _columns(self, *names: str) -> Iterator[list[pa.Array]]:
+    def _columns(self, report: ProgressCallback, *names: str) -> Iterator[list[pa.Array]]:
         """Yields columns of the training split, a row group at a time."""
         num_rows = 0
         for group in list_row_groups(self._dataset, self._manifest, _SPLIT):
             table = group.read(names)
             yield [table[name].combine_chunks() for name in names]
             num_rows += group.num_rows
-            self._report(ProgressUpdate("read", num_rows, self.num_rows, num_rows))
+            report(ProgressUpdate("read", num_rows, self.num_rows, num_rows))
+
+
+def _entries(columns: Iterator[list[pa.Array]]) -> Iterator[pa.RecordBatch]:
+    """Yields the entries of lists."""
+    num_lists = 0
+    for (lists,) in columns:
+        rows, ids = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        places = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+        yield pa.record_batch([rows + num_lists, places, _integers(ids)], schema=_ENTRIES)
+        num_lists += len(lists)
 
 
 def _pairs(columns: list[pa.Array]) -> pa.RecordBatch:

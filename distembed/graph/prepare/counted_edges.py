@@ -1,20 +1,23 @@
-"""Edges in ascending order by SQL: those that rows name, and those of ids that share a value.
+"""Edges in ascending order: those that rows name, and those of ids that share a value.
 
-A group of g ids with the same value has g (g - 1) edges. Trade-off: the largest groups, such as "unknown", cost the
-most and say the least; so groups of more than ``max_shared`` ids are left out.
+Named edges that fit in memory are sorted there, which takes less time; all others are sorted and joined by SQL. A group
+of g ids with the same value has g (g - 1) edges. Trade-off: the largest groups, such as "unknown", cost the most and
+say the least; so groups of more than ``max_shared`` ids are left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
+import pyarrow as pa
 
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
-from distembed.graph.edges import Edges, merge_equal
-from distembed.graph.prepare.dropped import DroppedCounts
+from distembed.graph.edges import Edges, merge_equal, sort_edges
 from distembed.graph.prepare.options import COSINE, GraphOptions
 
 _BATCH_ROWS = 2**20
@@ -22,45 +25,54 @@ _BATCH_ROWS = 2**20
 
 @dataclass(frozen=True)
 class EdgeTables:
-    """A database that edges are made in.
-
-    Attributes:
-        database: The database.
-        num_nodes: Number of ids of the graph.
-        options: How rows become edges.
-        dropped: Takes the counts of what is left out.
-        report: Function that is called with the progress.
-    """
+    """A database that edges are made in."""
 
     database: Database
-    num_nodes: int
+    num_nodes: int  # number of ids of the graph
     options: GraphOptions
-    dropped: DroppedCounts
+    memory_bytes: int  # of the edges that are sorted in memory
     report: ProgressCallback
+    dropped: Counter[str] = field(default_factory=Counter)  # counts of what was left out
 
-    def named(self) -> Iterator[Edges]:
-        """Yields the edges of the table ``edges`` of keys, or of places, keys and weights, each once.
+    def add_named(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> pa.Table | None:
+        """Takes edges: keys, or keys, places and weights; returns them if they fit in memory."""
+        held, num_bytes = [], 0
+        for batch in batches:
+            held.append(batch)
+            num_bytes += batch.nbytes
+            if num_bytes > self.memory_bytes:
+                self.database.add("edges", chain(held, batches), schema)
+                return None
+        return pa.Table.from_batches(held, schema)
+
+    def named(self, held: pa.Table | None) -> Iterator[Edges]:
+        """Yields the edges of :meth:`add_named`, each once.
 
         Raises:
             UserError: The weights of an edge add up to infinity.
         """
-        columns, order = ("key, weight", "key, place") if self.options.weighted else ("key", "key")
-        (num_edges,) = self.database.row("select count(*) from edges")
+        if held is not None:
+            num_edges, found = len(held), iter([sort_edges(_edges(held))])
+            self.report(ProgressUpdate("write", num_edges * 8, num_edges * 8, num_edges))
+        else:
+            columns, order = ("key, weight", "key, place") if self.options.weighted else ("key", "key")
+            (num_edges,) = self.database.row("select count(*) from edges")
+            found = self._whole_rows(f"select {columns} from edges order by {order}", num_edges)
         num_distinct = 0
-        for edges in self._whole_rows(f"select {columns} from edges order by {order}", num_edges):
+        for edges in found:
             merged = merge_equal(edges)
             num_distinct += len(merged)
             yield merged
-        self.dropped.duplicates = (num_edges - num_distinct) // (1 if self.options.directed else 2)
+        self.dropped["duplicates"] = (num_edges - num_distinct) // (1 if self.options.directed else 2)
 
     def of_values(self) -> Iterator[Edges]:
         """Yields edges of the ids that have the same value in the table ``pairs`` of values and ids."""
         database, most = self.database, self.options.max_shared
         database.run("create table once as select value, id, count(*) as num_rows from pairs group by value, id")
         database.run("create table sizes as select value, count(*) as num_ids from once group by value")
-        (self.dropped.duplicates,) = database.row("select coalesce(sum(num_rows) - count(*), 0)::bigint from once")
+        (self.dropped["duplicates"],) = database.row("select coalesce(sum(num_rows) - count(*), 0)::bigint from once")
         hubs = "select count(*), coalesce(max(num_ids), 0) from sizes where num_ids > ?"
-        self.dropped.hubs, self.dropped.largest_hub = database.row(hubs, most)
+        self.dropped["hubs"], self.dropped["largest_hub"] = database.row(hubs, most)
         kept = "select value, id from once join sizes using (value) where num_ids <= ?"
         database.run(f"create table entries as {kept}", most)
         yield from self._shared("from entries one join entries other using (value)")
@@ -87,7 +99,7 @@ class EdgeTables:
         for edges in self._whole_rows("select key from edges order by key", num_edges):
             keys, counts = np.unique(edges.keys, return_counts=True)
             kept = counts >= options.min_shared
-            self.dropped.rare += int(np.count_nonzero(~kept))
+            self.dropped["rare"] += int(np.count_nonzero(~kept))
             keys, weights = keys[kept], counts[kept].astype(np.float64)
             sources = keys // num_nodes
             if options.measure == COSINE:
@@ -97,23 +109,24 @@ class EdgeTables:
                 order = np.lexsort((-weights, sources))
                 begins = np.searchsorted(sources, sources)
                 nearest = np.sort(order[np.arange(len(order)) - begins < options.max_neighbors])
-                self.dropped.beyond += len(keys) - len(nearest)
+                self.dropped["beyond"] += len(keys) - len(nearest)
                 keys, weights = keys[nearest], weights[nearest]
             yield Edges(keys, weights)
 
     def _whole_rows(self, query: str, num_edges: int) -> Iterator[Edges]:
         """Yields ascending edges, all edges of a source together."""
-        waiting = Edges(np.zeros(0, np.int64), None)
-        done = 0
+        waiting, done = list[pa.RecordBatch](), 0
         for batch in self.database.batches(query, rows=_BATCH_ROWS):
-            keys = np.concatenate([waiting.keys, batch["key"].to_numpy()])
-            weights = None
-            if "weight" in batch.schema.names:
-                before = np.zeros(0) if waiting.weights is None else waiting.weights
-                weights = np.concatenate([before, batch["weight"].to_numpy()])
+            table = pa.Table.from_batches([*waiting, batch]).combine_chunks()
+            keys = table["key"].to_numpy()
             last = int(np.searchsorted(keys, keys[-1] // self.num_nodes * self.num_nodes))
-            yield Edges(keys[:last], None if weights is None else weights[:last])
-            waiting = Edges(keys[last:], None if weights is None else weights[last:])
+            yield _edges(table.slice(0, last))
+            waiting = table.slice(last).to_batches()
             done += len(batch)
             self.report(ProgressUpdate("write", done * 8, num_edges * 8, done))
-        yield waiting
+        if waiting:
+            yield _edges(pa.Table.from_batches(waiting))
+
+
+def _edges(table: pa.Table) -> Edges:
+    return Edges(table["key"].to_numpy(), table["weight"].to_numpy() if "weight" in table.column_names else None)

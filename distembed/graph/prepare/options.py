@@ -16,18 +16,13 @@ COUNT, COSINE = "count", "cosine"
 class NodeIds:
     """Which ids a graph is over: those of a dataset's table, or all below a number.
 
-    Attributes:
-        data: Folder of a prepared dataset, through whose vocabulary or hash the values of ``table`` become ids.
-        table: Name of the table there.
-        num_embeddings: Number of ids, in place of both; values are then ids below it.
-
     Raises:
         UserError: Neither is given, or both, or one of ``data`` and ``table`` alone.
     """
 
-    data: str | os.PathLike[str] | None = None
-    table: str | None = None
-    num_embeddings: int | None = None
+    data: str | os.PathLike[str] | None = None  # dataset, through whose vocabulary or hash values become ids
+    table: str | None = None  # name of the table there
+    num_embeddings: int | None = None  # number of ids in place of both; values are then ids below it
 
     def __post_init__(self) -> None:
         if (self.data is None) != (self.table is None) or (self.data is None) == (self.num_embeddings is None):
@@ -43,44 +38,27 @@ class GraphOptions:
     Rows name both ends of an edge, or an id and an attribute: ids that share an attribute are neighbours. Or there are
     no rows but those that a dataset trains on: ids that occur together are neighbours.
 
-    Attributes:
-        source: Column of one end of each edge; with ``attribute``, of the id.
-        target: Column of the other end.
-        weight: Column of the weight, finite and above 0; weights of an edge given several times are added up.
-        directed: Whether the target is a neighbour of the source, and not the other way round.
-        attribute: Column of integers or texts, or of lists of them; ids that share a value are neighbours, and no
-            target is read.
-        max_shared: Values that more ids share are left out; 2 or more.
-        count_shared: Whether an edge weighs the number of values that its ends share, or how often they occur together.
-        min_shared: Edges between ids that share fewer values, or occur together less often, are left out; 1 or more.
-        measure: What edges between ids that share something weigh, where that matters: the number of what they share
-            (``count``), or that over the square root of the product of the two ids' own numbers (``cosine``), by which
-            frequent ids are not near to everything.
-        max_neighbors: Most neighbours of an id, those whose edges weigh most, the lower ids among equals; such a graph
-            is directed. None keeps all.
-        co_occurrence: Whether a dataset's training split is read: items of the same user, or users of the same item,
-            are neighbours.
-        within: With ``co_occurrence``, in place of all items of a user those that are at most so many steps apart in a
-            sequence; 1 or more.
-        unknown: ``error``, or ``drop`` to leave out rows with a value that the table has no id for.
-
     Raises:
         UserError: An option is out of its range, or two do not go with each other.
     """
 
-    source: str = "source"
-    target: str = "target"
-    weight: str | None = None
-    directed: bool = False
+    source: str = "source"  # column of one end of each edge; with an attribute, of the id
+    target: str = "target"  # column of the other end
+    weight: str | None = None  # column of weights above 0; those of an edge given several times are added up
+    directed: bool = False  # whether the target is a neighbour of the source, and not the other way round
+    # column of integers or texts, or of lists of them: ids that share a value are neighbours, and no target is read
     attribute: str | None = None
-    max_shared: int = 1000
-    count_shared: bool = False
-    min_shared: int = 1
+    max_shared: int = 1000  # values that more ids share are left out; 2 or more
+    count_shared: bool = False  # whether an edge weighs the number of values that its ends share
+    min_shared: int = 1  # edges between ids that share fewer values are left out
+    # What edges between ids that share something weigh: the number of what they share (``count``), or that over the
+    # square root of the product of the ids' own numbers (``cosine``), by which frequent ids are not near to everything.
     measure: str = COUNT
+    # Most neighbours of an id: the heaviest, the lower ids among equals. Such a graph is directed. None keeps all.
     max_neighbors: int | None = None
-    co_occurrence: bool = False
-    within: int | None = None
-    unknown: str = "error"
+    co_occurrence: bool = False  # whether items of a user, or users of an item, are neighbours in a training split
+    within: int | None = None  # most steps between such items in a sequence; None for all items of a user
+    unknown: str = "error"  # or ``drop``, to leave out rows with a value that the table has no id for
 
     def __post_init__(self) -> None:
         one_of("unknown", self.unknown, ("error", "drop"))
@@ -138,6 +116,21 @@ class GraphOptions:
         if self.attribute is not None:
             return (self.source, self.attribute)
         return (self.source, self.target) if self.weight is None else (self.source, self.target, self.weight)
+
+    @property
+    def droppable(self) -> list[str]:
+        """Names of the counts of what can be left out of this kind of input."""
+        kinds = {
+            "duplicates": True,  # rows whose edge, or whose id with its attribute, was given before
+            "self_loops": not self.is_shared,  # rows from an id to itself
+            "unknown": not self.co_occurrence,  # rows with a value that the table has no id for
+            "missing": self.attribute is not None,  # rows without an attribute
+            "hubs": self.is_shared,  # attribute values that too many ids share
+            "largest_hub": self.is_shared,  # ids that share the most common of these
+            "rare": self.min_shared > 1,  # edges between ids that share too little
+            "beyond": self.max_neighbors is not None,  # edges beyond the most neighbours of an id
+        }
+        return [name for name, is_possible in kinds.items() if is_possible]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options that matter for this kind of input."""

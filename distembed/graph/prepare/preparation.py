@@ -26,9 +26,10 @@ from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
 from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
+from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
-from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
+from distembed.graph.prepare.value_ids import ValueIds, plain_ids, table_ids
 from distembed.units import enumerate_names
 
 LEAST_MEMORY_BYTES = 256 << 20
@@ -87,17 +88,17 @@ def prepare_graph(
         starts_bytes = 8 * (values.num_nodes + 1)
         require_free_space(Path(output), starts_bytes, "8 bytes for each id, besides the edges. Name another output")
         scratch = folder / ".scratch"
-        scratch.mkdir()
         reader: EdgeReader | CoOccurrenceReader
-        if options.co_occurrence and nodes.data is not None and nodes.table is not None:
-            reader = CoOccurrenceReader(Path(nodes.data), nodes.table, options, progress)
+        if options.co_occurrence:
+            reader = CoOccurrenceReader(Path(str(nodes.data)), str(nodes.table), options.within)
         else:
-            reader = EdgeReader(files, options, values, memory_limit_bytes // 8, progress)
+            reader = EdgeReader(files, options, values, memory_limit_bytes // 8)
         writer = GraphWriter(folder, values.num_nodes, options.weighted)
-        with Database(scratch / "database", memory_limit_bytes // 2) as database:
-            for edges in reader.edges(database):
+        with Database(scratch, memory_limit_bytes // 2) as database:
+            tables = EdgeTables(database, values.num_nodes, options, memory_limit_bytes // 8, progress)
+            for edges in reader.edges(tables):
                 writer.append(edges if options.weighted else Edges(edges.keys, None))
-        dropped = reader.dropped.to_json(options)
+        dropped = {name: tables.dropped[name] for name in options.droppable}
         if not writer.num_edges:
             listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
             of = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
@@ -105,10 +106,7 @@ def prepare_graph(
                 f"the graph has no edge left: {reader.num_rows:,} rows were read{of}; dropped: {listed}. Give other "
                 "rows"
             )
-        sources = []
-        for source in reader.rows.sources() if isinstance(reader, EdgeReader) else ():
-            sources.append({name: getattr(source, name) for name in ("name", "bytes", "sha256", "num_rows")})
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
         arrays = writer.finish()
         details = {
             "ids": ids_described,
@@ -117,7 +115,7 @@ def prepare_graph(
             "num_connected": writer.num_connected,
             "largest_degree": writer.largest_degree,
             "dropped": dropped,
-            "sources": sources,
+            "sources": reader.sources(),
         }
         counts = values.num_nodes, writer.num_edges
         GraphDescription(*counts, options.one_way, options.weighted, arrays, details).save(folder)
@@ -162,11 +160,11 @@ def describe_graph(graph: Graph) -> list[str]:
     return lines
 
 
-def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
+def _value_map(nodes: NodeIds) -> tuple[ValueIds, Mapping[str, Any]]:
     """Returns how values become ids, and what ``graph.json`` says of it."""
     if nodes.data is None or nodes.table is None:
         num_nodes = require_num_nodes("num_embeddings", nodes.num_embeddings)
-        return PlainIds(num_nodes), {"num_embeddings": nodes.num_embeddings}
+        return plain_ids(num_nodes), {"num_embeddings": nodes.num_embeddings}
     values, described = table_ids(nodes.data, nodes.table)
     require_num_nodes(f"num_embeddings of table {nodes.table!r}", values.num_nodes)
     return values, described

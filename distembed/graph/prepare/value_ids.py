@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
-from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, IdMap, VocabularyMap
+from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap
 from distembed.data.table.keys import KEY_KINDS, Keys
 from distembed.data.table.parser import table_layout
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
@@ -33,76 +33,36 @@ from distembed.graph.csr import Graph
 from distembed.names import one_of
 
 
-@dataclass(frozen=True)
-class FoundIds:
-    """The ids of a column's values.
+class FoundIds(NamedTuple):
+    """The ids of a column's values."""
 
-    Attributes:
-        ids: Id of each value; meaningless where the value is malformed or unknown.
-        malformed: Whether each value is none of the kind that is allowed.
-        unknown: Whether the table has no id for each value.
-    """
-
-    ids: NDArray[np.int64]
-    malformed: NDArray[np.bool_]
-    unknown: NDArray[np.bool_]
+    ids: NDArray[np.int64]  # meaningless where the value is malformed or unknown
+    malformed: NDArray[np.bool_]  # whether each value is none of the kind that is allowed
+    unknown: NDArray[np.bool_]  # whether the table has no id for each value
 
 
 @dataclass(frozen=True)
-class PlainIds:
-    """Values that are ids themselves.
+class ValueIds:
+    """How the values of a column become ids."""
 
-    Attributes:
-        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
-    """
+    num_nodes: int  # ids lie in [0, num_nodes)
+    allowed: str  # values that there can be, in words
+    unknown_means: str  # text that an error adds to a value without an id
+    find: Callable[[pa.Array], FoundIds]
 
-    num_nodes: int
 
-    allowed = "an integer of 0 or more"
+def plain_ids(num_nodes: int) -> ValueIds:
+    """Returns the ids of values that are ids themselves."""
 
-    @property
-    def unknown_means(self) -> str:
-        """Text that an error adds to a value without an id."""
-        return f"is beyond the table: its ids lie in 0 to {self.num_nodes - 1}"
-
-    def find(self, values: pa.Array) -> FoundIds:
-        """Returns the id of each value."""
+    def find(values: pa.Array) -> FoundIds:
         ids, malformed = decimal_numbers(values)
-        return FoundIds(ids, malformed, ~malformed & (ids >= self.num_nodes))
+        return FoundIds(ids, malformed, ~malformed & (ids >= num_nodes))
+
+    unknown_means = f"is beyond the table: its ids lie in 0 to {num_nodes - 1}"
+    return ValueIds(num_nodes, "an integer of 0 or more", unknown_means, find)
 
 
-@dataclass(frozen=True)
-class RawIds:
-    """Values that a dataset was prepared from, in a vocabulary or hashed.
-
-    Attributes:
-        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
-        allowed: Values that the table can have, in words.
-        keys: Function from values to keys.
-        id_map: Vocabulary, or hash.
-    """
-
-    num_nodes: int
-    allowed: str
-    keys: Callable[[pa.Array], Keys]
-    id_map: IdMap
-
-    unknown_means = "is not in the table's vocabulary"
-
-    def find(self, values: pa.Array) -> FoundIds:
-        """Returns the id of each value."""
-        found = self.keys(values.fill_null("" if pa.types.is_string(values.type) else 0))
-        malformed = found.wrong | values.is_null().to_numpy(zero_copy_only=False)
-        ids = self.id_map.ids(found.keys)
-        is_vocabulary = isinstance(self.id_map, VocabularyMap)
-        return FoundIds(ids, malformed, is_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
-
-
-ValueMap = PlainIds | RawIds
-"""A function from a column's values to a table's ids."""
-
-
-def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, dict[str, Any]]:
+def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, dict[str, Any]]:
     """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it.
 
     Raises:
@@ -112,18 +72,25 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, di
     node_ids = describe_ids(dataset, manifest, table)
     column = _key_column(manifest, table)
     if column is None:
-        return PlainIds(node_ids["num_embeddings"]), node_ids
-    keys: Callable[[pa.Array], Keys]
+        return plain_ids(node_ids["num_embeddings"]), node_ids
+    value_keys: Callable[[pa.Array], Keys] = KEY_KINDS[column.kind]
+    allowed = "a text or an integer"
     if manifest.preparation.get("source") == TABLE:
-        keys = KEY_KINDS[TableSchema.of_manifest(manifest).categorical[table].kind]
+        value_keys = KEY_KINDS[TableSchema.of_manifest(manifest).categorical[table].kind]
         allowed = "what the column has in the table"
     elif manifest.preparation.get("source") == CRITEO:
         # the rows are text: an integer is a key, as their vocabularies have it
-        keys, allowed = _criteo_keys, "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1"
-    else:
-        keys, allowed = KEY_KINDS[column.kind], "a text or an integer"
+        value_keys, allowed = _criteo_keys, "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1"
     id_map = column_id_map(Path(dataset), manifest, column)
-    return RawIds(node_ids["num_embeddings"], allowed, keys, id_map), node_ids
+
+    def find(values: pa.Array) -> FoundIds:
+        found = value_keys(values.fill_null("" if pa.types.is_string(values.type) else 0))
+        malformed = found.wrong | values.is_null().to_numpy(zero_copy_only=False)
+        ids = id_map.ids(found.keys)
+        is_vocabulary = isinstance(id_map, VocabularyMap)
+        return FoundIds(ids, malformed, is_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
+
+    return ValueIds(node_ids["num_embeddings"], allowed, "is not in the table's vocabulary", find), node_ids
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
