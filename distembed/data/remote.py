@@ -16,15 +16,16 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from distembed.errors import RunError, TemporaryFailure, UserError, one_line
 from distembed.files import whole_file
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TRIES = 5
@@ -40,17 +41,11 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_mod
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What is known of a file before it is read.
-
-    Attributes:
-        url: Its URL.
-        num_bytes: Its size; None where the server does not say.
-        version: A text that changes with the file, such as an ETag; empty where the server does not say.
-    """
+    """What is known of a file before it is read."""
 
     url: str
-    num_bytes: int | None
-    version: str
+    num_bytes: int | None  # None where the server does not say
+    version: str  # a text that changes with the file, such as an ETag; empty where the server does not say
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -86,11 +81,46 @@ def join_url(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name}"
 
 
+def _retried(action: str) -> Callable[[Callable[Concatenate[str, P], T]], Callable[Concatenate[str, P], T]]:
+    """Makes a function of a URL one that is called up to five times, with growing pauses, while it fails."""
+
+    def decorate(do: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
+        @wraps(do)
+        def retried(url: str, /, *args: P.args, **options: P.kwargs) -> T:
+            retrying = Retrying(
+                stop=stop_after_attempt(TRIES),
+                wait=wait_exponential(FIRST_WAIT_SECONDS),
+                retry=retry_if_exception(lambda raised: not _is_permanent(_cause(url, raised))),
+                reraise=True,
+            )
+            try:
+                return retrying(do, url, *args, **options)
+            except UserError:
+                raise
+            except Exception as raised:
+                error = _cause(url, raised)
+                if _is_permanent(error):
+                    is_missing = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == _NOT_FOUND
+                    reason = "it does not exist" if is_missing else one_line(error)
+                    raise UserError(f"{url} cannot {action}: {reason}.") from error
+                raise TemporaryFailure(
+                    f"{url} cannot {action}: {TRIES} tries failed, the last with {one_line(error)}; see whether the "
+                    "server can be reached, and begin the same command again."
+                ) from error
+
+        return retried
+
+    return decorate
+
+
+@_retried("be found")
 def find_remote(url: str) -> RemoteFile:
     """Returns what is known of one file."""
-    return _retried(url, "be found", partial(_find, *file_system(url), url))
+    files, path = _fresh_file_system(url)
+    return _remote_file(url, files.info(path))
 
 
+@_retried("be listed")
 def list_remote(url: str) -> list[RemoteFile]:
     """Returns the files that a URL stands for, by name: those that a pattern matches, those in a folder, or one file.
 
@@ -99,18 +129,25 @@ def list_remote(url: str) -> list[RemoteFile]:
     Args:
         url: URL of a file or folder, or with ``*`` and ``[...]`` in it.
     """
-    return _retried(url, "be listed", partial(_list, *file_system(url), url))
+    files, path = _fresh_file_system(url)
+    if "*" in path or "[" in path:
+        entries, nothing = files.glob(path, detail=True).values(), "matches no file"
+    elif (info := files.info(path)).get("type") != "directory":
+        return [_remote_file(url, info)]
+    else:
+        entries, nothing = files.ls(path, detail=True), "is a folder without files"
+        entries = [entry for entry in entries if not PurePosixPath(entry["name"]).name.startswith((".", "_"))]
+    found = _described(files, [entry for entry in entries if entry["type"] == "file"])
+    if not found:
+        raise UserError(f"{url} {nothing}; name what is there.")
+    return found
 
 
+@_retried("be listed")
 def walk_remote(url: str) -> list[RemoteFile]:
     """Returns all files in a folder and in its folders, by name; none where there is no such folder."""
-    files, path = file_system(url)
-
-    def walk() -> list[RemoteFile]:
-        files.invalidate_cache()
-        return _described(files, files.find(path, detail=True).values())
-
-    return _retried(url, "be listed", walk)
+    files, path = _fresh_file_system(url)
+    return _described(files, files.find(path, detail=True).values())
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -124,17 +161,14 @@ def read_remote(url: str) -> bytes:
         return file.read()
 
 
+@_retried("be read")
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Returns the bytes ``[start, stop)`` of a file, in one request."""
     files, path = file_system(url)
-
-    def read() -> bytes:
-        data = bytes(files.cat_file(path, start=start, end=stop))
-        if len(data) != stop - start:
-            raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
-        return data
-
-    return _retried(url, "be read", read)
+    data = bytes(files.cat_file(path, start=start, end=stop))
+    if len(data) != stop - start:
+        raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
+    return data
 
 
 def fetch(url: str, path: Path) -> None:
@@ -149,51 +183,25 @@ def fetch(url: str, path: Path) -> None:
 
 def upload(path: Path, url: str) -> None:
     """Copies a local file to a URL, and makes sure that as many bytes have arrived."""
-    files, target = file_system(url)
-
-    def put() -> None:
-        files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        files.put_file(str(path), target)
-
-    _retried(url, "be written", put)
+    _put(url, path)
     arrived, sent = find_remote(url).num_bytes, path.stat().st_size
     if arrived != sent:
         raise RunError(f"{url} has {arrived} bytes where {sent} were sent; begin the same command again.")
 
 
+@_retried("be written")
+def _put(url: str, path: Path) -> None:
+    files, target = file_system(url)
+    files.makedirs(target.rpartition("/")[0], exist_ok=True)
+    files.put_file(str(path), target)
+
+
+@_retried("be removed")
 def remove_remote(url: str) -> None:
     """Removes a file, if it is there."""
     files, path = file_system(url)
-
-    def remove() -> None:
-        with suppress(FileNotFoundError):  # perhaps a try before this one has removed it
-            files.rm_file(path)
-
-    _retried(url, "be removed", remove)
-
-
-def _retried(url: str, action: str, do: Callable[[], T]) -> T:
-    """Returns what a function returns, which is called up to five times, with growing pauses, while it fails."""
-    retrying = Retrying(
-        stop=stop_after_attempt(TRIES),
-        wait=wait_exponential(FIRST_WAIT_SECONDS),
-        retry=retry_if_exception(lambda raised: not _is_permanent(_cause(url, raised))),
-        reraise=True,
-    )
-    try:
-        return retrying(do)
-    except UserError:
-        raise
-    except Exception as raised:
-        error = _cause(url, raised)
-        if _is_permanent(error):
-            is_missing = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == _NOT_FOUND
-            reason = "it does not exist" if is_missing else one_line(error)
-            raise UserError(f"{url} cannot {action}: {reason}.") from error
-        raise TemporaryFailure(
-            f"{url} cannot {action}: {TRIES} tries failed, the last with {one_line(error)}; see whether the server can "
-            "be reached, and begin the same command again."
-        ) from error
+    with suppress(FileNotFoundError):  # perhaps a try before this one has removed it
+        files.rm_file(path)
 
 
 class _ResumingReader(io.RawIOBase):
@@ -201,23 +209,8 @@ class _ResumingReader(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._url, self._position = url, 0
-        self._found = find_remote(url)
+        self._found, self._position = find_remote(url), 0
         self._opened: Any = None
-
-    def _open(self) -> Any:
-        """Opens the file where reading stopped."""
-        files, path = file_system(self._url)
-        if _find(files, path, self._url) != self._found:
-            raise UserError(f"{self._url} was changed while it was read; begin the same command again.")
-        opened = files.open(path, "rb", block_size=_BLOCK_BYTES)
-        if opened.seekable():
-            opened.seek(self._position)
-            return opened
-        left = self._position
-        while left and (skipped := opened.read(min(left, _COPY_BYTES))):
-            left -= len(skipped)
-        return opened
 
     def readable(self) -> bool:
         return True
@@ -230,40 +223,58 @@ class _ResumingReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if self._found.num_bytes is None:
-            raise io.UnsupportedOperation(f"{self._url} has no known size")
+            raise io.UnsupportedOperation(f"{self._found.url} has no known size")
         position = offset + (0, self._position, self._found.num_bytes)[whence]
-        if self._opened is not None and position != self._position:
-            if self._opened.seekable():
-                self._opened.seek(position)
-            else:
-                self._opened = None
+        if position != self._position and self._opened is not None and not self._opened.seekable():
+            self._opened = None
         self._position = position
         return position
 
     def readinto(self, buffer: Any) -> int:
-        data = _retried(self._url, "be read", partial(self._read, len(buffer)))
+        total = self._found.num_bytes
+        if total is not None and self._position >= total:
+            return 0
+        data = _read_some(self._found.url, self, len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
-    def _read(self, size: int) -> bytes:
-        total = self._found.num_bytes
-        if total is not None and self._position >= total:
-            return b""
+    def read_once(self, size: int) -> bytes:
+        """Returns at most so many of the next bytes; where it fails, the next call opens the file anew."""
         try:
             self._opened = self._opened or self._open()
+            if self._opened.seekable():
+                self._opened.seek(self._position)
             data = bytes(self._opened.read(size))
-            if not data and total is not None:
-                raise OSError(f"it ended after {self._position:,} bytes of {total:,}")
+            if not data and self._found.num_bytes is not None:
+                raise OSError(f"it ended after {self._position:,} bytes of {self._found.num_bytes:,}")
         except Exception:
             self._opened = None
             raise
         return data
 
+    def _open(self) -> Any:
+        """Opens the file; one that can be read from its beginning only is read up to where reading stopped."""
+        files, path = _fresh_file_system(self._found.url)
+        if _remote_file(self._found.url, files.info(path)) != self._found:
+            raise UserError(f"{self._found.url} was changed while it was read; begin the same command again.")
+        opened = files.open(path, "rb", block_size=_BLOCK_BYTES)
+        left = 0 if opened.seekable() else self._position
+        while left and (skipped := opened.read(min(left, _COPY_BYTES))):
+            left -= len(skipped)
+        return opened
 
-def _find(files: Any, path: str, url: str) -> RemoteFile:
+
+@_retried("be read")
+def _read_some(url: str, reader: _ResumingReader, size: int) -> bytes:
+    return reader.read_once(size)
+
+
+def _fresh_file_system(url: str) -> tuple[Any, str]:
+    """Returns a file system that asks its server anew, and the path within it."""
+    files, path = file_system(url)
     files.invalidate_cache()
-    return _remote_file(url, files.info(path))
+    return files, path
 
 
 def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
@@ -277,21 +288,6 @@ def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile
     """Returns what a listing says of its files, by name."""
     found = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
     return sorted(found, key=lambda file: file.url)
-
-
-def _list(files: Any, path: str, url: str) -> list[RemoteFile]:
-    files.invalidate_cache()
-    if "*" in path or "[" in path:
-        entries, nothing = files.glob(path, detail=True).values(), "matches no file"
-    elif files.info(path).get("type") != "directory":
-        return [_find(files, path, url)]
-    else:
-        entries, nothing = files.ls(path, detail=True), "is a folder without files"
-        entries = [entry for entry in entries if not PurePosixPath(entry["name"]).name.startswith((".", "_"))]
-    found = _described(files, [entry for entry in entries if entry["type"] == "file"])
-    if not found:
-        raise UserError(f"{url} {nothing}; name what is there.")
-    return found
 
 
 def _is_permanent(error: BaseException) -> bool:

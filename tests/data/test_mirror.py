@@ -122,6 +122,9 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
         assert is_remote_dataset(URL) and Manifest.load(URL).splits["all"].num_rows == 20
         with pytest.raises(UserError, match="has no checksums of part0.parquet: a dataset at a URL needs them"):
             BatchReader(URL, "all", BatchOrder(10))
+        (tmp_path / "file").touch()
+        with pytest.raises(RunError, match="data.cache_dir: .* cannot be made"):
+            DataConfig(path=URL, cache_dir=str(tmp_path / "file")).require_path()
         flaky.share = 1.0
         mirrors._mirror_folder.cache_clear()
         with pytest.raises(RunError, match="5 tries failed"):

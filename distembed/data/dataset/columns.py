@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
 
 
@@ -22,25 +22,16 @@ def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
     missing = [name for name in schema.columns if name not in columns.names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
-    for name in [each for each in (schema.label, schema.weight, *schema.dense) if each is not None]:
-        kind = columns.field(name).type
-        if not _is_numeric(kind):
-            raise UserError(f"{path}, column {name!r}: its type is {kind}; a label, weight or dense column is numeric")
-    for name in schema.dense_sequences:
-        kind = columns.field(name).type
-        if not (_is_list(kind) and _is_numeric(kind.value_type)):
-            raise UserError(f"{path}, column {name!r}: its type is {kind}; a dense sequence is a list of numbers")
+    numeric = [name for name in (schema.label, schema.weight, *schema.dense) if name is not None]
+    roles = [(name, False, _is_numeric, "a label, weight or dense column is numeric") for name in numeric]
+    roles += [(name, True, _is_numeric, "a dense sequence is a list of numbers") for name in schema.dense_sequences]
     for feature in schema.categorical:
-        _check_ids(path, feature, columns.field(feature.name).type)
-
-
-def _check_ids(path: str, feature: CategoricalFeature, kind: pa.DataType) -> None:
-    is_list = _is_list(kind)
-    wanted = "a list of integers" if feature.multi_hot else "integer"
-    if is_list != feature.multi_hot or not pa.types.is_integer(kind.value_type if is_list else kind):
-        raise UserError(
-            f"{path}, column {feature.name!r}: its type is {kind}, but multi_hot={feature.multi_hot} needs {wanted}"
-        )
+        law = f"multi_hot={feature.multi_hot} needs {'a list of integers' if feature.multi_hot else 'integer'}"
+        roles.append((feature.name, feature.multi_hot, pa.types.is_integer, law))
+    for name, is_list, fits, law in roles:
+        kind = columns.field(name).type
+        if _is_list(kind) != is_list or not fits(kind.value_type if is_list else kind):
+            raise UserError(f"{path}, column {name!r}: its type is {kind}; {law}")
 
 
 def _is_list(kind: pa.DataType) -> bool:

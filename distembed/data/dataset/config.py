@@ -66,30 +66,29 @@ class DataConfig:
         Raises:
             UserError: Neither is given, or what is given is not there.
         """
-        if self.path is not None:
-            return Manifest.load(self.require_path()).schema
-        if self.schema is not None:
+        if self.path is None and self.schema is not None:
             return SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)]
-        raise UserError(
-            "data.path is not set: give the folder that `distembed prepare` made, for example data.path=criteo "
-            f"(or, to describe a model only, data.schema={next(iter(SCHEMAS))})."
-        )
+        return Manifest.load(
+            self.require_path(f" (or, to describe a model only, data.schema={next(iter(SCHEMAS))})")
+        ).schema
 
     def splits(self) -> dict[str, str | None]:
         """Returns the split that each setting names."""
         return {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
 
-    def require_path(self) -> str:
+    def require_path(self, alternative: str = "") -> str:
         """Returns the folder of the dataset, where rows are needed; for a URL, the one where its files are fetched to.
+
+        Args:
+            alternative: What else may be set, for the error.
 
         Raises:
             UserError: ``path`` is not set, or there is no dataset at its URL.
             RunError: The URL's server does not answer.
         """
         if self.path is None:
-            raise UserError(
-                "data.path is not set: give the folder that `distembed prepare` made, for example data.path=criteo."
-            )
+            example = f"for example data.path=criteo{alternative}."
+            raise UserError(f"data.path is not set: give the folder that `distembed prepare` made, {example}")
         return self.local_folder(self.path)
 
     def local_folder(self, dataset: str) -> str:

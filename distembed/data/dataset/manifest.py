@@ -18,23 +18,23 @@ it lead inside the folder.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from distembed.checksums import KEY, FileChecksum, checksum_differs, with_checksum
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces, write_pieces
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces
 from distembed.data.dataset.schema import Schema, plain_fields
 from distembed.errors import UserError
-from distembed.files import read_folder_json, require_inside, write_text
+from distembed.files import read_folder_json, require_inside, whole_file, write_text
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
@@ -45,117 +45,71 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class DataFile:
-    """One Parquet file.
+    """One Parquet file."""
 
-    Attributes:
-        path: Path relative to the dataset folder.
-        num_rows: Number of rows.
-        bytes: Size of the file.
-    """
-
-    path: str
+    path: str  # relative to the dataset folder
     num_rows: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a dataset.
+    """One part of a dataset."""
 
-    Attributes:
-        num_rows: Number of rows in all files.
-        label_rate: Mean of the label; None without rows, and where rows have no label or one that is not finite.
-        files: Parquet files, in the order of their rows.
-        mean_weight: Mean of the rows' weights; None without rows, and where rows have no weights.
-    """
-
-    num_rows: int
-    label_rate: float | None
-    files: tuple[DataFile, ...]
-    mean_weight: float | None = None
+    num_rows: int  # in all files
+    label_rate: float | None  # mean of the label; None without rows, and where a label is missing or not finite
+    files: tuple[DataFile, ...]  # in the order of their rows
+    mean_weight: float | None = None  # mean of the rows' weights; None without rows, and where rows have no weights
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How one feature's raw values became ids, counted on the training rows; of interactions, on those of all splits.
+    """How one feature's raw values became ids, counted on the training rows, or for interactions on all rows.
 
-    Attributes:
-        file: Path of the Parquet file (id, key, count), relative to the dataset folder.
-        num_ids: Number of distinct values that have an id of their own.
-        num_dropped: Number of distinct values of the training rows that share the out-of-vocabulary id: those seen
-            fewer than ``min_count`` times, or that the vocabulary of another dataset lacks which was applied.
-        rows_dropped: Number of training rows that hold one of these; of lists, how often they occur.
-        rows_missing: Number of training rows without a value; of lists, with an empty one.
-        rows_dropped_by_split: Where the vocabulary of another dataset was applied, ``rows_dropped`` of the rows of each
-            split, so of values too that training rows lack; None elsewhere.
+    A value is dropped, and has the out-of-vocabulary id, where training rows hold it fewer than ``min_count`` times, or
+    where the vocabulary of another dataset was applied and lacks it. Of lists, values are counted in place of rows.
     """
 
-    file: str
-    num_ids: int
-    num_dropped: int
-    rows_dropped: int
-    rows_missing: int
-    rows_dropped_by_split: Mapping[str, int] | None = None
+    file: str  # path of the Parquet file (id, key, count), relative to the dataset folder
+    num_ids: int  # distinct values that have an id of their own
+    num_dropped: int  # distinct values of the training rows that are dropped
+    rows_dropped: int  # training rows that hold one of these
+    rows_missing: int  # training rows without a value
+    rows_dropped_by_split: Mapping[str, int] | None = None  # of every split, where another vocabulary was applied
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One raw input file.
+    """One raw input file."""
 
-    Attributes:
-        name: Path relative to the folder that the inputs have in common.
-        bytes: Size of the file.
-        sha256: Checksum of the file.
-        num_rows: Number of rows, malformed ones included.
-        num_rejected: Number of malformed rows.
-    """
-
-    name: str
+    name: str  # path relative to the folder that the inputs have in common
     bytes: int
     sha256: str
-    num_rows: int
-    num_rejected: int
+    num_rows: int  # malformed ones included
+    num_rejected: int  # malformed rows
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """The malformed rows of the input.
-
-    Attributes:
-        num_rows: Number of malformed rows.
-        by_reason: Number of malformed rows by reason.
-        file: File that lists them; None where there are none.
-    """
+    """The malformed rows of the input."""
 
     num_rows: int = 0
     by_reason: Mapping[str, int] = field(default_factory=dict)
-    file: str | None = None
+    file: str | None = None  # the file that lists them; None where there are none
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dataset folder holds.
-
-    Attributes:
-        schema: Columns of the files.
-        splits: Parts of the dataset by name.
-        preparation: Options that the data were prepared with.
-        vocabularies: How raw values became ids, by feature; empty where ids are hashed or were made elsewhere.
-        sources: Raw input files.
-        rejected: Malformed rows of the input.
-        checksums: Sizes and checksums of the files that belong to no split, by path.
-        tool_version: Version of distembed that wrote the manifest.
-        format_version: Version of the manifest's format.
-    """
+    """What a dataset folder holds."""
 
     schema: Schema
     splits: Mapping[str, Split]
-    preparation: Mapping[str, Any] = field(default_factory=dict)
-    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
+    preparation: Mapping[str, Any] = field(default_factory=dict)  # options that the data were prepared with
+    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)  # by feature; none of hashes and foreign ids
     sources: tuple[SourceFile, ...] = ()
     rejected: Rejected = field(default_factory=Rejected)
-    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
-    tool_version: str = ""
+    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)  # of the files that belong to no split, by path
+    tool_version: str = ""  # of distembed that wrote the manifest
     format_version: int = MANIFEST_VERSION
 
     @classmethod
@@ -185,12 +139,13 @@ class Manifest:
         folder, pieces, saved = Path(dataset_dir), pieces or {}, self
         if self.has_checksums:
             try:
-                if files := [file.path for file in self._split_files]:
-                    write_pieces(folder, [pieces[f] if f in pieces else file_pieces(folder / f) for f in files])
-                checksums = {file: FileChecksum.of(folder / file) for file in self.other_files}
+                if files := [file.path for file in self.split_files]:
+                    found = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
+                    with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary:
+                        np.concatenate(found).tofile(temporary)
+                saved = replace(self, checksums={file: FileChecksum.of(folder / file) for file in self.other_files})
             except (pa.ArrowException, OSError) as error:
                 raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
-            saved = dataclasses.replace(self, checksums=checksums)
         saved.write(folder)
         return saved
 
@@ -210,17 +165,18 @@ class Manifest:
     @property
     def is_without_rows(self) -> bool:
         """Whether no file has the rows of the splits: the manifest is what a run keeps of its dataset's."""
-        return any(split.num_rows for split in self.splits.values()) and not self._split_files
+        return any(split.num_rows for split in self.splits.values()) and not self.split_files
 
     def without_rows(self) -> Manifest:
         """Returns the same without the splits' files and the malformed rows: what is left says what ids mean."""
-        splits = {name: dataclasses.replace(split, files=()) for name, split in self.splits.items()}
-        kept = dataclasses.replace(self, splits=splits, rejected=dataclasses.replace(self.rejected, file=None))
+        splits = {name: replace(split, files=()) for name, split in self.splits.items()}
+        kept = replace(self, splits=splits, rejected=replace(self.rejected, file=None))
         checksums = {file: self.checksums[file] for file in kept.other_files if file in self.checksums}
-        return dataclasses.replace(kept, checksums=checksums)
+        return replace(kept, checksums=checksums)
 
     @property
-    def _split_files(self) -> list[DataFile]:
+    def split_files(self) -> list[DataFile]:
+        """The files of all splits."""
         return [file for split in self.splits.values() for file in split.files]
 
     @property
@@ -228,7 +184,7 @@ class Manifest:
         """The paths of the files that belong to no split, in the order of the manifest."""
         vocabularies = [vocabulary.file for vocabulary in self.vocabularies.values()]
         rejected = [] if self.rejected.file is None else [self.rejected.file]
-        return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self._split_files and self.has_checksums else [])]
+        return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self.split_files and self.has_checksums else [])]
 
     def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
         """Returns the path of a file that belongs to no split, once it is held against its checksum, if it has one.
@@ -261,12 +217,12 @@ class Manifest:
             "splits": {name: plain_fields(split) for name, split in self.splits.items()},
             "preparation": dict(self.preparation),
             "vocabularies": {name: plain_fields(entry) for name, entry in self.vocabularies.items()},
-            "sources": [dataclasses.asdict(source) for source in self.sources],
-            "rejected": {**dataclasses.asdict(self.rejected), "by_reason": dict(self.rejected.by_reason)},
+            "sources": [asdict(source) for source in self.sources],
+            "rejected": asdict(self.rejected),
         }
         if not self.has_checksums:
             return value
-        return with_checksum({**value, _CHECKSUMS: {f: dataclasses.asdict(c) for f, c in self.checksums.items()}})
+        return with_checksum({**value, _CHECKSUMS: {file: asdict(own) for file, own in self.checksums.items()}})
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
@@ -313,15 +269,13 @@ class Manifest:
 
     def _require_usable(self, path: Path) -> None:
         """Makes sure that all files are inside the folder, and that files outside of splits have checksums."""
-        paths = {
-            f"splits.{name}.files[{index}].path": file.path
-            for name, split in self.splits.items()
-            for index, file in enumerate(split.files)
-        }
-        paths |= {f"vocabularies.{name}.file": vocabulary.file for name, vocabulary in self.vocabularies.items()}
-        paths |= {} if self.rejected.file is None else {"rejected.file": self.rejected.file}
-        for field_name, inside in paths.items():
-            require_inside(inside, field_name, path)
+        for name, split in self.splits.items():
+            for index, file in enumerate(split.files):
+                require_inside(file.path, f"splits.{name}.files[{index}].path", path)
+        for name, vocabulary in self.vocabularies.items():
+            require_inside(vocabulary.file, f"vocabularies.{name}.file", path)
+        if self.rejected.file is not None:
+            require_inside(self.rejected.file, "rejected.file", path)
         lacking = [file for file in self.other_files if file not in self.checksums] if self.has_checksums else []
         if lacking:
             raise UserError(f"{path} is damaged: it has no checksum of {', '.join(lacking)}; {REMEDY}")

@@ -35,15 +35,10 @@ _MANIFEST, _LOCK = "manifest.json", ".lock"
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Where what was fetched of remote datasets is kept.
+    """Where what was fetched of remote datasets is kept."""
 
-    Attributes:
-        folder: A folder on a disk of this machine; None for ``distembed`` in the user's folder of caches.
-        most_bytes: Most bytes of row groups that are kept, of all datasets together.
-    """
-
-    folder: str | None = None
-    most_bytes: int = DEFAULT_CACHE_BYTES
+    folder: str | None = None  # on a disk of this machine; None for distembed in the user's folder of caches
+    most_bytes: int = DEFAULT_CACHE_BYTES  # of the row groups that are kept, of all datasets together
 
     @property
     def path(self) -> Path:
@@ -54,52 +49,33 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
-class RemotePieces:
-    """The pieces of one remote file.
+class Mirror:
+    """The local folder of a remote dataset."""
 
-    Attributes:
-        url: The file's URL.
-        cache: Keeps pieces that were read.
-    """
+    folder: Path
+    url: str  # of the dataset
+    cache: PieceCache  # of the splits' files, which are not in the folder
 
-    url: str
-    cache: PieceCache
+    def file_url(self, file: str) -> str:
+        """Returns the URL of a file, given its path relative to the dataset."""
+        return join_url(self.url, file)
 
-    def read(self, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes ``[start, stop)`` of the file, from the cache if it has them; None for another checksum.
+    def read(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
+        """Returns the bytes ``[start, stop)`` of a file, from the cache if it has them; None for another checksum.
 
         Raises:
             UserError: There is no such file.
             RunError: The server does not answer.
         """
-        return self.cache.get(checksum, partial(self.read_uncached, start, stop, checksum))
+        return self.cache.get(checksum, partial(self.read_uncached, file, start, stop, checksum))
 
-    def read_uncached(self, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes that are at the URL now."""
+    def read_uncached(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
+        """Returns the bytes that are at the URL now, as :meth:`read` does."""
         for _ in range(2):  # bytes that were damaged on their way are whole the second time
-            data = read_range(self.url, start, stop)
+            data = read_range(self.file_url(file), start, stop)
             if checksum_of(data) == checksum:
                 return data
         return None
-
-
-@dataclass(frozen=True)
-class Mirror:
-    """The local folder of a remote dataset.
-
-    Attributes:
-        folder: The folder.
-        url: The dataset's URL.
-        cache: Keeps pieces of the splits' files.
-    """
-
-    folder: Path
-    url: str
-    cache: PieceCache
-
-    def pieces(self, file: str) -> RemotePieces:
-        """Returns the pieces of a split's file, which is not in the folder."""
-        return RemotePieces(join_url(self.url, file), self.cache)
 
     def fetch(self, file: str, again: bool = False) -> None:
         """Copies a file into the folder, where it is not there already.
@@ -114,7 +90,7 @@ class Mirror:
         """
         with locked(self.folder / _LOCK):
             if again or not (self.folder / file).exists():
-                fetch(join_url(self.url, file), self.folder / file)
+                fetch(self.file_url(file), self.folder / file)
 
 
 def dataset_folder(dataset: str | os.PathLike[str], cache: CacheSettings | None = None) -> Path:
@@ -139,14 +115,16 @@ def _mirror_folder(url: str, cache: CacheSettings) -> Path:
     except UserError as error:
         raise UserError(f"{url} is no dataset: {error} Upload a folder that `distembed prepare` made.") from error
     folder = cache.path / f"{url.rstrip('/').rpartition('/')[2]}-{checksum_of(url.encode() + manifest)[:16]}"
+    pieces = cache.path / "pieces"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        pieces.mkdir(exist_ok=True)
     except OSError as error:
         raise RunError(f"data.cache_dir: {folder} cannot be made ({error}); give another folder.") from error
     with locked(folder / _LOCK):
         with whole_file(folder / _MANIFEST) as temporary:
             Path(temporary).write_bytes(manifest)
-        where = {"url": url, "cache": str(cache.path / "pieces"), "cache_bytes": cache.most_bytes}
+        where = {"url": url, "cache": str(pieces), "cache_bytes": cache.most_bytes}
         write_text(folder / MIRROR_FILE, json.dumps(where, indent=1) + "\n")
     return folder
 

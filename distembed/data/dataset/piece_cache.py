@@ -3,7 +3,7 @@
 ::
 
     FOLDER/size            bytes of all pieces, in decimal digits; locked while pieces are changed
-    FOLDER/3f/a1...        a piece, whole: it was written as FOLDER/new
+    FOLDER/3f/a1...        a piece, by its checksum, whole: it was written as FOLDER/new
     FOLDER/fetch-3f        empty; locked by the process that fetches a piece of that folder
 
 A piece counts before it is written, so that the limit holds at every moment; a process that is killed meanwhile leaves
@@ -16,7 +16,6 @@ of the limit at a time; there is no list of them, which a kill might leave wrong
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.checksums import checksum_of
-from distembed.errors import RunError
 
 _SPARE_BYTES = 1 << 30
 """Room on the disk that is left to others."""
@@ -33,24 +31,10 @@ _SPARE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class PieceCache:
-    """Keeps bytes by their checksums; several processes of a machine may use one folder.
+    """Keeps bytes by their checksums; several processes of a machine may use one folder."""
 
-    Attributes:
-        folder: Where the pieces are; made where it is missing.
-        most_bytes: Most bytes of all pieces; 0 keeps none.
-
-    Raises:
-        RunError: The folder cannot be made.
-    """
-
-    folder: Path
-    most_bytes: int
-
-    def __post_init__(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"data.cache_dir: {self.folder} cannot be made ({error}); give another folder.") from error
+    folder: Path  # an existing one
+    most_bytes: int  # of all pieces; 0 keeps none
 
     def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
         """Returns the bytes with a checksum, from the cache or fetched; fetched bytes are kept if there is room.
@@ -59,7 +43,7 @@ class PieceCache:
             checksum: The checksum.
             fetch: Returns the bytes, or None; one process or thread at a time calls it for a piece.
         """
-        path = self._path(checksum)
+        path = self.folder / checksum[:2] / checksum[2:]
         data = _read(path, checksum)
         if data is None:
             with locked(self.folder / f"fetch-{path.parent.name}"):
@@ -69,26 +53,22 @@ class PieceCache:
                         self._write(path, data)
         return data
 
-    def _path(self, checksum: str) -> Path:
-        name = hashlib.sha256(checksum.encode()).hexdigest()[:40]
-        return self.folder / name[:2] / name[2:]
-
     def _write(self, path: Path, data: bytes) -> None:
         """Keeps a piece, if the limit and the disk have room for it once others made way."""
         with open(os.open(self.folder / "size", os.O_RDWR | os.O_CREAT, 0o666), "r+") as size:
             fcntl.flock(size, fcntl.LOCK_EX)
+            text = size.read()
             if path.exists():  # damaged
                 path.unlink()
-                size.truncate(0)
-            text = size.read()
+                text = ""
             num_bytes = int(text) if text.isdecimal() else self._make_room(0)
             if num_bytes + len(data) > self.most_bytes:
                 num_bytes = self._make_room(len(data))
             free = shutil.disk_usage(self.folder).free
             is_kept = num_bytes + len(data) <= self.most_bytes and free >= len(data) + _SPARE_BYTES
             size.seek(0)
-            size.write(str(num_bytes + is_kept * len(data)))
             size.truncate()
+            size.write(str(num_bytes + is_kept * len(data)))
             size.flush()
             if is_kept:
                 path.parent.mkdir(exist_ok=True)
@@ -99,14 +79,13 @@ class PieceCache:
         """Removes the pieces used longest ago, if there is not room for this much, and returns the bytes left."""
         found = [(path.stat(), path) for path in self.folder.glob("??/*")]
         total = sum(status.st_size for status, _ in found)
-        if total + num_bytes <= self.most_bytes:
-            return total
         wanted = self.most_bytes - max(num_bytes, self.most_bytes // 10)
-        for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
-            if total <= wanted:
-                break
-            path.unlink()
-            total -= status.st_size
+        if total + num_bytes > self.most_bytes:
+            for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+                if total <= wanted:
+                    break
+                path.unlink()
+                total -= status.st_size
         return total
 
 

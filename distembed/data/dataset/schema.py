@@ -30,53 +30,36 @@ from distembed.errors import UserError
 class CategoricalFeature:
     """One categorical column.
 
-    Attributes:
-        name: The column's name.
-        num_embeddings: Number of ids, which lie in ``[0, num_embeddings)``.
-        multi_hot: Whether a row holds a list of ids rather than exactly one.
-        mean_ids_per_row: Mean number of ids a row, which is the planner's pooling factor; 1 for a single-valued
-            feature.
-        table: Name of the feature in whose table this one is looked up, such as the negative items beside the items;
-            None for a table of its own.
-        is_looked_up: Whether vectors of the ids are looked up; if not, they are in batches as labels alone.
-        max_ids_per_row: Most ids that a row may have; None where there is no bound.
-
     Raises:
         UserError: A table cannot be built from these values.
     """
 
     name: str
-    num_embeddings: int
-    multi_hot: bool = False
-    mean_ids_per_row: float = 1.0
-    table: str | None = None
-    is_looked_up: bool = True
-    max_ids_per_row: int | None = None
+    num_embeddings: int  # ids lie in [0, num_embeddings)
+    multi_hot: bool = False  # whether a row holds a list of ids rather than exactly one
+    mean_ids_per_row: float = 1.0  # the planner's pooling factor; 1 for a single-valued feature
+    table: str | None = None  # the feature in whose table this one is looked up; None for a table of its own
+    is_looked_up: bool = True  # whether vectors of the ids are looked up; if not, ids are in batches as labels alone
+    max_ids_per_row: int | None = None  # None where there is no bound
 
     def __post_init__(self) -> None:
         """Refuses values that no table could be built from."""
         _check_name("categorical feature", self.name)
         if self.table is not None:
             _check_name("table", self.table)
-        if not isinstance(self.num_embeddings, numbers.Integral) or isinstance(self.num_embeddings, bool):
+        size, mean, most = self.num_embeddings, self.mean_ids_per_row, self.max_ids_per_row
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or not 1 <= size < 2**63:
+            law = "it must be an integer, at least 1 and below 2**63"
+            raise UserError(f"num_embeddings of the categorical feature {self.name!r} is {size!r}: {law}")
+        if not (math.isfinite(mean) and mean >= 0):
+            raise UserError(f"mean_ids_per_row of {self.name!r} is {mean}: it must be 0 or more")
+        if not self.multi_hot and mean != 1.0:
             raise UserError(
-                f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings!r}: it must be an "
-                "integer"
+                f"mean_ids_per_row of {self.name!r} is {mean}: a feature with multi_hot=False has exactly 1 id a row; "
+                "set multi_hot=True for a list column"
             )
-        if not 1 <= self.num_embeddings < 2**63:
-            raise UserError(
-                f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings}: "
-                "it must be at least 1 and below 2**63"
-            )
-        if not (math.isfinite(self.mean_ids_per_row) and self.mean_ids_per_row >= 0):
-            raise UserError(f"mean_ids_per_row of {self.name!r} is {self.mean_ids_per_row}: it must be 0 or more")
-        if not self.multi_hot and self.mean_ids_per_row != 1.0:
-            raise UserError(
-                f"mean_ids_per_row of {self.name!r} is {self.mean_ids_per_row}: a feature with multi_hot=False has "
-                "exactly 1 id a row; set multi_hot=True for a list column"
-            )
-        if self.max_ids_per_row is not None and self.max_ids_per_row < 1:
-            raise UserError(f"max_ids_per_row of {self.name!r} is {self.max_ids_per_row}: give 1 or more, or None")
+        if most is not None and most < 1:
+            raise UserError(f"max_ids_per_row of {self.name!r} is {most}: give 1 or more, or None")
         if self.table is None and not self.is_looked_up:
             raise UserError(
                 f"the categorical feature {self.name!r} has a table of its own, in which it is not looked up; name the "
@@ -104,50 +87,30 @@ LabelKind = Literal["binary", "number"]
 
 @dataclass(frozen=True)
 class BatchField:
-    """A field of every batch.
+    """A field of every batch: a float32 tensor ``[batch, columns]``, unless it is said to be another kind."""
 
-    Attributes:
-        name: The name by which models and tasks take the field.
-        columns: Names of the dataset's columns that are in the field, in its order.
-        is_jagged: Whether the field is a ``KeyedJaggedTensor`` with a key for each column: of ids, or of the float32
-            numbers of :data:`DENSE_SEQUENCES`; if not, it is a float32 tensor.
-        is_vector: Whether the tensor of the field's only column has the shape ``[batch]``; if not, a tensor has the
-            shape ``[batch, columns]``.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    is_jagged: bool = False
-    is_vector: bool = False
+    name: str  # by which models and tasks take the field
+    columns: tuple[str, ...]  # the dataset's columns that are in the field, in its order
+    is_jagged: bool = False  # a KeyedJaggedTensor with a key for each column: of ids, or of float32 numbers
+    is_vector: bool = False  # a tensor [batch] of the only column
 
 
 @dataclass(frozen=True)
 class Schema:
     """The columns of a dataset that a model is trained on.
 
-    Attributes:
-        label: Name of the label's column; None where rows have none.
-        dense: Names of the columns of numbers.
-        categorical: The columns of ids.
-        dense_sequences: Names of the columns of lists of numbers, one for each id of the list columns.
-        label_kind: Whether a label is 0 or 1, or any finite number.
-        missing_dense: Whether numbers may be missing: null in a file, NaN in a batch.
-        weight: Name of the column of the rows' weights, which are finite and not negative; None where all weigh 1.
-        time: Name of the column of the rows' times, in seconds since 1970 (int64); None where they have none. It is in
-            the files and in no batch.
-
     Raises:
         UserError: A column has no name, several have the same, or a table is none of the features'.
     """
 
-    label: str | None
-    dense: tuple[str, ...]
+    label: str | None  # None where rows have no label
+    dense: tuple[str, ...]  # columns of numbers
     categorical: tuple[CategoricalFeature, ...]
-    dense_sequences: tuple[str, ...] = ()
-    label_kind: LabelKind = "binary"
-    missing_dense: bool = False
-    weight: str | None = None
-    time: str | None = None
+    dense_sequences: tuple[str, ...] = ()  # columns of lists of numbers, one for each id of the list columns
+    label_kind: LabelKind = "binary"  # whether a label is 0 or 1, or any finite number
+    missing_dense: bool = False  # whether numbers may be missing: null in a file, NaN in a batch
+    weight: str | None = None  # column of the rows' weights, finite and not negative; None where all weigh 1
+    time: str | None = None  # column of the rows' times (int64 seconds since 1970), which is in no batch
 
     def __post_init__(self) -> None:
         """Refuses nameless and repeated columns, and features that are looked up in no feature's table."""
@@ -173,10 +136,7 @@ class Schema:
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
-        """The fields that every batch of the dataset has: dense features [batch, dense], ids, and what else there is.
-
-        That is labels [batch], weights [batch], and numbers beside the ids of lists.
-        """
+        """The fields of every batch: dense features, ids, labels, weights, and numbers beside the ids of lists."""
         fields = [
             BatchField(DENSE_FEATURES, self.dense),
             BatchField(SPARSE_FEATURES, self.categorical_names, is_jagged=True),
@@ -197,10 +157,7 @@ class Schema:
 
     @property
     def mean_list_length(self) -> float:
-        """The mean number of ids a row of the list columns, which dense sequences have as many numbers as; 0 if none.
-
-        Lists that a task adds, which are looked up in the table of another, may have other lengths.
-        """
+        """The mean number of ids a row of the list columns of the dataset, and of numbers in its dense sequences."""
         lists = (feature for feature in self.categorical if feature.multi_hot and feature.table is None)
         return max((feature.mean_ids_per_row for feature in lists), default=0.0)
 

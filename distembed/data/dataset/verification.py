@@ -10,10 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distembed.checksums import Verification
-from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest
+from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, PiecewiseFile
-from distembed.data.dataset.row_groups import checked_metadata, list_row_groups, piecewise_files, read_pieces
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY
+from distembed.data.dataset.row_groups import (
+    RowGroup,
+    SplitFile,
+    list_row_groups,
+    read_pieces,
+    split_files,
+    wrong_num_rows,
+)
+from distembed.data.dataset.schema import Schema
 from distembed.errors import RunError, UserError
 
 
@@ -78,19 +86,17 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
         pieces = {}
         if not any(CHECKSUMS_NAME in problem for problem in found.problems):
             found.problems.append(str(error))
-    for name, split in manifest.splits.items():
-        num_rows = sum(file.num_rows for file in split.files)
-        if num_rows != split.num_rows and not manifest.is_without_rows:
-            said = f"has {split.num_rows:,} rows by the manifest, its files have {num_rows:,}"
-            found.problems.append(f"split {name!r} of {folder} {said}.")
+    for name in manifest.splits:
+        if problem := wrong_num_rows(folder, manifest, name):
+            found.problems.append(problem)
         try:
-            files = piecewise_files(folder, split.files, pieces)
+            files = split_files(folder, manifest, name, pieces)
         except UserError as error:
             found.problems.append(str(error))
             continue
-        for piecewise, file in zip(files, split.files, strict=True):
-            found.add(_until_error(_file_problems(piecewise, file, manifest), piecewise), piecewise.path)
-            found.num_bytes += 0 if piecewise.remote is None else file.bytes
+        for file in files:
+            found.add(_until_error(_file_problems(file, manifest.schema), file), file.path)
+            found.num_bytes += 0 if file.mirror is None else file.listed.bytes
             report(found.num_bytes)
     return found
 
@@ -119,23 +125,16 @@ def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterato
             yield f"{path} has {num_rows:,} ids of feature {name!r}, the manifest says {num_ids:,}; {REMEDY}."
 
 
-def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest) -> Iterator[str]:
+def _file_problems(file: SplitFile, schema: Schema) -> Iterator[str]:
     """Yields the problems of a file of a split, after reading the whole file."""
-    # checked_metadata names a file of another size
-    if piecewise.pieces is not None and (piecewise.remote or _num_bytes(piecewise.path) == file.bytes):
-        damaged = list(piecewise.damaged_pieces())
-        yield from damaged
-        if damaged:
-            return
-    metadata = checked_metadata(piecewise, file, manifest.schema)
-    if piecewise.pieces is None:
-        columns = metadata.schema.to_arrow_schema().names
+    damaged = file.damaged_pieces() if file.pieces is not None and file.has_listed_size else []
+    yield from damaged
+    if damaged:
+        return
+    metadata = file.checked_metadata(schema)
+    if file.pieces is None:
         for index in range(metadata.num_row_groups):
             try:
-                piecewise.row_group(index, columns)
+                RowGroup(file, index, 0).read(metadata.schema.to_arrow_schema().names)
             except UserError as error:
                 yield str(error)
-
-
-def _num_bytes(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
