@@ -5,6 +5,8 @@ for what went wrong while doing what was rightly asked for (exit code 1). The me
 received, what is allowed and the remedy; the command line prints it without a traceback.
 """
 
+import re
+
 
 class UserError(ValueError):
     """Wrong input: a setting, a file or an argument that cannot be accepted as it is."""
@@ -36,6 +38,6 @@ class InsufficientMemory(RunError):
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """Returns the type of an error that someone else's code raised, and at most so many characters of its message."""
-    message = " ".join(str(error).split()).rstrip(".")
+    message = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split()).rstrip(".")  # without colours
     shown = message if len(message) <= most else f"{message[:most]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -82,7 +82,7 @@ def _processor_seconds() -> float:
 def _stage(output: Path) -> str:
     """Returns the stage that a preparation is in, by its work folder."""
     try:
-        stages = list(output.parent.glob(str(Path(f".{output.name}.preparing", "work", "results", "*"))))
+        stages = list(output.parent.glob(str(Path(f".{output.name}.preparing", "*", "work", "results", "*"))))
         return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
     except OSError:
         return ""  # the work is over, and its folder goes

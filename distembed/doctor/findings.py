@@ -183,12 +183,10 @@ def check_engines(installed: Mapping[str, str]) -> list[Finding]:
     """Tells whether raw rows can be prepared on a Ray or a Spark cluster, which are extras of distembed."""
     findings = []
     for extra, distribution in (("ray", "ray"), ("spark", "pyspark")):
-        if found := installed.get(distribution):
-            finding = Finding(f"prepare on {extra}", "ok", f"yes, by {distribution} {found}")
-        else:
-            detail = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
-            finding = Finding(f"prepare on {extra}", "note", detail)
-        findings.append(finding)
+        found = installed.get(distribution)
+        absent = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
+        detail = f"yes, by {distribution} {found}" if found else absent
+        findings.append(Finding(f"prepare on {extra}", "ok" if found else "note", detail))
     return findings
 
 

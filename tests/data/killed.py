@@ -24,7 +24,7 @@ def result_files(output: Path) -> ResultFiles:
     """Returns the finished tasks of an interrupted preparation, each with what changes when it is done again."""
     found = {}
     # unlike pathlib's, this glob may be called while folders go
-    results = output.with_name(f".{output.name}.preparing") / "work" / "results"
+    results = output.with_name(f".{output.name}.preparing") / "*" / "work" / "results"
     for file in map(Path, glob(str(results / "*" / "[!.]*.json"))):
         with suppress(FileNotFoundError):  # the preparation is done, and clears up
             found[f"{file.parent.name}/{file.name}"] = file.stat().st_ino, file.stat().st_mtime_ns

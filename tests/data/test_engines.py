@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+from distembed.data.prepare.engine import run_tasks
+from distembed.errors import UserError, one_line
 from tests.data import reference
 from tests.data.killed import prepare_with_kills, start
 from tests.data.reference import folder_bytes
@@ -125,6 +127,15 @@ except UserError as error: assert "no machine of the Ray cluster has as much" in
 else: assert False
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+def test_a_spark_master_that_does_not_answer_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's errors, which are in colours, are said without them."""
+    pytest.importorskip("pyspark")
+    monkeypatch.setenv("MASTER", "spark://127.0.0.1:1,127.0.0.1:2")
+    with pytest.raises(UserError, match="MASTER=spark://127.0.0.1:1,127.0.0.1:2 does not answer: .*refused"):
+        list(run_tasks("spark", str, [1], ResourceLimits(), 1))
+    assert one_line(RuntimeError("\x1b[36mray::task()\x1b[39m\nis lost")) == "RuntimeError: ray::task() is lost"
 
 
 PREPARE_ON_RAY = """

@@ -1,13 +1,16 @@
 """Datasets at URLs: the same files as in a local folder, however often the server fails."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import s3fs
 
 from distembed.data import remote
-from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo, write_parquet
+from distembed.data.prepare import CriteoOptions, ResourceLimits, pipeline, prepare_criteo, write_parquet
 from distembed.data.remote import read_remote, walk_remote
 from distembed.errors import TemporaryFailure, UserError
 from tests.data import reference
@@ -47,15 +50,40 @@ def test_a_dataset_at_a_url_is_the_local_one(rows: Path, tmp_path: Path, flaky: 
     assert flaky.failures and not list((tmp_path / "work").iterdir())
 
 
+def test_a_file_may_be_written_twice_at_once(
+    rows: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster begins a task again whose worker is lost for it, and at work."""
+    flaky.share, both, write_file = 0.0, threading.Barrier(2, timeout=60), pipeline._write_file
+
+    def twice(*given: Any) -> Any:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda _: write_file(*given), range(2))
+        assert one == other
+        return one
+
+    def upload(path: Path, url: str) -> None:
+        if url.endswith(".parquet") and "/vocabulary/" not in url:
+            both.wait()
+        original(path, url)
+
+    original = remote.upload
+    prepare_criteo([rows], tmp_path / "local", OPTIONS)
+    monkeypatch.setattr("distembed.data.prepare.destination.upload", upload)
+    monkeypatch.setattr(pipeline, "_write_file", twice)
+    prepare_criteo([rows], URL, OPTIONS, limits(tmp_path, threads=1))
+    assert remote_bytes(URL) == folder_bytes(tmp_path / "local")
+
+
 def test_files_leave_the_disk_when_they_are_uploaded_and_the_manifest_comes_last(
     rows: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
     def upload(path: Path, url: str) -> None:
-        (dataset,) = (tmp_path / "work").glob(".*/staged")
-        lying = list(dataset.rglob("part-*.parquet"))
-        assert path.name.startswith("part-") == bool(lying) and len(lying) <= 1
+        (dataset,) = (tmp_path / "work").glob(".*/*/staged")
+        lying = list(dataset.rglob("*part-*.parquet*"))
+        assert lying == [path] * path.name.startswith(".part-")
         order.append(url)
         original(path, url)
 

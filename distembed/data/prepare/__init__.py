@@ -13,7 +13,7 @@
 - ``column_numbers.py`` reads columns of integers and texts as numbers.
 - For every kind of preparation: ``table/inputs.py`` finds the inputs, ``input_bytes.py`` unpacks them and cuts them
   into blocks of lines, ``rejected_rows.py`` takes the malformed rows, ``limits.py`` and ``progress.py`` say what it may
-  use and how far it is, ``space.py`` whether the disk suffices, and ``staging.py`` makes its output appear at once.
+  use and how far it is, and ``staging.py`` makes its output appear at once.
 - ``work.py`` runs each task once and resumes after a kill, ``engine.py`` has threads, Ray or Spark run the tasks, and
   ``destination.py`` uploads a dataset to a URL.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal.

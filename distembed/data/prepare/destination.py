@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.prepare.staging import OutputExists
 from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
 from distembed.errors import UserError
+from distembed.files import replaced_file
 
 _DATASET_FILE = re.compile(
     rf"({'|'.join(SPLIT_NAMES)})/part-[0-9]+\.parquet|vocabulary/[^/]+\.parquet|[^/]+\.bin|"
@@ -109,11 +111,15 @@ class Destination:
         if self.url is not None and (url := self._files_there().get(MANIFEST_NAME)):
             remove_remote(url)
 
-    def move(self, folder: Path, file: str) -> None:
-        """Uploads a file of the dataset's folder, and removes it there; a local one stays."""
+    @contextmanager
+    def file(self, folder: Path, file: str) -> Iterator[Path]:
+        """Yields a hidden file to write, which becomes a file of the dataset; a second attempt may write another."""
+        with replaced_file(folder / file) as hidden:
+            yield hidden
+            if self.url is not None:
+                upload(hidden, join_url(self.url, file))
         if self.url is not None:
-            upload(folder / file, join_url(self.url, file))
-            (folder / file).unlink()
+            (folder / file).unlink(missing_ok=True)
 
     def finish(self, folder: Path, moved: Sequence[str]) -> None:
         """Uploads what is left in the dataset's folder, the manifest last, and removes what is of no dataset any more.

@@ -24,7 +24,10 @@ import importlib
 import logging
 import os
 import pickle
+import re
+import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -43,6 +46,7 @@ Submit = Callable[[Any], "Future[Any]"]
 
 _LOOK_SECONDS = 0.05
 _RAY_RETRIES = 5
+_CONNECT_SECONDS = 10
 _SPARK_JOBS = 256
 """Most Spark jobs at a time; the cluster's cores decide how many of them run."""
 
@@ -150,7 +154,9 @@ def _connected_ray(limits: ResourceLimits) -> Any:
 @contextmanager
 def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
     sql, py4j, errors = (_imported(name) for name in ("pyspark.sql", "py4j.protocol", "pyspark.errors"))
+    _require_master(os.environ.get("MASTER", ""))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_WORKER_DIR", tempfile.gettempdir())  # of local clusters: else Spark's own folder
     if sql.SparkSession.getActiveSession() is None:
         builder = sql.SparkSession.builder.appName("distembed prepare").config("spark.ui.showConsoleProgress", False)
         atexit.register(builder.getOrCreate().stop)
@@ -176,6 +182,17 @@ def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
         pool.shutdown()
         with suppress(Exception):
             shared.unpersist()
+
+
+def _require_master(master: str) -> None:
+    """Makes sure that one of the machines of ``spark://...`` answers, for which Spark would wait for minutes."""
+    places = re.findall(r"([^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
+    for place, (host, port) in enumerate(places, 1):
+        try:
+            return socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        except OSError as error:
+            if place == len(places):
+                raise UserError(f"engine (--engine) is spark, and MASTER={master} does not answer: {error}") from error
 
 
 def _attempt_broadcast(shared: Any, version: str, task: Any) -> Any:

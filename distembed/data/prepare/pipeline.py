@@ -53,10 +53,9 @@ from distembed.data.prepare.row_splits import (
     split_times,
     time_column,
 )
-from distembed.data.prepare.space import disk_is_full
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock
-from distembed.data.prepare.staging import require_outside
+from distembed.data.prepare.staging import disk_is_full_text, require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work, work_purpose
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
@@ -105,12 +104,12 @@ def prepare_rows(
         base.require_fits(source.layout)
     purpose = work_purpose(source, options, limits, PART_BYTES, base)
     with (
+        resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work),
         full_disk_explained(
-            lambda error: disk_is_full(error, source, destination.path),
+            lambda error: disk_is_full_text(error, destination.path, folder.parent),
             (OSError, pa.ArrowException),
             max_file_size=True,
         ),
-        resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work),
     ):
         return Preparation(source, options, limits, folder, destination, base).run(work, note)
 
@@ -160,7 +159,8 @@ class Preparation:
         columns = DatasetColumns(self.source.layout, self.base, memory_bytes, self.folder, work.folder, blocks, splits)
         learnt, checksums = self._learn(work, columns, [part.source for part in parts if not part.is_whole])
         schema = columns.schema(learnt)
-        writer = FileWriter(self.folder, columns.outputs(learnt), schema.label, schema.weight, blocks, splits)
+        outputs = columns.outputs(learnt)
+        writer = FileWriter(self.folder, self.destination, outputs, schema.label, schema.weight, blocks, splits)
         files = self._write(work, writer)
         manifest = Manifest(
             schema=schema,
@@ -253,7 +253,7 @@ class Preparation:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         row_bytes = sum(block.num_bytes for block in writer.blocks) // sum(writer.splits.num_rows)
         self.destination.remove_manifest()
-        do = partial(_write_file, writer, self.destination, work.folder / "pieces", plans, row_bytes)
+        do = partial(_write_file, writer, work.folder / "pieces", plans, row_bytes)
         largest_first = sorted(plans, key=lambda path: plans[path].start - plans[path].stop)
         total = sum(writer.splits.num_rows) * row_bytes
         results = work.run_stage("write", largest_first, do, threads=self.limits.num_writers, total_bytes=total)
@@ -302,7 +302,6 @@ def _learn(
 
 def _write_file(
     writer: FileWriter,
-    destination: Destination,
     pieces: Path,
     plans: Mapping[str, FilePlan],
     row_bytes: int,
@@ -312,6 +311,5 @@ def _write_file(
     written = writer.write(plans[task])
     with replaced_file(pieces / task) as path:
         written.pieces.tofile(path)
-    destination.move(writer.folder, task)
     advance(written.file.num_rows * row_bytes, written.file.num_rows)
     return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}

@@ -5,8 +5,9 @@ Its files are written in a hidden folder beside the target, flushed to disk, and
     .criteo.preparing/
         lock          held by the process at work; a second command on the same output is refused at once
         purpose       the inputs and options that the work is for (a checksum), and the machine since it was started
-        staged/       becomes criteo/
-        work/         results of finished tasks (work.py), and other files that are needed only meanwhile
+        1f0c22ae/     the begin of that checksum
+            staged/   becomes criteo/
+            work/     results of finished tasks (work.py), and other files that are needed only meanwhile
     .criteo.replaced/ the dataset that --overwrite replaces, for the moment between two renames
 
 A process that is killed leaves the hidden folder behind. The next command on the same output resumes it where its
@@ -106,7 +107,8 @@ def kept_folder(
         if replaced.is_dir() and not os.path.lexists(output):
             replaced.rename(output)  # the last process was killed between the two renames
         shutil.rmtree(replaced, ignore_errors=True)
-        was_begun = (folder / STAGED).is_dir()
+        own = folder / str(purpose)[:8]  # a lost worker of another command writes elsewhere
+        was_begun = (folder / "purpose").is_file()
         try:
             _check_target(output, overwrite, kind, marker)
         except UserError:
@@ -116,15 +118,15 @@ def kept_folder(
         is_resumed = was_begun and purpose is not None and _is_for(folder / "purpose", purpose)
         if not is_resumed:
             _empty(folder)
-            (folder / STAGED).mkdir()
+            (own / STAGED).mkdir(parents=True)
             (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
         try:
-            yield KeptFolder(folder, is_resumed, was_begun and not is_resumed)
+            yield KeptFolder(own, is_resumed, was_begun and not is_resumed)
             if not is_moved:
-                for path in (folder / STAGED).rglob(".*"):  # files that a killed process was writing
+                for path in (own / STAGED).rglob(".*"):  # files that a killed process was writing
                     path.unlink()
-                _flush(folder / STAGED)
-                _swap(folder / STAGED, output, replaced, overwrite)
+                _flush(own / STAGED)
+                _swap(own / STAGED, output, replaced, overwrite)
         except (KeyboardInterrupt, TemporaryFailure):
             if purpose is None:
                 _remove(folder)
@@ -241,12 +243,13 @@ def _swap(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
 
 
 def disk_is_full_text(error: Exception, output: Path, folder: Path) -> str:
-    """Returns the text of an error that says how much of ``output`` was written in its staged folder."""
+    """Returns the text of an error that says how much was written in a folder that is not removed yet."""
+    if getattr(error, "errno", None) == errno.EFBIG:
+        return f"{output} could not be written: this process may not write files so large (see `ulimit -f`)"
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return (
         f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
-        f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
-        "elsewhere"
+        f"after {written >> 20:,} MiB. Nothing was left behind; free more space, or name an output elsewhere"
     )
 
 

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
+from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.output_columns import IdOutput, OutputColumn
 from distembed.data.prepare.row_splits import RowSplits, some_rows
 from distembed.data.prepare.spool import SpooledBlock
-from distembed.files import replaced_file
 
 ROW_GROUP_ROWS = 131_072
 
@@ -104,7 +104,7 @@ def _mean(sums: Sequence[float | None], num_rows: int) -> float | None:
 
 
 def write_file(
-    folder: Path,
+    path: Path,
     plan: FilePlan,
     schema: pa.Schema,
     label: str | None,
@@ -114,31 +114,27 @@ def write_file(
     """Writes one file.
 
     Args:
-        folder: Dataset folder.
-        plan: Path and rows of the file.
+        path: The file.
+        plan: What the manifest says of it.
         schema: Columns of the file.
         label: Name of the label's column, if there is one.
         groups: The file's rows, a table for each row group.
         weight: Name of the column of the rows' weights, if there is one.
     """
     sums = {name: 0.0 for name in (label, weight) if name is not None}
-    with (
-        replaced_file(folder / plan.path) as hidden,
-        pq.ParquetWriter(
-            hidden,
-            schema,
-            compression="zstd",
-            use_dictionary=False,
-            use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
-            write_statistics=False,
-            write_page_checksum=True,
-        ) as writer,
-    ):
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
+        write_statistics=False,
+        write_page_checksum=True,
+    ) as writer:
         for table in groups:
             for name in sums:
                 sums[name] += float(pc.sum(pc.cast(table[name], pa.float64())).as_py())
             writer.write_table(table, len(table))
-    path = folder / plan.path
     file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
     label_sum, weight_sum = (None if name is None else sums[name] for name in (label, weight))
     return WrittenFile(file, label_sum, file_pieces(path), weight_sum)
@@ -155,6 +151,7 @@ class FileWriter:
 
     Attributes:
         folder: Dataset folder.
+        destination: Where its files go.
         columns: The columns of the dataset.
         label: Name of the label's column, if there is one.
         weight: Name of the column of the rows' weights, if there is one.
@@ -163,6 +160,7 @@ class FileWriter:
     """
 
     folder: Path
+    destination: Destination
     columns: Sequence[OutputColumn]
     label: str | None
     weight: str | None
@@ -179,7 +177,8 @@ class FileWriter:
         """Writes one file."""
         schema = pa.schema([column.field for column in self.columns])
         tables = (pa.table(arrays, schema=schema) for arrays in self._row_groups(plan, self.group_rows))
-        return write_file(self.folder, plan, schema, self.label, tables, self.weight)
+        with self.destination.file(self.folder, plan.path) as path:
+            return write_file(path, plan, schema, self.label, tables, self.weight)
 
     def _row_groups(self, plan: FilePlan, group_rows: int) -> Iterator[list[pa.Array]]:
         """Yields the columns of one row group after the other, taken from the blocks."""

@@ -182,7 +182,9 @@ def write_splits(
         (folder / name).mkdir()
         written[name] = []
         for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
-            written[name].append(write_file(folder, plan, rows.table(0, 0).schema, label, _groups(plan, rows)))
+            written[name].append(
+                write_file(folder / plan.path, plan, rows.table(0, 0).schema, label, _groups(plan, rows))
+            )
             done += plan.stop - plan.start
             report(ProgressUpdate("write", done, total, done))
     return written
