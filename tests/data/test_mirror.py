@@ -9,7 +9,7 @@ import pytest
 from distembed.data.dataset import mirror as mirrors
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.mirror import CacheSettings, dataset_folder, is_remote_dataset, mirror_of
+from distembed.data.dataset.mirror import dataset_folder, is_remote_dataset, mirror_of
 from distembed.data.dataset.verification import verify_dataset
 from distembed.data.reader import BatchOrder, BatchReader, Decoding, order, read_share
 from distembed.data.remote import remove_remote, upload
@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_folder_though_much_fails(
     expected = read_rows(folder)
     with flaky_files(0.1) as flaky:
         upload_dataset(folder)
-        local = dataset_folder(URL, CacheSettings(str(tmp_path / "own"), most_bytes))
+        local = dataset_folder(URL, str(tmp_path / "own"), most_bytes)
         assert read_rows(local, decode_threads=threads) == expected
         shares = [list(read_share(local, "all", 10, rank=rank, world_size=2)) for rank in range(2)]
         in_order = [rows_of(batch) for batches in shares for batch in batches]
@@ -101,10 +101,10 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
         ]
         assert read_rows(URL) == expected  # from the cache
         with pytest.raises(UserError, match=f"{URL}/part1.parquet, row group 0 is damaged"):
-            read_rows(dataset_folder(URL, CacheSettings(str(tmp_path / "empty"))))
+            read_rows(dataset_folder(URL, str(tmp_path / "empty")))
         remove_remote(f"{URL}/part0.parquet")
         with pytest.raises(UserError, match=f"{URL}/part0.parquet cannot be read: it does not exist"):
-            read_rows(dataset_folder(URL, CacheSettings(str(tmp_path / "another"))))
+            read_rows(dataset_folder(URL, str(tmp_path / "another")))
         assert len(verify_dataset(URL).problems) == 2
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from distembed.cores import usable_cores
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, CacheSettings, dataset_folder
+from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, dataset_folder
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.data.remote import is_url
 from distembed.errors import UserError
@@ -28,11 +28,9 @@ class DataConfig:
         validation: Split to evaluate on while training; null for none.
         test: Split of the final evaluation; null for none.
         decode_threads: Threads of each rank that decode rows ahead of the batches; null for as many as there are
-            processors for, at most 4, and for 4 where rows come from a URL. Rows and their order are the same for any
-            number.
-        skip_unreadable: Number of row groups of the training split that a run may do without where they cannot be read,
-            be they damaged or out of reach; rows of others are trained on in their place. Evaluations and predictions
-            do without none.
+            processors for, at most 4, and for 4 where rows come from a URL. Rows and their order stay the same.
+        skip_unreadable: Number of row groups of the training split that may be unreadable, damaged or out of reach;
+            rows of other row groups take their place. Evaluations and predictions need all rows.
         cache_dir: Folder on this machine for what is fetched from a URL; null for ``~/.cache/distembed``.
         cache_bytes: Most bytes of row groups in it; those that were used last are kept.
     """
@@ -98,5 +96,4 @@ class DataConfig:
             UserError: There is no dataset at the URL.
             RunError: The URL's server does not answer.
         """
-        cache = CacheSettings(self.cache_dir, self.cache_bytes)
-        return str(dataset_folder(dataset, cache)) if is_url(dataset) else dataset
+        return str(dataset_folder(dataset, self.cache_dir, self.cache_bytes)) if is_url(dataset) else dataset

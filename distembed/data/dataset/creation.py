@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,49 +44,39 @@ def create_manifest(
 
 def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
     files: list[DataFile] = []
-    sums: Counter[str] = Counter()
+    means: dict[str | None, float | None] = {}
+    numbers: dict[str, list[float]] = {name: [] for name in (schema.label, schema.weight) if name is not None}
     for path in paths:
         relative = _relative(folder, path)
         file = folder / relative
         if not file.is_file():
             raise UserError(f"{file} does not exist")
-        num_rows, file_sums = _count_rows(file, schema)
-        sums.update(file_sums)
-        files.append(DataFile(relative, num_rows, file.stat().st_size))
+        try:
+            parquet = pq.ParquetFile(file)
+            check_columns(str(file), parquet.schema_arrow, schema)
+            for name, sums in numbers.items():
+                values = pc.cast(parquet.read(columns=[name]).column(0), pa.float64())
+                if name == schema.weight:
+                    _check_weights(file, name, values)
+                sums.append(pc.sum(values).as_py() or 0.0)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{file} is not a readable Parquet file: {error}") from error
+        files.append(DataFile(relative, parquet.metadata.num_rows, file.stat().st_size))
     num_rows = sum(file.num_rows for file in files)
-    # a label may be NaN or infinite, which the reader refuses and JSON does not hold
-    label_rate, mean_weight = (
-        sums[name] / num_rows if num_rows and name is not None and math.isfinite(sums[name]) else None
-        for name in (schema.label, schema.weight)
-    )
-    return Split(num_rows, label_rate, tuple(files), mean_weight)
+    for name, sums in numbers.items():
+        # a label may be NaN or infinite, which the reader refuses and JSON does not hold
+        means[name] = sum(sums) / num_rows if num_rows and math.isfinite(sum(sums)) else None
+    return Split(num_rows, means.get(schema.label), tuple(files), means.get(schema.weight))
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
     """Returns a path relative to the folder; a link in the folder counts as what lies there."""
     absolute = Path(os.path.abspath(folder / path))
-    if absolute.is_relative_to(os.path.abspath(folder)):
-        return absolute.relative_to(os.path.abspath(folder)).as_posix()
     real = absolute.parent.resolve() / absolute.name  # both may be named by other links
-    if real.is_relative_to(folder.resolve()):
-        return real.relative_to(folder.resolve()).as_posix()
+    for file, inside in ((absolute, Path(os.path.abspath(folder))), (real, folder.resolve())):
+        if file.is_relative_to(inside):
+            return file.relative_to(inside).as_posix()
     raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
-
-
-def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str, Any]]:
-    """Returns the number of rows of a file, and by column the sums of their labels and weights, where they have any."""
-    names = [name for name in (schema.label, schema.weight) if name is not None]
-    try:
-        file = pq.ParquetFile(path)
-        check_columns(str(path), file.schema_arrow, schema)
-        if not names:
-            return file.metadata.num_rows, {}
-        columns = {name: pc.cast(file.read(columns=[name]).column(0), pa.float64()) for name in names}
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable Parquet file: {error}") from error
-    if schema.weight is not None:
-        _check_weights(path, schema.weight, columns[schema.weight])
-    return file.metadata.num_rows, {name: pc.sum(values).as_py() or 0.0 for name, values in columns.items()}
 
 
 def _check_weights(path: Path, name: str, weights: pa.ChunkedArray) -> None:

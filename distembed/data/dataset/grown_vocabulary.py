@@ -43,16 +43,11 @@ def require_grown_from(
     Raises:
         UserError: They are not; the error names the column. Or a vocabulary is missing or damaged.
     """
-    for difference in _differences(earlier, manifest):
-        raise _OtherIds(_not_grown(dataset_dir, difference))
-    for name in earlier.vocabularies:
-        file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
-        if file in earlier.checksums and earlier.checksums[file] == manifest.checksums.get(new_file):
-            continue
-        old = _read(earlier.require_unchanged(earlier_dir, file))
-        new = _read(manifest.require_unchanged(dataset_dir, new_file))
-        if (first := _first_difference(name, old, new)) is not None:
-            raise _OtherIds(_not_grown(dataset_dir, first))
+    for difference in _differences(earlier_dir, earlier, dataset_dir, manifest):
+        raise UserError(
+            f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
+            "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
+        )
 
 
 def has_same_ids(
@@ -63,18 +58,14 @@ def has_same_ids(
     Raises:
         UserError: A vocabulary is missing or damaged.
     """
-    sizes = ([feature.num_embeddings for feature in each.schema.categorical] for each in (earlier, manifest))
-    if next(sizes) != next(sizes):
-        return False
-    try:
-        require_grown_from(earlier_dir, earlier, dataset_dir, manifest)
-    except _OtherIds:
-        return False
-    return True
+    old, new = ([feature.num_embeddings for feature in each.schema.categorical] for each in (earlier, manifest))
+    return old == new and not any(_differences(earlier_dir, earlier, dataset_dir, manifest))
 
 
-def _differences(earlier: Manifest, manifest: Manifest) -> Iterator[str]:
-    """Yields the differences between the columns and hashes of a dataset and an earlier dataset."""
+def _differences(
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
+) -> Iterator[str]:
+    """Yields the differences between a dataset and an earlier one: of columns and hashes, then of vocabularies."""
     old, new = earlier.schema, manifest.schema
     names, new_names = old.categorical_names, new.categorical_names
     if names != new_names:
@@ -93,6 +84,12 @@ def _differences(earlier: Manifest, manifest: Manifest) -> Iterator[str]:
             yield f"the feature {before.name!r} had {before.num_embeddings} ids and has {after.num_embeddings}"
     if differing := sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()):
         yield f"only one of the two has a vocabulary of {', '.join(differing)}"
+        return
+    for name in earlier.vocabularies:
+        file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
+        if file not in earlier.checksums or earlier.checksums[file] != manifest.checksums.get(new_file):
+            old_keys = _read(earlier.require_unchanged(earlier_dir, file))
+            yield from _other_ids(name, old_keys, _read(manifest.require_unchanged(dataset_dir, new_file)))
 
 
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
@@ -111,33 +108,21 @@ def _read(path: Path) -> pa.Table:
         raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
 
 
-def _first_difference(name: str, old: pa.Table, new: pa.Table) -> str | None:
-    """Returns where a vocabulary begins to differ from an earlier one; None where the earlier is its beginning."""
+def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
+    """Yields where a vocabulary begins to differ from an earlier one, unless the earlier is its beginning."""
     if old.schema != new.schema:
-        return f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
-    if len(new) < len(old):
-        return f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}"
-    new = new.slice(0, len(old))
-    differs = pc.or_(pc.not_equal(old["id"], new["id"]), pc.not_equal(old["key"], new["key"]))
-    place = pc.index(differs, True).as_py()
-    if place < 0:
-        return None
-    before, now = (table["key"][place].as_py() for table in (old, new))
-    return f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
+        yield f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
+    elif len(new) < len(old):
+        yield f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}"
+    else:
+        new = new.slice(0, len(old))
+        differs = pc.or_(pc.not_equal(old["id"], new["id"]), pc.not_equal(old["key"], new["key"]))
+        if (place := pc.index(differs, True).as_py()) >= 0:
+            before, now = (table["key"][place].as_py() for table in (old, new))
+            yield f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
 
 
 def _shown(value: Any) -> str:
     """Returns a value as an error shows it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-class _OtherIds(UserError):
-    """Ids that do not go on from earlier ones."""
-
-
-def _not_grown(dataset_dir: str | os.PathLike[str], difference: str) -> str:
-    return (
-        f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
-        "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
-    )

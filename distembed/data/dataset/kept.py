@@ -67,8 +67,7 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
 def _place(source: Path, target: Path, links: bool) -> None:
     """Puts a vocabulary into a run's folder: as a link to where it lies, as a hard link, or as a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):
-        target.unlink()
+    target.unlink(missing_ok=True)
     if links:
         target.symlink_to(source.absolute())
         return

@@ -34,21 +34,6 @@ _MANIFEST, _LOCK = "manifest.json", ".lock"
 
 
 @dataclass(frozen=True)
-class CacheSettings:
-    """Where what was fetched of remote datasets is kept."""
-
-    folder: str | None = None  # on a disk of this machine; None for distembed in the user's folder of caches
-    most_bytes: int = DEFAULT_CACHE_BYTES  # of the row groups that are kept, of all datasets together
-
-    @property
-    def path(self) -> Path:
-        """The folder's path."""
-        if self.folder is not None:
-            return Path(self.folder).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "distembed"
-
-
-@dataclass(frozen=True)
 class Mirror:
     """The local folder of a remote dataset."""
 
@@ -93,29 +78,36 @@ class Mirror:
                 fetch(self.file_url(file), self.folder / file)
 
 
-def dataset_folder(dataset: str | os.PathLike[str], cache: CacheSettings | None = None) -> Path:
+def dataset_folder(
+    dataset: str | os.PathLike[str], cache_dir: str | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+) -> Path:
     """Returns the local folder of a dataset: the path itself, or where a URL's files are fetched to.
 
     Args:
         dataset: Path or URL of the dataset.
-        cache: Where what is fetched is kept.
+        cache_dir: Folder for what is fetched; None for ``distembed`` in the user's folder of caches.
+        cache_bytes: Most bytes of the row groups that are kept, of all datasets together.
 
     Raises:
         UserError: There is no dataset at the URL.
         RunError: The server does not answer, or the folder cannot be written.
     """
-    return _mirror_folder(str(dataset), cache or CacheSettings()) if is_url(dataset) else Path(dataset)
+    return _mirror_folder(str(dataset), cache_dir, cache_bytes) if is_url(dataset) else Path(dataset)
 
 
 @lru_cache(maxsize=16)
-def _mirror_folder(url: str, cache: CacheSettings) -> Path:
+def _mirror_folder(url: str, cache_dir: str | None, cache_bytes: int) -> Path:
     # once a process, so that all of it sees one version
     try:
         manifest = read_remote(join_url(url, _MANIFEST))
     except UserError as error:
         raise UserError(f"{url} is no dataset: {error} Upload a folder that `distembed prepare` made.") from error
-    folder = cache.path / f"{url.rstrip('/').rpartition('/')[2]}-{checksum_of(url.encode() + manifest)[:16]}"
-    pieces = cache.path / "pieces"
+    cache = Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "distembed"))
+    cache = cache.expanduser().absolute()
+    folder, pieces = (
+        cache / f"{url.rstrip('/').rpartition('/')[2]}-{checksum_of(url.encode() + manifest)[:16]}",
+        cache / "pieces",
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pieces.mkdir(exist_ok=True)
@@ -124,7 +116,7 @@ def _mirror_folder(url: str, cache: CacheSettings) -> Path:
     with locked(folder / _LOCK):
         with whole_file(folder / _MANIFEST) as temporary:
             Path(temporary).write_bytes(manifest)
-        where = {"url": url, "cache": str(pieces), "cache_bytes": cache.most_bytes}
+        where = {"url": url, "cache": str(pieces), "cache_bytes": cache_bytes}
         write_text(folder / MIRROR_FILE, json.dumps(where, indent=1) + "\n")
     return folder
 

@@ -17,17 +17,20 @@ exact and the signal harder to find.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pyarrow import csv
 
 from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
 from distembed.errors import UserError
@@ -66,7 +69,6 @@ _DENSE_WEIGHT = 0.14
 _PRODUCT_WEIGHT = 0.15
 _DRIFT = 0.15
 
-_TAB, _NEWLINE = b"\t\n"
 _AUC_BINS = 1 << 16
 _TENTHS = 10
 
@@ -76,32 +78,21 @@ _LEAST_ROW_BYTES, _LEAST_ROW_BYTES_GZIP = 235, 90
 
 @dataclass(frozen=True)
 class SyntheticSummary:
-    """What was written, and what can be learnt from it at best.
+    """What was written, and what can be learnt from it at best: by the true probabilities, whose logloss is in nats.
 
-    Attributes:
-        path: Path of the file.
-        num_rows: Number of rows.
-        seed: Seed that the rows were drawn with.
-        bytes: Size of the file.
-        label_rate: Share of the labels that are 1.
-        bayes_logloss: Expected logloss, in nats, of the true probabilities.
-        bayes_auc: Expected AUC of the true probabilities.
-        last_tenth_bayes_logloss: Expected logloss over the last tenth of the rows, where a test split would be; None
-            with fewer than ten rows.
-        last_tenth_bayes_auc: Expected AUC over the last tenth of the rows, likewise.
-        cardinalities: Number of ids that each categorical feature can have.
+    The last tenth of the rows is where a test split would be; its figures are None with fewer than ten rows.
     """
 
     path: str
     num_rows: int
     seed: int
     bytes: int
-    label_rate: float
-    bayes_logloss: float | None
-    bayes_auc: float | None
+    label_rate: float  # share of the labels that are 1
+    bayes_logloss: float | None  # expected logloss
+    bayes_auc: float | None  # expected AUC
     last_tenth_bayes_logloss: float | None
     last_tenth_bayes_auc: float | None
-    cardinalities: tuple[int, ...]
+    cardinalities: tuple[int, ...]  # number of ids that each categorical feature can have
 
 
 def synthesize_criteo(
@@ -159,17 +150,9 @@ def synthesize_criteo(
                     progress(start + len(rows.labels))
         logloss, auc = quality.over(slice(None))
         last_logloss, last_auc = quality.over(slice(-1, None))
+        size, rate, sizes = os.path.getsize(part), positives / num_rows, tuple(source.cardinalities)
         summary = SyntheticSummary(
-            path=str(path),
-            num_rows=num_rows,
-            seed=seed,
-            bytes=os.path.getsize(part),
-            label_rate=positives / num_rows,
-            bayes_logloss=logloss,
-            bayes_auc=auc,
-            last_tenth_bayes_logloss=last_logloss,
-            last_tenth_bayes_auc=last_auc,
-            cardinalities=tuple(source.cardinalities),
+            str(path), num_rows, seed, size, rate, logloss, auc, last_logloss, last_auc, cardinalities=sizes
         )
         # before the file itself, so that no file lacks its summary
         write_text(summary_path, json.dumps({**asdict(summary), "path": path.name}, indent=1) + "\n")
@@ -316,8 +299,8 @@ class _BayesQuality:
         return float(self._entropy[tenths].sum() / rows), float(auc)
 
 
-def _id_texts(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Returns the 8 hexadecimal digits of each id's key as one number, 0 for a missing id.
+def _id_texts(feature: int, ids: NDArray[np.int64]) -> pa.Array:
+    """Returns the 8 hexadecimal digits of each id's key, null for a missing id.
 
     Keys are the ids by a bijection of 32-bit numbers that is another for every feature.
     """
@@ -325,24 +308,17 @@ def _id_texts(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     keys ^= keys >> np.uint32(15)
     keys *= np.uint32(0x2C1B3C6D)
     keys ^= keys >> np.uint32(12)
-    digits = keys.astype(">u4").tobytes().hex().encode()
-    return np.where(ids >= 0, np.frombuffer(digits, np.uint64), 0).astype(np.uint64)
-
-
-@cache
-def _integer_texts() -> NDArray[np.uint64]:
-    """Returns the texts of -2 (a missing value: empty), -1, 0, ..., each padded with zero bytes to 8."""
-    texts = [b"", b"-1", *(str(value).encode() for value in range(_DENSE_LIMIT + 1))]
-    return np.array(texts, "S8").view(np.uint64)
+    digits = pa.py_buffer(keys.astype(">u4").tobytes().hex().encode())
+    offsets = pa.py_buffer(np.arange(len(ids) + 1, dtype=np.int32) * 8)
+    texts = pa.StringArray.from_buffers(len(ids), offsets, digits)
+    return pc.if_else(ids >= 0, texts, None)
 
 
 def _text(rows: Rows) -> bytes:
-    """Returns the rows' text: all cells padded to 8 bytes with zeros, each with its separator, less the zeros."""
-    integers = [_integer_texts()[values + 2] for values in (rows.labels, *rows.dense)]
-    texts = np.stack([*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))], axis=1)
-    padded = np.empty((*texts.shape, 9), np.uint8)
-    padded[:, :, :8] = texts.view(np.uint8).reshape(*texts.shape, 8)
-    padded[:, :-1, 8] = _TAB
-    padded[:, -1, 8] = _NEWLINE
-    text: bytes = padded[padded != 0].tobytes()
-    return text
+    """Returns the rows' text."""
+    integers = [pa.array(values, mask=values == -2) for values in (rows.labels, *rows.dense)]
+    columns = [*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))]
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    text = io.BytesIO()
+    csv.write_csv(pa.table(columns, [str(number) for number in range(len(columns))]), text, options)
+    return text.getvalue()
