@@ -14,6 +14,7 @@ from distembed.data.prepare.column_numbers import positive_numbers
 from distembed.data.prepare.progress import ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
+from distembed.data.table.keys import coded
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT, type_kind
 from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
@@ -22,6 +23,7 @@ from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.options import GraphOptions
 from distembed.graph.prepare.value_ids import ValueIds
 
+_MISSING = pa.array([""])
 _PAIRS = pa.schema({"value": pa.string(), "id": pa.int64()})
 _KEYS = pa.schema({"key": pa.int64()})
 _WEIGHTED_KEYS = pa.schema({"key": pa.int64(), "place": pa.int64(), "weight": pa.float64()})
@@ -119,22 +121,19 @@ class EdgeReader:
             yield rows
 
     def _column(self, rows: NamedRows, name: str, *kinds: str) -> pa.Array:
-        """Returns a column, null where a text is empty.
+        """Returns a column.
 
         Raises:
             UserError: Its type is neither one of some kinds nor text.
         """
         column = rows.columns[name]
-        column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
         kind = type_kind(column.type)
         if kind == LIST and type_kind(column.type.value_type) not in (None, INTEGER, TEXT):
             kind = "other"
         if kind not in (None, *kinds, TEXT):
             place, allowed = self._rows.inputs[rows.source].place, " or ".join(dict.fromkeys((*kinds, TEXT)))
             raise UserError(f"{place}, column {name!r}: its type is {column.type}; it must be {allowed}.")
-        if kind is None:
-            return column.cast(pa.string())
-        return pc.if_else(pc.equal(column, ""), None, column) if kind == TEXT else column
+        return column.cast(pa.string()) if kind is None else column
 
     def _ids(self, rows: NamedRows, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Returns the ids of a column, and which values have one.
@@ -143,7 +142,11 @@ class EdgeReader:
             UserError: A value is malformed.
         """
         column = self._column(rows, name, INTEGER)
-        ids, malformed, unknown = self._values.find(column)
+        values = coded(column, _MISSING)
+        found = self._values.find(values.distinct)
+        ids = np.concatenate([[0], found.ids])[values.codes]
+        malformed = np.concatenate([[True], found.malformed])[values.codes]
+        unknown = np.concatenate([[False], found.unknown])[values.codes]
         self._require_well_formed(rows, name, column, malformed, self._values.allowed)
         if not self._first_unknown and unknown.any():
             place = self._place(rows, name, column, int(unknown.argmax()))
@@ -166,7 +169,7 @@ class EdgeReader:
         """Returns such as ``edges.csv, row 3: source is 'x'``, for an error."""
         value = column[row].as_py()
         number = self._rows.num_lines[rows.source] - len(rows.lines) + row + 1
-        shown = "nothing" if value is None else repr(value)
+        shown = "nothing" if value is None or value == "" else repr(value)
         return f"{self._rows.inputs[rows.source].place}, row {number}: {name} is {shown}"
 
     def _known(self, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -178,6 +181,7 @@ class EdgeReader:
 def _entries(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     """Returns how many values each row of a column of values or of lists has, and the values without missing ones."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        column = pc.if_else(pc.equal(column, ""), None, column) if pa.types.is_string(column.type) else column
         return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64), column.drop_null()
     values = column.flatten()
     rows = pc.list_parent_indices(column).filter(values.is_valid())

@@ -34,7 +34,7 @@ from distembed.names import one_of
 
 
 class FoundIds(NamedTuple):
-    """The ids of a column's values."""
+    """The ids of values, none of which is missing."""
 
     ids: NDArray[np.int64]  # meaningless where the value is malformed or unknown
     malformed: NDArray[np.bool_]  # whether each value is none of the kind that is allowed
@@ -84,11 +84,10 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
     id_map = column_id_map(Path(dataset), manifest, column)
 
     def find(values: pa.Array) -> FoundIds:
-        found = value_keys(values.fill_null("" if pa.types.is_string(values.type) else 0))
-        malformed = found.wrong | values.is_null().to_numpy(zero_copy_only=False)
+        found = value_keys(values)
         ids = id_map.ids(found.keys)
         is_vocabulary = isinstance(id_map, VocabularyMap)
-        return FoundIds(ids, malformed, is_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
+        return FoundIds(ids, found.wrong, is_vocabulary & ~found.wrong & (ids == OUT_OF_VOCABULARY_ID))
 
     return ValueIds(node_ids["num_embeddings"], allowed, "is not in the table's vocabulary", find), node_ids
 
