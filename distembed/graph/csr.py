@@ -35,28 +35,21 @@ _PIECE = 2**20
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph:
-    """Neighbours of every id; :meth:`from_edges` and :meth:`open` make one. Nothing may write to its arrays.
+    """Neighbours of every id; :meth:`from_edges` and :meth:`open` make one. Nothing may write to its arrays."""
 
-    Attributes:
-        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
-        starts: Where the row of each node begins, and where the last one ends, int64 ``[num_nodes + 1]``.
-        neighbors: Neighbours, row after row, int32 (int64 with more than 2^31 nodes) ``[num_edges]``; those of a row
-            are ascending and distinct, and never the node itself.
-        keep: Probability that an edge's slot gives the edge itself, float64 ``[num_edges]``; weighted graphs only.
-        alias: Position in the row that the slot gives otherwise, int32 ``[num_edges]``; weighted graphs only.
-        directed: Whether edges were stored one way only.
-        folder: Folder that the graph is mapped from; None for a graph in memory.
-        description: What ``graph.json`` says in that folder.
-    """
-
-    num_nodes: int
+    num_nodes: int  # number of ids, which lie in ``[0, num_nodes)``
+    # Where the row of each node begins, and where the last one ends, int64 ``[num_nodes + 1]``.
     starts: NDArray[np.int64]
+    # Neighbours, row after row, int32 (int64 with more than 2^31 nodes) ``[num_edges]``; those of a row are ascending
+    # and distinct, and never the node itself.
     neighbors: NDArray[np.integer[Any]]
+    # Probability that an edge's slot gives the edge itself, float64 ``[num_edges]``; weighted graphs only.
     keep: NDArray[np.float64] | None = None
+    # Position in the row that the slot gives otherwise, int32 ``[num_edges]``; weighted graphs only.
     alias: NDArray[np.integer[Any]] | None = None
-    directed: bool = False
-    folder: Path | None = None
-    description: GraphDescription | None = None
+    directed: bool = False  # whether edges were stored one way only
+    folder: Path | None = None  # folder that the graph is mapped from; None for a graph in memory
+    description: GraphDescription | None = None  # what ``graph.json`` says in that folder
 
     def __eq__(self, other: object) -> bool:
         """Returns whether another graph has the same ids, neighbours and weights, wherever it is kept."""

@@ -23,15 +23,10 @@ MAX_NODES = math.isqrt(2**63 - 1)
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges of a graph, in any order.
+    """Edges of a graph, in any order."""
 
-    Attributes:
-        keys: Key ``source * num_nodes + target`` of each edge.
-        weights: Weight of each edge; None for a graph without weights.
-    """
-
-    keys: NDArray[np.int64]
-    weights: NDArray[np.float64] | None
+    keys: NDArray[np.int64]  # key ``source * num_nodes + target`` of each edge
+    weights: NDArray[np.float64] | None  # weight of each edge; None for a graph without weights
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -57,21 +57,13 @@ def fingerprint(num_nodes: int, checksums: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array of the folder.
+    """One array of the folder."""
 
-    Attributes:
-        file: Name of the file.
-        dtype: Type of the numbers, as numpy writes it.
-        bytes: Size of the file.
-        sha256: Cryptographic checksum of the file, of which the graph's fingerprint is made.
-        checksum: Fast checksum of the file; None in a graph of version 1.
-    """
-
-    file: str
-    dtype: str
-    bytes: int
-    sha256: str
-    checksum: str | None = None
+    file: str  # name of the file
+    dtype: str  # type of the numbers, as numpy writes it
+    bytes: int  # size of the file
+    sha256: str  # cryptographic checksum of the file, of which the graph's fingerprint is made
+    checksum: str | None = None  # fast checksum of the file; None in a graph of version 1
 
     def problem(self, folder: Path) -> str | None:
         """Returns what is wrong with the file, without the remedy, once all of it was read; None where nothing is."""
@@ -91,25 +83,15 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class GraphDescription:
-    """What ``graph.json`` says.
+    """What ``graph.json`` says."""
 
-    Attributes:
-        num_nodes: Number of nodes.
-        num_edges: Number of edges stored; an undirected edge counts twice.
-        directed: Whether edges were stored one way only.
-        weighted: Whether neighbours are drawn in proportion to weights.
-        arrays: Arrays by name.
-        details: How the graph was prepared, in plain JSON values.
-        format_version: Version of the folder's format.
-    """
-
-    num_nodes: int
-    num_edges: int
-    directed: bool
-    weighted: bool
-    arrays: Mapping[str, StoredArray]
-    details: Mapping[str, Any] = field(default_factory=dict)
-    format_version: int = GRAPH_VERSION
+    num_nodes: int  # number of nodes
+    num_edges: int  # number of edges stored; an undirected edge counts twice
+    directed: bool  # whether edges were stored one way only
+    weighted: bool  # whether neighbours are drawn in proportion to weights
+    arrays: Mapping[str, StoredArray]  # arrays by name
+    details: Mapping[str, Any] = field(default_factory=dict)  # how the graph was prepared, in plain JSON values
+    format_version: int = GRAPH_VERSION  # version of the folder's format
 
     @property
     def has_own_checksum(self) -> bool:

@@ -25,13 +25,6 @@ class GroupColumns:
         group: The row group.
         schema: Columns of the dataset.
 
-    Attributes:
-        num_rows: Number of rows.
-        ids: Ids of each feature, row after row.
-        numbers: Values of the columns of numbers, label and weight, row after row; NaN where there are none.
-        days: Day of each row, counted from 1970; None where rows have no times.
-        hashes: A hash of each row, times left out; NaN equals NaN, and 0 equals -0.
-
     Raises:
         UserError: The row group is damaged, a row has no id where it needs one, or an id is outside its table.
     """
@@ -39,7 +32,9 @@ class GroupColumns:
     def __init__(self, group: RowGroup, schema: Schema) -> None:
         table = group.read([*schema.columns, *([schema.time] if schema.time is not None else [])])
         self.num_rows: int = len(table)
+        # a hash of each row, times left out; NaN equals NaN, and 0 equals -0
         self.hashes = np.zeros(self.num_rows, np.uint64)
+        # columns of numbers, label and weight, row after row; NaN where there are none
         self.numbers: dict[str, tuple[NDArray[np.float32], Lengths]] = {}
         for name in (*filter(None, (schema.label, schema.weight)), *schema.dense, *schema.dense_sequences):
             values, lengths = _values(table, name)
@@ -53,7 +48,7 @@ class GroupColumns:
             ids = _checked_ids(values, feature, str(group))
             self.ids[feature.name] = ids, lengths
             self.hashes = _mixed(self.hashes, ids.view(np.uint64), lengths)
-        self.days = None
+        self.days = None  # of each row, counted from 1970
         if schema.time is not None:
             self.days = table[schema.time].to_numpy().astype(np.int64) // 86_400
 

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
 from distembed.statistics.columns import GroupColumns
-from distembed.statistics.ids import IdCounts, id_counts
+from distembed.statistics.ids import feature_statistics, id_counts
 from distembed.statistics.numbers import NumberCounter
-from distembed.statistics.values import DatasetStatistics, EqualRows, FeatureStatistics, RowsStatistics
+from distembed.statistics.values import CommonId, DatasetStatistics, EqualRows, RowsStatistics
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 MOST_HASHES = 8_000_000
@@ -67,12 +67,12 @@ def dataset_statistics(
         tempfile.TemporaryDirectory() as scratch,
         Database(Path(scratch), memory_bytes) as database,
     ):
-        reserved = [len(reserved_ids(manifest, feature.table_name)) for feature in manifest.schema.categorical]
-        counts = IdCounts(database, rows.sizes, reserved, rows.read())
-    features = {}
-    for number, feature in enumerate(manifest.schema.categorical):
-        found = counts.feature(number, feature, rows.num_empty[feature.name])
-        features[feature.name] = _with_values(manifest, folder, feature, found)
+        reserved = {each: len(reserved_ids(manifest, each.table_name)) for each in manifest.schema.categorical}
+        counted = feature_statistics(database, rows.sizes, reserved, rows.read(), rows.num_empty)
+        features = {
+            feature.name: dataclasses.replace(found, commonest=_with_values(manifest, folder, feature, found.commonest))
+            for feature, found in zip(reserved, counted, strict=True)
+        }
     in_order = sorted(rows.periods) if manifest.schema.time is not None else list(rows.periods)
     return DatasetStatistics(
         dataset=str(dataset),
@@ -91,15 +91,7 @@ def dataset_statistics(
 
 
 class _Rows:
-    """Reads all rows once, counts what takes little memory, and passes ids on.
-
-    Attributes:
-        sizes: Number of rows by split.
-        sums: Number of rows, sum of the weights and of the weighted labels, by split.
-        periods: The same by period.
-        numbers: Columns of numbers, by split.
-        num_empty: Number of empty lists of each feature of lists, by split.
-    """
+    """Reads all rows once, counts what takes little memory, and passes ids on."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, names: list[str], progress: Callable[[int, int], None]
@@ -107,6 +99,7 @@ class _Rows:
         self._schema, self._progress = manifest.schema, progress
         self._groups = {name: list_row_groups(folder, manifest, name) for name in names}
         self.sizes = {name: manifest.splits[name].num_rows for name in names}
+        # number of rows, sum of the weights and of the weighted labels, by split and by period
         self.sums = {name: np.zeros(3) for name in names}
         self.periods: dict[str, NDArray[np.float64]] = {}
         per_row = dict.fromkeys(self._schema.dense, 1.0)
@@ -194,20 +187,15 @@ def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _with_values(
-    manifest: Manifest, folder: os.PathLike[str], feature: CategoricalFeature, found: FeatureStatistics
-) -> FeatureStatistics:
-    """Returns the statistics of a feature with the values that its commonest ids stand for."""
-    vocabulary = manifest.vocabularies.get(feature.table_name)
+    manifest: Manifest, folder: Path, feature: CategoricalFeature, commonest: Sequence[CommonId]
+) -> tuple[CommonId, ...]:
+    """Returns ids of a feature with the values that they stand for."""
     values: dict[int, str] = {}
-    if vocabulary is not None:
+    if (vocabulary := manifest.vocabularies.get(feature.table_name)) is not None:
         path = manifest.require_unchanged(folder, vocabulary.file)
-        wanted = pc.field("id").isin([each.id for each in found.commonest])
+        wanted = pc.field("id").isin([each.id for each in commonest])
         keys = pq.read_table(path, columns=["id", "key"], filters=wanted)
-        is_hexadecimal = keys["key"].type == pa.uint32()
-        values = {
-            number: f"{key:08x}" if is_hexadecimal else str(key)
-            for number, key in zip(keys["id"].to_pylist(), keys["key"].to_pylist(), strict=True)
-        }
+        form = "{:08x}" if keys["key"].type == pa.uint32() else "{}"
+        values = dict(zip(keys["id"].to_pylist(), map(form.format, keys["key"].to_pylist()), strict=True))
     values |= {number: _RESERVED_VALUES[number] for number in reserved_ids(manifest, feature.table_name)}
-    commonest = tuple(dataclasses.replace(each, value=values.get(each.id)) for each in found.commonest)
-    return dataclasses.replace(found, commonest=commonest)
+    return tuple(dataclasses.replace(each, value=values.get(each.id)) for each in commonest)

@@ -11,15 +11,10 @@ from distembed.statistics.values import QUANTILES, DatasetStatistics, NumbersOfS
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-        headings: Heading of each column.
-        lines: Texts of each line.
-    """
-
-    headings: Sequence[str]
-    lines: Sequence[Sequence[str]]
+    headings: Sequence[str]  # heading of each column
+    lines: Sequence[Sequence[str]]  # texts of each line
 
     def only(self, headings: Mapping[str, str]) -> TextTable:
         """Returns some columns, given their new and their present headings."""

@@ -23,26 +23,17 @@ DUPLICATES = ("first", "last", "keep", "error")
 class InteractionColumns:
     """The columns of the input: their names there or, without a header, their numbers from 1.
 
-    Attributes:
-        user: Column of the user; ``user``, or the first one, unless given.
-        item: Column of the item; ``item``, or the second one, unless given.
-        rating: Column of a number; None where there is none.
-        time: Column of the time, a number or a date; None where rows are in the order of time.
-        categorical: Columns of other values that say more of an interaction, such as a genre.
-        dense: Columns of numbers, such as a price; they may be missing.
-        has_header: Whether text files begin with the names of their columns.
-
     Raises:
         UserError: A column has two roles, or an attribute the name of a column that every such dataset has.
     """
 
-    user: str | None = None
-    item: str | None = None
-    rating: str | None = None
-    time: str | None = None
-    categorical: tuple[str, ...] = ()
-    dense: tuple[str, ...] = ()
-    has_header: bool = True
+    user: str | None = None  # column of the user; ``user``, or the first one, unless given
+    item: str | None = None  # column of the item; ``item``, or the second one, unless given
+    rating: str | None = None  # column of a number; None where there is none
+    time: str | None = None  # column of the time, a number or a date; None where rows are in the order of time
+    categorical: tuple[str, ...] = ()  # columns of other values that say more of an interaction, such as a genre
+    dense: tuple[str, ...] = ()  # columns of numbers, such as a price; they may be missing
+    has_header: bool = True  # whether text files begin with the names of their columns
 
     def __post_init__(self) -> None:
         named = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]
@@ -85,25 +76,18 @@ class InteractionColumns:
 class InteractionOptions:
     """How interactions are chosen and split.
 
-    Attributes:
-        split: How they are split; see :class:`~distembed.data.prepare.interactions.splits.InteractionSplit`.
-        min_rating: Interactions with a lower rating are left out; None keeps all.
-        k_core: Users and items with fewer interactions are left out, until all have so many; 1 keeps all.
-        duplicates: Which of several interactions of a user with an item are kept: the ``first``, the ``last``, or all
-            (``keep``); ``error`` refuses them.
-        max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
-        seed: Seed of a random split.
-
     Raises:
         UserError: An option is out of its range.
     """
 
-    split: str
-    min_rating: float | None = None
-    k_core: int = 1
+    split: str  # how they are split; see :class:`~distembed.data.prepare.interactions.splits.InteractionSplit`
+    min_rating: float | None = None  # interactions with a lower rating are left out; None keeps all
+    k_core: int = 1  # users and items with fewer interactions are left out, until all have so many; 1 keeps all
+    # Which of several interactions of a user with an item are kept: the ``first``, the ``last``, or all (``keep``);
+    # ``error`` refuses them.
     duplicates: str = "first"
-    max_rejected: float = 0.01
-    seed: int = 0
+    max_rejected: float = 0.01  # largest share of malformed rows that is no error; they are listed in ``rejected.tsv``
+    seed: int = 0  # seed of a random split
 
     kind: ClassVar[str]
 
@@ -139,21 +123,17 @@ class RatingOptions(InteractionOptions):
 class SequenceOptions(InteractionOptions):
     """How interactions become a dataset with a row for a stretch of a user's history.
 
-    Attributes:
-        max_length: Most items of a training row, besides the last one, which only is predicted; 1 or more.
-        windows: Which training rows a user has: ``latest`` for one with the most recent items, or ``all`` for as many
-            as it takes that each item but the first is predicted once.
-        format: ``columns``, or ``lists`` for lines of a user and items in the order of time.
-
     Raises:
         UserError: An option is out of its range.
     """
 
     split: str = "last-two"
     duplicates: str = "keep"
-    max_length: int = 50
+    max_length: int = 50  # most items of a training row, besides the last one, which only is predicted; 1 or more
+    # Which training rows a user has: ``latest`` for one with the most recent items, or ``all`` for as many as it takes
+    # that each item but the first is predicted once.
     windows: str = LATEST
-    format: str = COLUMNS
+    format: str = COLUMNS  # ``columns``, or ``lists`` for lines of a user and items in the order of time
 
     kind = "sequences"
 

@@ -31,17 +31,12 @@ _TIME, _RANDOM = "time", "random"
 
 @dataclass(frozen=True)
 class InteractionSplit:
-    """How interactions are split.
+    """How interactions are split."""
 
-    Attributes:
-        num_last: How many of each user's last interactions do not train; None where the other fields say it.
-        shares: Shares of training, validation (where there are three) and test.
-        is_random: Whether the shares are of a random order, rather than of the order of time.
-    """
-
+    # How many of each user's last interactions do not train; None where the other fields say it.
     num_last: int | None = None
-    shares: tuple[Fraction, ...] | None = None
-    is_random: bool = False
+    shares: tuple[Fraction, ...] | None = None  # shares of training, validation (where there are three) and test
+    is_random: bool = False  # whether the shares are of a random order, rather than of the order of time
 
     @classmethod
     def parse(cls, text: str) -> InteractionSplit:
