@@ -18,7 +18,7 @@ import torch
 from distembed import __version__
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.prepare.staging import staged_folder
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.exported.manifest import (
@@ -44,7 +44,7 @@ from distembed.exporting.score_program import ScoredModel
 from distembed.exporting.shards import divide_tables
 from distembed.exporting.table_groups import Materialise, TableStorage
 from distembed.exporting.vocabularies import write_vocabularies
-from distembed.files import full_disk_explained, require_free_space, write_json
+from distembed.files import require_free_space, write_json
 from distembed.names import one_of
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.trained_run import TrainedRun
@@ -110,10 +110,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         RunError: It scores otherwise than the trained model, or cannot be written.
     """
     exporter = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
-    with (
-        staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder,
-        full_disk_explained(lambda error: disk_is_full_text(error, output, folder)),
-    ):
+    with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
         whole = load_whole_model(_in_float32(run), torch.device("cpu"))
         model = exporter.make(whole, run.manifest, options.num_best)
         storage = options.storage

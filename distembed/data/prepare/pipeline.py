@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from distembed import __version__
 from distembed.data.dataset.manifest import DataFile, Manifest, Vocabulary
@@ -55,11 +54,11 @@ from distembed.data.prepare.row_splits import (
 )
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock
-from distembed.data.prepare.staging import disk_is_full_text, require_outside
+from distembed.data.prepare.staging import require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work, work_purpose
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
-from distembed.files import full_disk_explained, replaced_file
+from distembed.files import replaced_file
 
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
@@ -103,14 +102,7 @@ def prepare_rows(
     if base is not None:
         base.require_fits(source.layout)
     purpose = work_purpose(source, options, limits, PART_BYTES, base)
-    with (
-        resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work),
-        full_disk_explained(
-            lambda error: disk_is_full_text(error, destination.path, folder.parent),
-            (OSError, pa.ArrowException),
-            max_file_size=True,
-        ),
-    ):
+    with resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work):
         return Preparation(source, options, limits, folder, destination, base).run(work, note)
 
 

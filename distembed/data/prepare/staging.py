@@ -26,10 +26,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.remote import is_url
 from distembed.errors import TemporaryFailure, UserError
-from distembed.files import free_space
+from distembed.files import free_space, full_disk_explained
 
 STAGED = "staged"
 """Name of the folder, in a kept one, that becomes the output."""
@@ -116,17 +118,19 @@ def kept_folder(
                 _remove(folder)
             raise
         is_resumed = was_begun and purpose is not None and _is_for(folder / "purpose", purpose)
-        if not is_resumed:
-            _empty(folder)
-            (own / STAGED).mkdir(parents=True)
-            (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
         try:
-            yield KeptFolder(own, is_resumed, was_begun and not is_resumed)
-            if not is_moved:
-                for path in (own / STAGED).rglob(".*"):  # files that a killed process was writing
-                    path.unlink()
-                _flush(own / STAGED)
-                _swap(own / STAGED, output, replaced, overwrite)
+            writing = (OSError, pa.ArrowException)
+            with full_disk_explained(lambda error: _disk_is_full(error, output, folder), writing, max_file_size=True):
+                if not is_resumed:
+                    _empty(folder)
+                    (own / STAGED).mkdir(parents=True)
+                    (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
+                yield KeptFolder(own, is_resumed, was_begun and not is_resumed)
+                if not is_moved:
+                    for path in (own / STAGED).rglob(".*"):  # files that a killed process was writing
+                        path.unlink()
+                    _flush(own / STAGED)
+                    _swap(own / STAGED, output, replaced, overwrite)
         except (KeyboardInterrupt, TemporaryFailure):
             if purpose is None:
                 _remove(folder)
@@ -242,7 +246,7 @@ def _swap(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def disk_is_full_text(error: Exception, output: Path, folder: Path) -> str:
+def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
     """Returns the text of an error that says how much was written in a folder that is not removed yet."""
     if getattr(error, "errno", None) == errno.EFBIG:
         return f"{output} could not be written: this process may not write files so large (see `ulimit -f`)"

@@ -18,10 +18,10 @@ from typing import Any
 
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.staging import disk_is_full_text, require_outside, staged_folder
+from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.errors import UserError
-from distembed.files import full_disk_explained, require_free_space
+from distembed.files import require_free_space
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
@@ -81,10 +81,7 @@ def prepare_graph(
     values, ids_described = _value_map(nodes)
     files = _list_files(inputs, nodes, options, note)
     require_outside([file.place for file in files], Path(output))
-    with (
-        staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
-        full_disk_explained(lambda error: disk_is_full_text(error, Path(output), folder), max_file_size=True),
-    ):
+    with staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder:
         starts_bytes = 8 * (values.num_nodes + 1)
         require_free_space(Path(output), starts_bytes, "8 bytes for each id, besides the edges. Name another output")
         scratch = folder / ".scratch"

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from distembed import __version__
 from distembed.data.dataset.manifest import Manifest
@@ -45,12 +44,11 @@ from distembed.data.prepare.interactions.tables import (
 )
 from distembed.data.prepare.interactions.windows import Windows, user_bounds
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.staging import disk_is_full_text, require_outside, staged_folder
+from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split
 from distembed.errors import UserError
-from distembed.files import full_disk_explained
 from distembed.units import format_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
@@ -147,12 +145,7 @@ def _prepare(
     in_time = "place" if columns.time is None else "time, whole, place"
     output, memory_bytes = Path(preparation.output), 3 * preparation.memory_limit_bytes // 8
     require_outside([each.place for each in given.inputs], output)
-    with (
-        staged_folder(output, overwrite=preparation.overwrite) as folder,
-        full_disk_explained(
-            lambda error: disk_is_full_text(error, output, folder), (OSError, pa.ArrowException), max_file_size=True
-        ),
-    ):
+    with staged_folder(output, overwrite=preparation.overwrite) as folder:
         with Database(folder / _SCRATCH, memory_bytes) as database:
             sources, rejected = read_interactions(database, given, folder, memory_bytes, preparation.progress)
             (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
