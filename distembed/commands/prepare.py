@@ -107,17 +107,7 @@ def prepare_criteo_command(
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare import CriteoOptions, prepare_criteo
 
-    limits = using.limits()
-    options = CriteoOptions(
-        min_count=dataset.min_count,
-        hash_size=dataset.hash_size,
-        hash_seed=dataset.hash_seed,
-        split=dataset.split,
-        max_rejected=dataset.max_rejected,
-        missing=dataset.missing,
-        vocabulary=known.vocabulary,
-        grow=known.grow,
-    )
+    limits, options = using.limits(), CriteoOptions(**vars(dataset), **vars(known))
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
     say_dataset(manifest, output)
@@ -150,22 +140,7 @@ def prepare_graph_command(
     from distembed.graph.prepare import LEAST_MEMORY_BYTES, GraphOptions, NodeIds, describe_graph, prepare_graph
 
     memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
-    options = GraphOptions(
-        source=edges.source,
-        target=edges.target,
-        weight=edges.weight,
-        directed=edges.directed,
-        attribute=edges.attribute,
-        max_shared=edges.max_shared,
-        count_shared=edges.count_shared,
-        min_shared=edges.min_shared,
-        measure=edges.measure,
-        max_neighbors=edges.max_neighbors,
-        co_occurrence=edges.co_occurrence,
-        within=edges.within,
-        unknown=edges.unknown,
-    )
-    node_ids = NodeIds(data=nodes.data, table=nodes.table, num_embeddings=nodes.num_embeddings)
+    options, node_ids = GraphOptions(**vars(edges)), NodeIds(**vars(nodes))
     with prepare_progress(console) as progress:
         graph = prepare_graph(
             inputs or [],

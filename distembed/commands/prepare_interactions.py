@@ -98,16 +98,10 @@ def prepare_ratings_command(
     default_rating = "3" if columns.no_header else "rating"
     rating = None if implicit else columns.rating or default_rating
     options = RatingOptions(
-        split=_split(split, files, RatingOptions.split),
-        min_rating=choice.min_rating,
-        k_core=choice.k_core,
-        duplicates=duplicates,
-        max_rejected=choice.max_rejected,
-        seed=seed,
+        split=_split(split, files, RatingOptions.split), duplicates=duplicates, seed=seed, **vars(choice)
     )
     with prepare_progress(console) as progress:
-        preparation = _preparation(to, progress)
-        manifest = prepare_ratings(_files(inputs, files), preparation, _columns(columns, rating), options)
+        manifest = prepare_ratings(*_arguments(inputs, files, to, progress), _columns(columns, rating), options)
     say_dataset(manifest, str(to.output))
 
 
@@ -142,17 +136,15 @@ def prepare_sequences_command(
 
     options = SequenceOptions(
         split=_split(split, files, SequenceOptions.split),
-        min_rating=choice.min_rating,
-        k_core=choice.k_core,
         duplicates=duplicates,
-        max_rejected=choice.max_rejected,
         max_length=max_length,
         windows=windows,
         format=format,
+        **vars(choice),
     )
     with prepare_progress(console) as progress:
-        preparation = _preparation(to, progress)
-        manifest = prepare_sequences(_files(inputs, files), preparation, _columns(columns, columns.rating), options)
+        named = _columns(columns, columns.rating)
+        manifest = prepare_sequences(*_arguments(inputs, files, to, progress), named, options)
     say_dataset(manifest, str(to.output))
 
 
@@ -161,33 +153,30 @@ def _split(given: str | None, files: SplitFiles, default: str) -> str:
     return given or ("files" if files.test else default)
 
 
-def _files(inputs: list[str], files: SplitFiles) -> "InteractionFiles":
-    from distembed.data.prepare.interactions import InteractionFiles
+def _arguments(
+    inputs: list[str], files: SplitFiles, to: OutputOptions, progress: "ProgressCallback"
+) -> "tuple[InteractionFiles, Preparation]":
+    from distembed.data.prepare.interactions import InteractionFiles, Preparation
+    from distembed.data.prepare.interactions.preparation import LEAST_MEMORY_BYTES
 
-    return InteractionFiles(inputs, files.validation or (), files.test or ())
+    memory_limit_bytes = parse_bytes("--memory-limit", to.memory_limit, LEAST_MEMORY_BYTES)
+    preparation = Preparation(to.output, memory_limit_bytes, to.overwrite, progress, note)
+    return InteractionFiles(inputs, files.validation or (), files.test or ()), preparation
 
 
 def _columns(columns: ColumnOptions, rating: str | None) -> "InteractionColumns":
     from distembed.data.prepare.interactions import InteractionColumns
 
     return InteractionColumns(
-        user=columns.user,
-        item=columns.item,
-        rating=rating,
-        time=columns.time,
-        categorical=_names(columns.categorical),
-        dense=_names(columns.dense),
+        columns.user,
+        columns.item,
+        rating,
+        columns.time,
+        _names(columns.categorical),
+        _names(columns.dense),
         has_header=not columns.no_header,
     )
 
 
 def _names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in listed.split(",") if name.strip())
-
-
-def _preparation(to: OutputOptions, progress: "ProgressCallback") -> "Preparation":
-    from distembed.data.prepare.interactions import Preparation
-    from distembed.data.prepare.interactions.preparation import LEAST_MEMORY_BYTES
-
-    memory_limit_bytes = parse_bytes("--memory-limit", to.memory_limit, LEAST_MEMORY_BYTES)
-    return Preparation(to.output, memory_limit_bytes, to.overwrite, progress, note)

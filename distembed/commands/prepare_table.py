@@ -68,16 +68,7 @@ def prepare_table_command(
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare.table import TableOptions, prepare_table
 
-    limits = using.limits()
-    options = TableOptions(
-        split=dataset.split,
-        min_count=dataset.min_count,
-        hash_size=dataset.hash_size,
-        missing=dataset.missing,
-        max_rejected=dataset.max_rejected,
-        vocabulary=known.vocabulary,
-        grow=known.grow,
-    )
+    limits, options = using.limits(), TableOptions(**vars(dataset), **vars(known))
     with prepare_progress(console) as progress:
         manifest = prepare_table(
             inputs, output, schema, options, limits, overwrite=overwrite, progress=progress, note=note

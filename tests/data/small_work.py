@@ -34,7 +34,7 @@ def write(folder: Path, trouble: str | None, task: str, advance: Advance) -> int
             os._exit(3)
     for _ in range(3):
         time.sleep(0.02)
-        advance(num_bytes=10, num_rows=1)
+        advance(10, 1)
     (folder / f".{task}.{os.getpid()}").write_bytes(task.encode() * 1000)
     (folder / f".{task}.{os.getpid()}").rename(folder / task)
     return os.getpid()
@@ -55,4 +55,5 @@ def prepare(
     with resumable_work(Destination(output, None, overwrite=True), purpose, limits, **told) as (folder, work):
         do = partial(write, folder, trouble)
         written = work.run_stage("write", TASKS, do, threads=2, total_bytes=30 * len(TASKS))
-        return written | work.run_stage("finish", ["manifest"], partial(finish, folder), local=True)
+        (hashes,) = work.run_stage("finish", ["manifest"], partial(finish, folder))
+        return dict(zip(TASKS, written, strict=True)) | {"manifest": hashes}

@@ -113,6 +113,7 @@ def test_hashes_are_spread_over_all_ids_but_the_missing_one(hash_size: int) -> N
     assert ids.min() >= 1 and ids.max() < hash_size
     assert len(np.unique(ids)) >= min(hash_size - 1, 99_000)
     if hash_size == 1000:
+        assert (HashMap(hash_size, seed=4).ids(np.arange(100_000, dtype=np.uint32)) != ids).mean() > 0.5
         counts = np.bincount(ids, minlength=hash_size)[1:]
         expected = 100_000 / 999
         # Chi-squared with 998 degrees of freedom: 1,250 lies 5.6 standard deviations above its mean.

@@ -186,12 +186,17 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
             "plain",
             layout(KeyColumn("a", "feature", "integer", is_list=True)),
             lists,
-            "has one value a row, and the rows",
+            "has one value a row, and its values are to have lists",
         ),
-        ("plain", layout(hashed), rows, "has a vocabulary, and its values are to be hashed"),
-        ("hashed", layout(plain), rows, "has no vocabulary, and its values are to be given ids by one"),
-        ("hashed", layout(other_size), rows, "is hashed into 9 ids with the seed 4, and hash_size .* is 8"),
-        ("hashed", layout(other_seed), rows, r"\(--hash-seed\) 0: give the same"),
+        ("plain", layout(hashed), rows, "has a vocabulary, and its values are to have hashes: 9 ids with the seed 4"),
+        ("hashed", layout(plain), rows, "has hashes: 9 ids with the seed 4, and its values are to have a vocabulary"),
+        (
+            "hashed",
+            layout(other_size),
+            rows,
+            "has hashes: 9 ids with .*, and its values are to have hashes: 8 ids with .*--hash-size",
+        ),
+        ("hashed", layout(other_seed), rows, "the seed 4, and .* with the seed 0: give .*--hash-seed"),
         ("plain", layout(plain, transform="standardize"), rows, "learnt nothing of the column 'x'"),
     ]
     for known, given, of_layout, said in wrong:

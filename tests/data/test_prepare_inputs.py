@@ -261,6 +261,8 @@ def test_an_input_that_cannot_be_is_said_in_a_sentence(tmp_path: Path, name: str
     (tmp_path / "link.tsv").symlink_to("rows.tsv")
     with pytest.raises(UserError, match=said):
         prepare_criteo([tmp_path / "rows.tsv", tmp_path / name], tmp_path / "out")
+    with pytest.raises(UserError, match="no input"):
+        prepare_criteo([], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -104,27 +104,20 @@ def test_batches_have_all_columns(tmp_path: Path) -> None:
     assert list(manifest.splits) == ["train"]
 
 
-@pytest.mark.parametrize("part_rows", [None, 9, 1000])
+@pytest.mark.parametrize(("part_rows", "split"), [(None, "0.8,0.1,0.1"), (9, "time:0.7,0.1,0.2"), (70, "column:part")])
 def test_bytes_depend_on_rows_and_options_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int | None, split: str
 ) -> None:
     monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 64)
     rows: list[Row | str] = [*random_rows(250, 1)]
     rows[3:3] = rows[200:200] = ["odd\tone"]
-    prepare_rows(PythonRows(LAYOUT, [rows]), tmp_path / "once")
+    options = PrepareOptions(split)
+    prepare_rows(PythonRows(LAYOUT, [rows]), tmp_path / "once", options)
     monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
     limits = ResourceLimits(threads=3)
-    prepare_rows(PythonRows(LAYOUT, [rows], block_rows=13, part_rows=part_rows), tmp_path / "out", limits=limits)
+    source = PythonRows(LAYOUT, [rows], block_rows=13, part_rows=part_rows)
+    prepare_rows(source, tmp_path / "out", options, limits)
     assert folder_bytes(tmp_path / "once") == folder_bytes(tmp_path / "out")
-
-
-def test_two_threads_make_the_same_bytes(tmp_path: Path) -> None:
-    rows: list[Row | str] = [*random_rows(300, 1), "odd"]
-    source = PythonRows(LAYOUT, [rows], block_rows=20, part_rows=70)
-    for name, threads in (("one", 1), ("two", 2)):
-        limits = ResourceLimits(threads=threads)
-        prepare_rows(source, tmp_path / name, PrepareOptions("time:0.7,0.1,0.2"), limits)
-    assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
 
 
 def test_malformed_rows_are_listed_in_the_order_of_the_input(tmp_path: Path) -> None:

@@ -105,15 +105,6 @@ def test_a_second_run_at_the_same_time_gives_way(source: Path, tmp_path: Path) -
     prepare_criteo([source], tmp_path / "out")
 
 
-def test_an_existing_output_is_kept(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("...")
-    for overwrite, message in ((False, "exists already"), (True, "is no dataset")):
-        with pytest.raises(UserError, match=message):
-            prepare_criteo([source], tmp_path / "precious", overwrite=overwrite)
-    assert (tmp_path / "precious" / "thesis.txt").read_text() == "..."
-
-
 def test_an_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another process may have made it"):
         with staged_folder(tmp_path / "out", overwrite=False) as folder:

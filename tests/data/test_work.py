@@ -28,7 +28,7 @@ def test_a_finished_task_is_not_done_again(tmp_path: Path, num_tasks: int, threa
         fails.clear()
     for _ in range(2):
         results = Work(tmp_path).run_stage("read", tasks, do, threads=threads)
-        assert list(results.items()) == [(task, {"name": task, "float": 0.1, "many": [1, 2]}) for task in tasks]
+        assert results == [{"name": task, "float": 0.1, "many": [1, 2]} for task in tasks]
         assert sorted(done) == tasks
 
 
@@ -37,8 +37,8 @@ def test_progress_counts_what_was_done_before_a_kill(tmp_path: Path) -> None:
     work = Work(tmp_path, updates.append)
 
     def do(task: str, advance: Advance) -> None:
-        advance(num_bytes=10, num_rows=1)
-        advance(num_bytes=5)
+        advance(10, 1)
+        advance(5, 0)
 
     work.run_stage("write", ["a", "b"], do, total_bytes=45)
     work = Work(tmp_path, updates.append)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,12 @@ _MOST_SAID = 5
 
 @dataclass(frozen=True)
 class Base:
-    """A dataset, of which only what its ids mean is read.
+    """A dataset, of which the vocabularies and the learnt transforms are read alone."""
 
-    Attributes:
-        named: How it was named: its folder or URL, or a run's folder.
-        folder: Its folder, or the one in which a run keeps its manifest and vocabularies; of a URL, the one where these
-            are fetched to.
-        manifest: Its manifest.
-        grows: Whether values that it lacks get ids.
-    """
-
-    named: str
-    folder: Path
+    named: str  # by its folder or URL, or a run's folder
+    folder: Path  # its own, the one in which a run keeps its vocabularies, or the one where a URL is fetched to
     manifest: Manifest
-    grows: bool
+    grows: bool  # whether values that it lacks get ids
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
@@ -65,9 +58,8 @@ class Base:
                 f"the dataset {self.named} (--vocabulary) has the categorical features {enumerate_names(names)}, and "
                 f"the rows have {enumerate_names(layout.features)}: name a dataset of such rows"
             )
-        for column in layout.ids:
-            if column.role == "feature":
-                self._require_same_kind(column)
+        for _, column in layout.feature_keys.values():
+            self._require_same_kind(column)
         for number in layout.numbers:
             wanted = "edges" if number.transform == "quantile_bins" else "mean"
             if number.transform != "none" and wanted not in self.learnt(number.name):
@@ -92,30 +84,26 @@ class Base:
             )
 
     def _require_same_kind(self, column: KeyColumn) -> None:
-        feature = self.feature(column.name)
-        described = f"the column {column.name!r} of the dataset {self.named} (--vocabulary)"
-        if feature.multi_hot != column.is_list:
-            kinds = ("lists", "one value a row") if feature.multi_hot else ("one value a row", "lists")
-            raise UserError(f"{described} has {kinds[0]}, and the rows have {kinds[1]}: name a dataset of such rows")
-        if feature.table != column.vocabulary:
-            raise UserError(
-                f"{described} has the ids of {feature.table or column.name!r}, and its values are to have the ids of "
-                f"{column.vocabulary or column.name!r}: give the `vocabulary` of the schema of that dataset"
-            )
-        if (column.name in self.manifest.vocabularies) != (column.hash_size is None):
-            kinds = ("a vocabulary", "hashed") if column.hash_size else ("no vocabulary", "given ids by one")
-            raise UserError(
-                f"{described} has {kinds[0]}, and its values are to be {kinds[1]}: give the hash size (--hash-size) "
-                "with which it was prepared, or none where it was prepared without"
-            )
-        if column.hash_size is None:
-            return
-        seed = self._hash_seed(column.name)
-        if (column.hash_size, column.hash_seed) != (feature.num_embeddings, seed):
-            raise UserError(
-                f"{described} is hashed into {feature.num_embeddings} ids with the seed {seed}, and hash_size "
-                f"(--hash-size) is {column.hash_size} with hash_seed (--hash-seed) {column.hash_seed}: give the same"
-            )
+        name, feature = column.name, self.feature(column.name)
+        has_vocabulary = name in self.manifest.vocabularies
+        hashed = None if has_vocabulary else (feature.num_embeddings, self._hash_seed(name))
+        own = None if column.hash_size is None else (column.hash_size, column.hash_seed)
+        same_rows = "name a dataset of such rows"
+        same_schema = "give the `vocabulary` of the schema of that dataset"
+        same_hash = (
+            "give the hash size (--hash-size) and seed (--hash-seed) with which it was prepared, or none where it was "
+            "prepared without"
+        )
+        for before, now, remedy in (
+            (_values_text(feature.multi_hot), _values_text(column.is_list), same_rows),
+            (f"the ids of {feature.table or name!r}", f"the ids of {column.vocabulary or name!r}", same_schema),
+            (_ids_text(hashed), _ids_text(own), same_hash),
+        ):
+            if before != now:
+                raise UserError(
+                    f"the column {name!r} of the dataset {self.named} (--vocabulary) has {before}, and its values are "
+                    f"to have {now}: {remedy}"
+                )
 
     def _hash_seed(self, name: str) -> int:
         """Returns the seed of a hashed feature: that of the table's schema, or that of all features."""
@@ -152,32 +140,35 @@ class Base:
             assert num_bins(learnt) == self.feature(name).num_embeddings, "a manifest's checksum holds its numbers"
         return learnt
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns what the manifest says of it."""
-        num_ids = {name: vocabulary.num_ids for name, vocabulary in self.manifest.vocabularies.items()}
-        return {"id_fingerprint": self._id_fingerprint, "grow": self.grows, "num_ids": num_ids}
-
     @cached_property
-    def _id_fingerprint(self) -> str:
-        """What its ids stand for, for which all vocabularies are read."""
-        return id_fingerprint(self.folder, self.manifest)
+    def recorded(self) -> dict[str, Any]:
+        """Its entry in the manifest of a dataset with its ids, for which all vocabularies are read."""
+        num_ids = {name: vocabulary.num_ids for name, vocabulary in self.manifest.vocabularies.items()}
+        return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows, "num_ids": num_ids}
+
+
+def _values_text(is_list: bool) -> str:
+    return "lists" if is_list else "one value a row"
+
+
+def _ids_text(hashed: tuple[int, int] | None) -> str:
+    return "a vocabulary" if hashed is None else f"hashes: {hashed[0]} ids with the seed {hashed[1]}"
 
 
 def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
     """Yields a line for each setting by which columns of two schemas become other values."""
-    for name in schema.dense.keys() & known.dense.keys():
-        for setting in ("transform", "missing"):
-            own, its = getattr(schema.dense[name], setting), getattr(known.dense[name], setting)
+    compared = {"dense": ("transform", "missing"), "categorical": ("kind",)}
+    for section, settings in compared.items():
+        columns, before = getattr(schema, section), getattr(known, section)
+        for name, setting in product(columns.keys() & before.keys(), settings):
+            own, its = getattr(columns[name], setting), getattr(before[name], setting)
             if own != its:
-                yield f"dense.{name}.{setting} is {own!r} and was {its!r}"
+                yield f"{section}.{name}.{setting} is {own!r} and was {its!r}"
     for name in schema.categorical.keys() & known.categorical.keys():
-        value, before = schema.categorical[name], known.categorical[name]
-        if value.kind != before.kind:
-            yield f"categorical.{name}.kind is {value.kind!r} and was {before.kind!r}"
-        if value.cross is None and before.cross is not None:
-            yield f"categorical.{name} is a column and was a cross of {' and '.join(before.cross)}"
-        if value.cross is not None and before.cross is None:
-            yield f"categorical.{name} is a cross of {' and '.join(value.cross)} and was a column"
+        crosses = [each.categorical[name].cross for each in (schema, known)]
+        if crosses.count(None) == 1:
+            own, its = ("a column" if cross is None else f"a cross of {' and '.join(cross)}" for cross in crosses)
+            yield f"categorical.{name} is {own} and was {its}"
 
 
 def _local_folder(path: Path) -> Path:

@@ -22,7 +22,7 @@ from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, Voca
 from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, number_change
 from distembed.data.prepare.output_columns import IdOutput, NumberOutput, OutputColumn
 from distembed.data.prepare.row_splits import RowSplits
-from distembed.data.prepare.spool import SpooledBlock, key_columns
+from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.prepare.vocabulary import HashMap, IdMap
 
 # not even one that another column's number makes
@@ -60,7 +60,7 @@ class DatasetColumns:
     @property
     def learnt_columns(self) -> list[str]:
         """The columns that learn ids or transforms: features with keys, and transformed numbers."""
-        return [*key_columns(self.layout), *self._learnt_numbers]
+        return [*self.layout.feature_keys, *self._learnt_numbers]
 
     @property
     def _learnt_numbers(self) -> dict[str, int]:
@@ -70,9 +70,9 @@ class DatasetColumns:
     def groups(self) -> list[list[str]]:
         """Returns the columns that learn something of their own, in groups for one database each, the largest first."""
         keys = dict.fromkeys(self._learnt_numbers, 0)
-        for name, (place, column) in key_columns(self.layout).items():
+        for name, (place, column) in self.layout.feature_keys.items():
             owner = column.vocabulary or name
-            keys[owner] = keys.get(owner, 0) + sum(block.shape.num_keys[place] for block in self.blocks)
+            keys[owner] = keys.get(owner, 0) + sum(block.num_keys(place) for block in self.blocks)
         groups: list[list[str]] = []
         room = 0
         for name in sorted(keys, key=lambda name: -keys[name]):
@@ -103,7 +103,7 @@ class DatasetColumns:
         """Gives ids to the values of a feature and of those that share its vocabulary, and writes all blocks' ids."""
         features = [
             FeatureValues(self.blocks, self.splits, place, column)
-            for place, column in key_columns(self.layout).values()
+            for place, column in self.layout.feature_keys.values()
             if name in (column.name, column.vocabulary)
         ]
         features.sort(key=lambda values: values.column.name != name)
@@ -146,12 +146,12 @@ class DatasetColumns:
         if self.base is not None:
             learnt = self.base.learnt(column.name)
         else:
-            learnt = learn_numbers(self.blocks, self.splits, place, column, database)
+            learnt = learn_numbers(self.splits, place, column, database)
         num_embeddings = num_bins(learnt) if column.role == "bins" else None
         return {"num_embeddings": num_embeddings, "mean_ids": None, "vocabulary": None, "learnt": learnt}
 
     def _lookup(self, name: str, num_embeddings: int) -> LookupTables:
-        place, _ = key_columns(self.layout)[name]
+        place, _ = self.layout.feature_keys[name]
         return LookupTables.at(self.work / f"lookup-{place}", num_embeddings, self.blocks, place)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
@@ -170,7 +170,7 @@ class DatasetColumns:
         )
 
     def _feature(self, name: str, learnt: dict[str, Any]) -> CategoricalFeature:
-        found = key_columns(self.layout).get(name)
+        found = self.layout.feature_keys.get(name)
         if found is None:
             return CategoricalFeature(name, learnt["num_embeddings"])
         column = found[1]
@@ -195,7 +195,7 @@ class DatasetColumns:
                     change = number_change(column, None if found is None else found["learnt"])
                     missing = keeps_missing and role == "dense"
                     outputs.append(NumberOutput(column.name, column.dtype, place, change, missing))
-        places = key_columns(self.layout)
+        places = self.layout.feature_keys
         bins = {column.name: place for place, column in enumerate(self.layout.numbers) if column.role == "bins"}
         for name in self.layout.features:
             if name in bins:
@@ -212,7 +212,7 @@ class DatasetColumns:
         order = [*(column.name for column in self.layout.numbers)]
         numbers = {name: learnt[name]["learnt"] for name in order if name in learnt}
         recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
-        return recorded | ({} if self.base is None else {"base": self.base.to_json()})
+        return recorded | ({} if self.base is None else {"base": self.base.recorded})
 
 
 def _file_name(name: str, place: int) -> str:

@@ -65,14 +65,14 @@ def run_tasks(
     limits: ResourceLimits,
     threads: int,
 ) -> Iterator[list[Result]]:
-    """Yields the results of tasks as they are done, and an empty list now and then meanwhile.
+    """Yields the results of tasks as they are done, and an empty list now and then.
 
     Args:
         engine: One of :data:`distembed.data.prepare.limits.ENGINES`.
         function: Runs a task; pickled for ``ray`` and ``spark``, where a task may run twice.
         tasks: The tasks, in the order in which they begin.
         limits: Memory and threads that a task of a cluster may use.
-        threads: Tasks that ``threads`` run at a time.
+        threads: Tasks that ``threads`` run at a time; 1 runs all in the caller's thread first.
 
     Raises:
         Exception: The error of a task, raised in a worker as here; no further task begins.
@@ -80,7 +80,7 @@ def run_tasks(
         UserError: The engine is not installed, or a worker has another version of distembed.
     """
     pools: dict[str, Callable[[], AbstractContextManager[Submit]]] = {
-        "threads": lambda: _threads(function, threads),
+        "threads": lambda: _threads(function, min(threads, max(1, len(tasks)))),
         "ray": lambda: _ray(function, limits),
         "spark": lambda: _spark(function),
     }
@@ -97,11 +97,20 @@ def run_tasks(
 
 @contextmanager
 def _threads(function: Callable[[Any], Any], threads: int) -> Iterator[Submit]:
+    if threads == 1:
+        yield lambda task: _done(function(task))
+        return
     pool = ThreadPoolExecutor(threads, "distembed-task")
     try:
         yield lambda task: pool.submit(function, task)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class FeatureValues:
             rows = self.splits.train_rows(block)
             lists = list_rows(block.lists(self.place), rows) if self.column.is_list else None
             codes = block.codes(self.place)[rows] if lists is None else lists.values
-            counts = np.bincount(codes, minlength=block.shape.num_keys[self.place])
+            counts = np.bincount(codes, minlength=block.num_keys(self.place))
             missing = counts[MISSING_ID] if lists is None else np.count_nonzero(lists.lengths == 0)
             rows_missing[self.column.name] += int(missing)
             seen = np.flatnonzero(counts[1:]) + 1
@@ -88,12 +88,12 @@ class FeatureValues:
 
     def out_of_vocabulary(self, lookup: LookupTables) -> dict[str, int]:
         """Returns how often values of each split are out of vocabulary, given the ids of all blocks' codes."""
-        found = dict.fromkeys(self.splits.names, 0)
+        found = dict.fromkeys(self.splits.rule.names, 0)
         for block in self.blocks:
             is_out = lookup.table(block.index) == OUT_OF_VOCABULARY_ID
             if is_out.any():
                 for split, name in enumerate(found):
-                    rows, is_list = self.splits.rule.rows(block, split), self.column.is_list
+                    rows, is_list = self.splits.rows(block, split), self.column.is_list
                     codes = (
                         list_rows(block.lists(self.place), rows).values if is_list else block.codes(self.place)[rows]
                     )
@@ -263,7 +263,7 @@ class LookupTables:
     @classmethod
     def at(cls, path: Path, num_embeddings: int, blocks: Sequence[SpooledBlock], place: int) -> LookupTables:
         """Returns the tables of a column, given its number among those of keys; they may not be written yet."""
-        sizes = np.array([0, *(block.shape.num_keys[place] for block in blocks)], np.int64)
+        sizes = np.array([0, *(block.num_keys(place) for block in blocks)], np.int64)
         return cls(path, np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64), np.cumsum(sizes))
 
     def table(self, block: int) -> NDArray[Any]:

@@ -13,7 +13,7 @@ at the lowest number of all. Bins that would begin with the same number are one,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,27 +24,25 @@ from numpy.typing import NDArray
 from distembed.data.prepare.blocks import NumberColumn
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.row_splits import RowSplits, count_numbers, values_at_ranks
-from distembed.data.prepare.spool import SpooledBlock
+
+Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 
-def learn_numbers(
-    blocks: Sequence[SpooledBlock], splits: RowSplits, place: int, column: NumberColumn, database: Database
-) -> dict[str, Any]:
-    """Returns what a column's transform learns of the training rows, in plain values.
+def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database: Database) -> dict[str, Any]:
+    """Returns the parameters of a column's transform, learnt of the training rows.
 
-    That is ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
+    They are ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
     ``{"edges": [float, ...]}`` of ``quantile_bins``.
 
     Args:
-        blocks: All blocks.
-        splits: Which rows train.
+        splits: All rows, and which of them train.
         place: Number of the column among those of numbers.
         column: The column.
         database: A database without tables.
     """
 
     def training() -> Iterator[NDArray[np.float32]]:
-        for block in blocks:
+        for block in splits.blocks:
             numbers = block.numbers(place)[splits.train_rows(block)]
             yield numbers[~np.isnan(numbers)] + np.float32(0)  # one zero of both
 
@@ -70,21 +68,17 @@ def standardized(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDA
     return result
 
 
-def zero_for_missing(
-    numbers: NDArray[Any], change: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-) -> NDArray[Any]:
+def zero_for_missing(numbers: NDArray[Any], change: Change | None = None) -> NDArray[Any]:
     """Returns numbers, changed where that is asked for, with 0 for NaN."""
     return np.nan_to_num(numbers if change is None else change(numbers), copy=False, nan=0.0)
 
 
-def number_change(
-    column: NumberColumn, learnt: Mapping[str, Any] | None
-) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
+def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
     """Returns the function that makes a dataset's numbers of a column's; None where they stay as they are.
 
     Args:
         column: A column that is not one of bins.
-        learnt: What its transform learnt; None where it learns nothing.
+        learnt: The parameters of its transform; None where it learns none.
     """
     standardize = None if learnt is None else partial(standardized, learnt=learnt)
     if column.role != "dense" or column.keeps_missing:

@@ -105,7 +105,7 @@ def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:
         blocks: All rows; there are some.
     """
     hashed = [place for place, column in enumerate(blocks[0].layout.ids) if column.hash_size is not None]
-    empty = [place for place in hashed if all(block.shape.num_keys[place] == 1 for block in blocks)]
+    empty = [place for place in hashed if all(block.num_keys(place) == 1 for block in blocks)]
     if empty:
         names = [blocks[0].layout.ids[place].name for place in empty]
         yield f"columns without any value: {enumerate_names(names)}"

@@ -15,23 +15,21 @@ from distembed.errors import UserError
 class PrepareOptions:
     """What a dataset's bytes depend on besides the rows and the layout of their columns.
 
-    Attributes:
-        split: How rows are divided (:class:`~distembed.data.prepare.split.SplitRule`).
-        max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
-        vocabulary: A dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new
-            ones.
-        grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
-        recorded: What the manifest's ``preparation`` has of the options, in its order; what was learnt is added to it.
-
     Raises:
         UserError: An option is out of its range.
     """
 
-    split: str = "0.8,0.1,0.1"
-    max_rejected: float = 0.01
+    split: str = "0.8,0.1,0.1"  # how rows are divided (:class:`~distembed.data.prepare.split.SplitRule`)
+    max_rejected: float = 0.01  # largest share of malformed rows that is no error; ``rejected.tsv`` lists them
+    # a dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new ones
     vocabulary: str | os.PathLike[str] | None = None
-    grow: bool = False
-    recorded: Mapping[str, Any] = field(default_factory=dict)
+    grow: bool = False  # whether values that ``vocabulary`` lacks get ids behind those that are there
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # in the manifest, before what was learnt
+
+    @property
+    def rule(self) -> SplitRule:
+        """How rows are divided."""
+        return SplitRule.parse(self.split)
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_rejected <= 1:
@@ -40,7 +38,7 @@ class PrepareOptions:
             )
         if self.grow and self.vocabulary is None:
             raise UserError("grow (--grow) is given without vocabulary (--vocabulary), the dataset or run to grow")
-        if not SplitRule.parse(self.split).trains and (self.vocabulary is None or self.grow):
+        if not self.rule.trains and (self.vocabulary is None or self.grow):
             remedy = "leave out --grow" if self.grow else "name a dataset or a run with vocabulary (--vocabulary)"
             raise UserError(
                 f"split (--split) is {self.split!r}, so that no row trains, and ids are learnt on rows that train: "

@@ -4,15 +4,14 @@ A row group takes rows of one block after the other::
 
     take = column.read(block)
     parts.append(take(rows))        of each block that has rows of the group
-    column.array(parts)             an Arrow array
+    pa.concat_arrays(parts)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,92 +22,65 @@ from distembed.data.prepare.feature_ids import LookupTables, list_rows
 from distembed.data.prepare.row_splits import Rows
 from distembed.data.prepare.spool import SpooledBlock
 
-Take: TypeAlias = Callable[[Rows], Any]
+Take: TypeAlias = Callable[[Rows], pa.Array]
 """Returns the values of some rows of a block."""
-
-
-class OutputColumn(Protocol):
-    """A column of the files.
-
-    Attributes:
-        field: Name and type of the column.
-    """
-
-    @property
-    def field(self) -> pa.Field: ...
-
-    def read(self, block: SpooledBlock) -> Take:
-        """Returns the function that takes rows of a block."""
-
-    def array(self, parts: Sequence[Any]) -> pa.Array:
-        """Returns the rows that were taken of one or more blocks."""
 
 
 @dataclass(frozen=True)
 class NumberOutput:
-    """A column of numbers.
-
-    Attributes:
-        name: Name of the column.
-        dtype: Type of the numbers in the files.
-        place: Number of the column among the blocks' numbers.
-        change: Function that is applied to a block's numbers.
-        has_missing: Whether NaN is a missing value; if not, there is none.
-    """
+    """A column of numbers."""
 
     name: str
-    dtype: np.dtype[Any]
-    place: int
-    change: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    has_missing: bool = False
+    dtype: np.dtype[Any]  # in the files
+    place: int  # among the blocks' numbers
+    change: Callable[[NDArray[Any]], NDArray[Any]] | None = None  # applied to a block's numbers
+    has_missing: bool = False  # whether NaN is a missing value; if not, there is none
 
     @property
     def field(self) -> pa.Field:
+        """Name and type of the column."""
         return pa.field(self.name, pa.from_numpy_dtype(self.dtype))
 
     def read(self, block: SpooledBlock) -> Take:
+        """Returns the function that takes rows of a block."""
         numbers = block.numbers(self.place)
-        return (numbers if self.change is None else self.change(numbers)).__getitem__
-
-    def array(self, parts: Sequence[NDArray[Any]]) -> pa.Array:
-        return pa.array(np.concatenate(parts), from_pandas=self.has_missing)
+        changed = numbers if self.change is None else self.change(numbers)
+        return lambda rows: pa.array(changed[rows], from_pandas=self.has_missing)
 
 
 @dataclass(frozen=True)
 class IdOutput:
-    """A column of ids, one a row, or of lists of ids.
-
-    Attributes:
-        name: Name of the column.
-        place: Number of the column among the blocks' keys.
-        lookup: Ids of the blocks' codes.
-        is_list: Whether rows have lists.
-    """
+    """A column of ids, one a row, or of lists of ids."""
 
     name: str
-    place: int
-    lookup: LookupTables
+    place: int  # among the blocks' keys
+    lookup: LookupTables  # ids of the blocks' codes
     is_list: bool = False
 
     @property
     def field(self) -> pa.Field:
+        """Name and type of the column."""
         type_ = pa.from_numpy_dtype(self.lookup.dtype)
         return pa.field(self.name, pa.list_(type_) if self.is_list else type_)
 
     def mean_values(self, blocks: Sequence[SpooledBlock]) -> float:
         """Returns the mean number of ids of a row."""
-        return sum(block.shape.num_values(self.place) for block in blocks) / sum(block.num_rows for block in blocks)
+        return sum(block.num_values(self.place) for block in blocks) / sum(block.num_rows for block in blocks)
 
     def read(self, block: SpooledBlock) -> Take:
+        """Returns the function that takes rows of a block."""
         table = self.lookup.table(block.index)
-        if self.is_list:
-            lists = block.lists(self.place)
-            return partial(list_rows, Jagged(table[lists.values], lists.offsets))
-        codes = block.codes(self.place)
-        return lambda rows: np.take(table, codes[rows], mode="clip")
-
-    def array(self, parts: Sequence[Any]) -> pa.Array:
         if not self.is_list:
-            return pa.array(np.concatenate(parts))
-        lists = Jagged.concatenate(parts)
-        return pa.ListArray.from_arrays(pa.array(lists.offsets.astype(np.int32)), pa.array(lists.values))
+            codes = block.codes(self.place)
+            return lambda rows: pa.array(np.take(table, codes[rows], mode="clip"))
+        lists = block.lists(self.place)
+        ids = Jagged(table[lists.values], lists.offsets)
+
+        def take(rows: Rows) -> pa.Array:
+            found = list_rows(ids, rows)
+            return pa.ListArray.from_arrays(pa.array(found.offsets.astype(np.int32)), pa.array(found.values))
+
+        return take
+
+
+OutputColumn: TypeAlias = NumberOutput | IdOutput

@@ -8,20 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProgressUpdate:
-    """How far one stage of a preparation is.
+    """How far one stage of a preparation is."""
 
-    Attributes:
-        stage: Name of the stage: ``read``, ``vocabulary`` (but of interactions), ``write``, in this order, and small
-            ones between and after them.
-        bytes_done: Bytes of the stage's work that are done.
-        bytes_total: What ``bytes_done`` is when the stage is over; None where that is not known, as with pipes.
-        rows_done: Well-formed rows that the stage has dealt with.
-    """
-
-    stage: str
-    bytes_done: int
-    bytes_total: int | None
-    rows_done: int
+    stage: str  # ``read``, ``vocabulary`` (but of interactions), ``write`` in this order, or a small one beside these
+    bytes_done: int  # of the stage's work
+    bytes_total: int | None  # equals ``bytes_done`` when the stage is over; None where it is not known, as with pipes
+    rows_done: int  # well-formed rows that the stage has dealt with
 
 
 ProgressCallback = Callable[[ProgressUpdate], None]

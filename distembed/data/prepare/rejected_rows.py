@@ -31,13 +31,10 @@ class RejectedRows:
     Args:
         folder: Folder that gets ``rejected.tsv``.
         inputs: The inputs of the rows.
-        reasons: Why a row can be malformed, in the order of the manifest; other reasons come last.
+        reasons: Reasons for which a row can be malformed, in the order of the manifest; other reasons come last.
         max_rejected: Largest share of malformed rows that is no error.
-        wanted: What a row is, in a sentence, for errors.
-        hints: What may be at fault, in a sentence, where most malformed rows are so by a reason.
-
-    Attributes:
-        by_source: Number of malformed rows of each input.
+        wanted: Describes a well-formed row in a sentence, for errors.
+        hints: By reason: a sentence on the likely cause, where most malformed rows have that reason.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class RejectedRows:
         wanted: str,
         hints: Mapping[str, str] = {},
     ) -> None:
-        self.by_source = [0] * len(inputs)
+        self.by_source = [0] * len(inputs)  # number of malformed rows of each input
         self._path, self._inputs = folder / REJECTED_NAME, inputs
         self._file: BinaryIO | None = None
         self._reasons = Counter(dict.fromkeys(reasons, 0))
@@ -86,10 +83,7 @@ class RejectedRows:
         return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
 
     def require_hope(self, num_rows: int) -> None:
-        """Ends the reading of what is another kind of file.
-
-        Args:
-            num_rows: Number of rows so far, malformed ones included.
+        """Ends the reading of a file of another kind, given the number of rows so far, malformed ones included.
 
         Raises:
             UserError: So many rows are malformed that the rest need not be read.
@@ -98,10 +92,7 @@ class RejectedRows:
             raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
 
     def require_few(self, num_rows: int) -> None:
-        """Makes sure that not too many rows are malformed, and that some are well-formed.
-
-        Args:
-            num_rows: Number of all rows, malformed ones included.
+        """Makes sure that not too many of all rows are malformed, and that some are well-formed.
 
         Raises:
             UserError: There is no row, too many are malformed, or all are.
@@ -115,7 +106,7 @@ class RejectedRows:
 
     def _complaint(self, num_rows: int) -> str:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.items() if count)
-        commonest = max(self._reasons, key=lambda reason: self._reasons[reason])
+        commonest = max(self._reasons, key=self._reasons.__getitem__)
         hint = f"{self._hints[commonest]} " if commonest in self._hints else ""
         return (
             f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="

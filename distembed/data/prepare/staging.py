@@ -43,17 +43,11 @@ class OutputExists(UserError):
 
 @dataclass(frozen=True)
 class KeptFolder:
-    """A folder that outlives the process which works in it.
+    """A folder that outlives the process which works in it."""
 
-    Attributes:
-        path: The folder; its folder ``staged`` becomes the output.
-        is_resumed: Whether a command with the same purpose was interrupted, and this one goes on with its files.
-        is_anew: Whether the files of an interrupted command were removed.
-    """
-
-    path: Path
-    is_resumed: bool
-    is_anew: bool
+    path: Path  # its folder ``staged`` becomes the output
+    is_resumed: bool  # a command with the same purpose was interrupted, and this one goes on with its files
+    is_anew: bool  # the files of an interrupted command were removed
 
 
 @contextmanager
@@ -65,11 +59,12 @@ def staged_folder(
     Args:
         output: Folder to make; its parents are made as needed.
         overwrite: Whether a folder of the same kind is replaced, which stays until the new one is complete.
-        kind: What the folder is, in words.
+        kind: The kind of folder, in words.
         marker: Name of the file that every folder of this kind has.
 
     Raises:
         UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
+        RunError: The disk is full.
     """
     with kept_folder(output, None, overwrite=overwrite, kind=kind, marker=marker) as kept:
         yield kept.path / STAGED
@@ -91,16 +86,15 @@ def kept_folder(
     but not by Ctrl-C or a temporary failure. Files of before the machine was restarted may never have come to its disk,
     and are not resumed.
 
-    Args:
-        output: Folder to make; its parents are made as needed.
-        purpose: A short text that differs for commands which may not resume each other; None where none may.
-        overwrite: Whether a folder of the same kind is replaced, which stays until the new one is complete.
-        is_moved: Whether the block moves the files elsewhere, so that nothing becomes ``output``.
-        kind: What the output is, in words.
-        marker: Name of the file that every folder of this kind has.
+    Arguments and errors are those of :func:`staged_folder`, and:
 
-    Raises:
-        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
+    Args:
+        output: Folder to make.
+        purpose: A short text that differs for commands which may not resume each other; None where none may.
+        overwrite: Whether a folder of the same kind is replaced.
+        is_moved: Whether the block moves the files elsewhere, so that nothing becomes ``output``.
+        kind: The kind of folder, in words.
+        marker: Name of the file that every folder of this kind has.
     """
     output = _real_path(output)
     require_text_name(output)
@@ -127,16 +121,10 @@ def kept_folder(
                     (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
                 yield KeptFolder(own, is_resumed, was_begun and not is_resumed)
                 if not is_moved:
-                    for path in (own / STAGED).rglob(".*"):  # files that a killed process was writing
-                        path.unlink()
-                    _flush(own / STAGED)
-                    _swap(own / STAGED, output, replaced, overwrite)
-        except (KeyboardInterrupt, TemporaryFailure):
-            if purpose is None:
+                    _put_in_place(own / STAGED, output, replaced, overwrite)
+        except BaseException as error:
+            if purpose is None or not isinstance(error, KeyboardInterrupt | TemporaryFailure):
                 _remove(folder)
-            raise
-        except BaseException:
-            _remove(folder)
             raise
         _remove(folder)
 
@@ -146,31 +134,25 @@ def _locked(folder: Path, output: Path, kind: str) -> Iterator[None]:
     """Makes the hidden folder, and keeps other commands away from it and the output.
 
     Raises:
-        UserError: Another process has the lock, or the folder cannot be made.
+        UserError: Another process has the lock or has just removed the folder, or the folder cannot be made.
     """
+    busy = UserError(f"another process is preparing {output}: wait for it, or name another output")
     try:
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = open(folder / "lock", "w")
-            except FileNotFoundError:
-                continue  # the process before has just removed the folder
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise UserError(f"another process is preparing {output}: wait for it, or name another output") from None
-            except OSError:
-                break  # a file system without locks
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
-                    break
-            lock.close()  # of a folder that has just been removed
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
     with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        except OSError:
+            pass  # a file system without locks
+        if not os.fstat(lock.fileno()).st_nlink:  # the process before has just removed the folder
+            raise busy
         yield
 
 
@@ -221,6 +203,24 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
         raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 
 
+def _put_in_place(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
+    """Gives the complete folder its name, and removes the one that it replaces.
+
+    Raises:
+        UserError: Something has appeared under that name meanwhile.
+    """
+    for path in folder.rglob(".*"):  # files that a killed process was writing
+        path.unlink()
+    _flush(folder)
+    if overwrite and os.path.lexists(output):
+        output.rename(replaced)
+    try:
+        folder.rename(output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be put in place, another process may have made it: {error}") from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def _flush(folder: Path) -> None:
     """Puts every file and folder on disk, so that a power cut after the rename loses nothing."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
@@ -229,21 +229,6 @@ def _flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _swap(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
-    """Gives the complete folder its name, and removes the one that it replaces.
-
-    Raises:
-        UserError: Something has appeared under that name meanwhile.
-    """
-    if overwrite and os.path.lexists(output):
-        output.rename(replaced)
-    try:
-        folder.rename(output)
-    except OSError as error:
-        raise UserError(f"{output} cannot be put in place, another process may have made it: {error}") from error
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:

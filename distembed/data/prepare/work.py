@@ -2,7 +2,7 @@
 
 A stage is a list of tasks, which an engine runs (``engine.py``). Whoever has run a task writes its result to a file::
 
-    folder/results/read/000000.json     {"task": "part-0", "bytes": 16777216, "rows": 71804, "result": ...}
+    folder/results/read/000000.json     {"bytes": 16777216, "rows": 71804, "result": ...}
     folder/results/read/000001.json
 
 The same command, run again after it was killed, skips tasks whose file exists. Any other file that a task writes has to
@@ -14,94 +14,57 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from distembed import __version__
 from distembed.checksums import checksum_of
-from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import RawInput, RowSource
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.engine import run_tasks
 from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.prepare.staging import STAGED, kept_folder
-from distembed.errors import UserError
 from distembed.files import write_text
 
-
-class Advance(Protocol):
-    """Reports, from within a task, how many more bytes and rows it has dealt with."""
-
-    def __call__(self, num_bytes: int = 0, num_rows: int = 0) -> None: ...
+Task = TypeVar("Task")
+Advance = Callable[[int, int], None]
+"""Reports, from within a task, how many more bytes and rows it has dealt with."""
 
 
-class _Progress:
-    """How far a stage is, or a task; threads add to it, and ``report`` is called in the thread that has made it."""
-
-    def __init__(self, report: Callable[[int, int], object] = lambda *_: None) -> None:
-        self.num_bytes = self.num_rows = 0
-        self._report, self._thread, self._lock = report, threading.get_ident(), threading.Lock()
-
-    def advance(self, num_bytes: int = 0, num_rows: int = 0) -> None:
-        with self._lock:
-            self.num_bytes += num_bytes
-            self.num_rows += num_rows
-        self.report()
-
-    def report(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._report(self.num_bytes, self.num_rows)
-
-
+@dataclass(frozen=True)
 class Work:
-    """The work folder of a preparation.
+    """The work folder of a preparation."""
 
-    Args:
-        folder: Folder for files that are needed only meanwhile, made where it is missing.
-        report: Function that is called with the progress, in the caller's thread.
-        limits: Who runs the tasks, and the memory and threads of each task of a cluster.
-
-    Attributes:
-        folder: The folder; all names in it but ``results`` are the caller's.
-    """
-
-    def __init__(self, folder: Path, report: ProgressCallback = ignore, limits: ResourceLimits | None = None) -> None:
-        self.folder = folder
-        self._report = report
-        self._limits = limits or ResourceLimits()
+    folder: Path  # for files that are needed only meanwhile; all names in it but ``results`` are the caller's
+    report: ProgressCallback = ignore  # called with the progress, in the caller's thread
+    limits: ResourceLimits = ResourceLimits()  # who runs the tasks, with the memory and threads of each on a cluster
 
     def run_stage(
         self,
         name: str,
-        tasks: Sequence[str],
-        do: Callable[[str, Advance], Any],
+        tasks: Sequence[Task],
+        do: Callable[[Task, Advance], Any],
         *,
         threads: int = 1,
         total_bytes: int | None = None,
-        local: bool = False,
-    ) -> dict[str, Any]:
+    ) -> list[Any]:
         """Runs the tasks that have no result yet.
 
         Args:
             name: Name of the stage; each stage has another.
-            tasks: Names of the tasks, each once, in the order in which they begin.
-            do: Runs a task and returns its result, a value that JSON can hold, floats exactly. It is given a function
-                that takes progress. On a cluster it is pickled.
+            tasks: The tasks, in the order in which they begin; the same in a command that resumes.
+            do: Runs a task and returns its result: a value that JSON can hold, floats exactly, or a dataclass of such
+                values. It is given a function that takes progress. On a cluster both are pickled.
             threads: Number of tasks that this process runs at a time; with 1 they run in the caller's thread.
             total_bytes: Sum of the bytes that all tasks advance by; None where that is not known.
-            local: Whether the tasks run in this process on a cluster too.
 
         Returns:
-            The result of each task, in the order of the tasks, as JSON has it: tuples are lists, and keys are texts.
+            The result of each task, as JSON has it: tuples are lists, dataclasses dictionaries, and keys texts.
 
         Raises:
             Exception: The error of ``do``; then no further task begins.
@@ -109,84 +72,73 @@ class Work:
         """
         folder = self.folder / "results" / name
         folder.mkdir(parents=True, exist_ok=True)
-        stage = _Progress(lambda *done: self._report(ProgressUpdate(name, done[0], total_bytes, done[1])))
-        found = set(os.listdir(folder))
-        finished = [index for index in range(len(tasks)) if _file(folder, index).name in found]
-        waiting = [(index, task) for index, task in enumerate(tasks) if index not in set(finished)]
-        records = [json.loads(_file(folder, index).read_text(encoding="utf-8")) for index in finished]
-        for record in records:
-            stage.num_bytes += record["bytes"]
-            stage.num_rows += record["rows"]
-        engine = "threads" if local else self._limits.engine
-        if engine == "threads" and (threads == 1 or len(waiting) < 2):
-            for each in waiting:
-                records.append(_run_task(do, folder, each, stage.advance))
-                stage.report()
-        else:
-            advance = stage.advance if engine == "threads" else None
-            run = functools.partial(_run_task, do, folder, advance=advance)
-            for done in run_tasks(engine, run, waiting, self._limits, threads):
-                records += done
-                for record in done if advance is None else ():
-                    stage.advance(record["bytes"], record["rows"])
-                stage.report()
-        results = {record["task"]: record["result"] for record in records}
-        return {task: results[task] for task in tasks}
+        files = [folder / f"{index:06d}.json" for index in range(len(tasks))]
+        found = {file: json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()}
+        done = [sum(record[kind] for record in found.values()) for kind in ("bytes", "rows")]
+        lock, caller = threading.Lock(), threading.get_ident()
 
+        def advance(num_bytes: int, num_rows: int) -> None:
+            with lock:
+                done[0] += num_bytes
+                done[1] += num_rows
+            if threading.get_ident() == caller:
+                self.report(ProgressUpdate(name, done[0], total_bytes, done[1]))
 
-def _file(folder: Path, index: int) -> Path:
-    """Returns the file of a task's result."""
-    return folder / f"{index:06d}.json"
+        is_cluster = self.limits.is_cluster
+        run = functools.partial(_run_task, do, None if is_cluster else advance)
+        waiting = [(file, task) for file, task in zip(files, tasks, strict=True) if file not in found]
+        for records in run_tasks(self.limits.engine, run, waiting, self.limits, threads):
+            for file, record in records:
+                found[file] = record
+                if is_cluster:
+                    advance(record["bytes"], record["rows"])
+            advance(0, 0)
+        return [found[file]["result"] for file in files]
 
 
 def _run_task(
-    do: Callable[[str, Advance], Any], folder: Path, numbered: tuple[int, str], advance: Advance | None = None
-) -> dict[str, Any]:
-    """Runs a task, here or on a worker, and writes its result."""
-    index, task = numbered
-    own = _Progress()
+    do: Callable[[Task, Advance], Any], advance: Advance | None, waiting: tuple[Path, Task]
+) -> tuple[Path, dict[str, Any]]:
+    """Runs a task, here or on a worker, and writes its result to its file."""
+    file, task = waiting
+    done = {"bytes": 0, "rows": 0}
 
-    def counted(num_bytes: int = 0, num_rows: int = 0) -> None:
-        own.advance(num_bytes, num_rows)
+    def counted(num_bytes: int, num_rows: int) -> None:
+        done["bytes"] += num_bytes
+        done["rows"] += num_rows
         if advance is not None:
             advance(num_bytes, num_rows)
 
     result = do(task, counted)
     pa.default_memory_pool().release_unused()  # else the next stage works beside what this one has freed
-    text = json.dumps({"task": task, "bytes": own.num_bytes, "rows": own.num_rows, "result": result})
-    write_text(_file(folder, index), text, flush=False)  # after a power cut the work is not resumed anyway
-    return json.loads(text)  # as after a kill
+    text = json.dumps({**done, "result": result}, default=asdict)
+    write_text(file, text, flush=False)  # after a power cut the work is not resumed anyway
+    return file, json.loads(text)  # as after a kill
 
 
 @contextmanager
 def resumable_work(
     destination: Destination,
     purpose: Any | None,
-    limits: ResourceLimits | None = None,
+    limits: ResourceLimits,
     *,
     report: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Iterator[tuple[Path, Work]]:
     """Yields the folder that becomes the dataset when the block ends, and the work.
 
-    The block makes its other files and folders anew when it runs again after a kill, or finds them.
-
-    Args:
-        destination: Where the dataset goes; the block uploads the files of a remote one.
-        purpose: All that tasks and their results depend on, such as inputs with their sizes and times, options and
-            sizes of parts, as a value that JSON can hold. None where the inputs cannot be read again, as pipes: then
-            nothing is kept.
-        limits: Who runs the tasks, and with how much memory.
-        report: Function that is called with the progress.
-        note: Function that is told whether this resumes or starts over.
+    The block makes its other files and folders anew when it runs again after a kill, or finds them; it uploads the
+    files of a remote destination. The purpose is a JSON value of all that tasks and their results depend on, such as
+    inputs with their sizes and times, options and sizes of parts. It is None where the inputs cannot be read again, as
+    pipes: then nothing is kept.
 
     Raises:
         UserError: The output is there and may not be replaced, cannot be made, or another command makes it.
         TemporaryFailure: A cluster has lost too many workers; finished tasks are kept.
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
-    output, is_remote = destination.path, destination.is_remote
-    with kept_folder(output, digest, overwrite=destination.overwrite, is_moved=is_remote) as kept:
+    is_remote = destination.is_remote
+    with kept_folder(destination.path, digest, overwrite=destination.overwrite, is_moved=is_remote) as kept:
         destination.begin(kept.is_resumed)
         if kept.is_resumed:
             note(f"{destination}: this resumes the same command, which was interrupted; finished tasks are kept")
@@ -201,48 +153,3 @@ def resumable_work(
             if digest is not None:
                 note(f"{destination}: finished tasks are kept, and the same command resumes")
             raise
-
-
-def work_purpose(
-    source: RowSource, options: PrepareOptions, limits: ResourceLimits, part_bytes: int, base: Base | None
-) -> dict[str, Any] | None:
-    """Returns all that the tasks of a preparation and their results depend on, as a value that JSON can hold.
-
-    Args:
-        source: The inputs, and how their rows are parsed.
-        options: What the dataset's bytes depend on besides.
-        limits: Memory and threads, by which blocks are cut.
-        part_bytes: About how many bytes of a plain input are a part.
-        base: Dataset whose ids are applied, if there is one.
-
-    Returns:
-        The value; None where an input can be read once only.
-
-    Raises:
-        UserError: A cluster is to read such an input.
-    """
-    once = [each for each in source.inputs if each.num_bytes is None]
-    if once and limits.is_cluster:
-        raise UserError(
-            f"engine (--engine) is {limits.engine}, and {once[0].place} has no known size, as pipes have none: its "
-            "workers cannot read it; use --engine threads, or name a file"
-        )
-    if once:
-        return None
-    return {
-        "version": __version__,
-        "inputs": [asdict(each) | {"version": _version(each)} for each in source.inputs],
-        "layout": repr(source.layout),
-        "options": repr(options),
-        "base": None if base is None else base.to_json(),
-        "block_bytes": limits.block_bytes,
-        "part_bytes": part_bytes,
-    }
-
-
-def _version(described: RawInput) -> str:
-    """Returns a text that changes when an input does."""
-    try:
-        return described.version or str(os.stat(described.place).st_mtime_ns)
-    except OSError:
-        return ""  # a server that does not say

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -182,11 +181,11 @@ class FileWriter:
 
     def _row_groups(self, plan: FilePlan, group_rows: int) -> Iterator[list[pa.Array]]:
         """Yields the columns of one row group after the other, taken from the blocks."""
-        split = self.splits.names.index(plan.split)
-        room, parts = group_rows, [list[Any]() for _ in self.columns]
+        split = self.splits.rule.names.index(plan.split)
+        room, parts = group_rows, [list[pa.Array]() for _ in self.columns]
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
             block = self.blocks[index]
-            rows = self.splits.rule.rows(block, split)
+            rows = self.splits.rows(block, split)
             takes = [column.read(block) for column in self.columns]
             while first < last:
                 taken = min(room, last - first)
@@ -199,9 +198,9 @@ class FileWriter:
         if room < group_rows:
             yield self._arrays(parts)
 
-    def _arrays(self, parts: Sequence[list[Any]]) -> list[pa.Array]:
+    def _arrays(self, parts: Sequence[list[pa.Array]]) -> list[pa.Array]:
         """Returns the columns of a row group, and empties the lists of their parts."""
-        arrays = [column.array(part) for column, part in zip(self.columns, parts, strict=True)]
+        arrays = [pa.concat_arrays(part) for part in parts]
         for part in parts:
             part.clear()
         return arrays
