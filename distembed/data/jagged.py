@@ -20,15 +20,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Jagged:
-    """One column of lists.
+    """One column of lists."""
 
-    Attributes:
-        values: Ids, int64, or numbers, float32, of all rows, end to end.
-        offsets: Where the values of each row begin, and where the last ones end, ``[num_rows + 1]``.
-    """
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64]
+    values: NDArray[Any]  # ids, int64, or numbers, float32, of all rows, end to end
+    offsets: NDArray[np.int64]  # where the values of each row begin, and where the last ones end [num_rows + 1]
 
     @classmethod
     def from_lengths(cls, values: NDArray[Any], lengths: NDArray[np.int64]) -> Jagged:

@@ -21,11 +21,9 @@ def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         UserError: A bag of this batch has more than one id.
     """
     lengths = features.lengths()
-    if len(lengths) and int(lengths.max()) > 1:
-        raise UserError(
-            f"a bag of the batch has {int(lengths.max())} ids; mark_single_ids is for batches whose bags have at most "
-            "one each. Leave others unmarked."
-        )
+    if len(lengths) and (most := int(lengths.max())) > 1:
+        law = "mark_single_ids is for batches whose bags have at most one each. Leave others unmarked."
+        raise UserError(f"a bag of the batch has {most} ids; {law}")
     setattr(features, _MARK, True)
     return features
 

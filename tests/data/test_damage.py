@@ -138,6 +138,9 @@ def test_files_cut_or_extended_are_refused_at_the_start(criteo: Path) -> None:
             with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet has .* bytes, the manifest says"):
                 require_whole(criteo, ["train", "validation", "test"])
             assert any(str(path) in problem for problem in verify_dataset(criteo).problems)
+        path.write_bytes(bytes(len(content)))
+        with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet, footer is damaged"):
+            require_whole(criteo, ["train", "validation", "test"])
         path.unlink()
         with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet is missing"):
             require_whole(criteo, ["train", "validation", "test"])

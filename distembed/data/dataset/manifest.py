@@ -150,11 +150,7 @@ class Manifest:
         return saved
 
     def write(self, folder: Path) -> None:
-        """Writes ``manifest.json`` with the checksums that it has, whole or not at all.
-
-        Raises:
-            RunError: The manifest cannot be written.
-        """
+        """Writes ``manifest.json`` with the checksums that it has, whole or not at all."""
         write_text(folder / MANIFEST_NAME, json.dumps(self.to_json(), indent=1) + "\n")
 
     @property
@@ -197,14 +193,12 @@ class Manifest:
         """
         folder = dataset_folder(dataset_dir)
         mirror = mirror_of(folder)
-        for again in (False, True):
+        for again in (False,) if mirror is None else (False, True):
             if mirror is not None:
                 mirror.fetch(file, again)
             problem = self.checksums[file].problem(folder / file) if self.has_checksums else None
             if problem is None:
                 return folder / file
-            if mirror is None:
-                break
         raise UserError(f"{problem}; {REMEDY}.")
 
     def to_json(self) -> dict[str, Any]:
@@ -226,11 +220,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
-        """Builds a manifest from parsed JSON.
-
-        Args:
-            value: What :meth:`to_json` returned.
-            path: Path of the file, for errors.
+        """Builds a manifest from what :meth:`to_json` returned; the file is for errors.
 
         Raises:
             UserError: The value is no manifest, is another version's, or lacks a part.
@@ -245,10 +235,8 @@ class Manifest:
                 f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
                 f"distembed reads {_WITHOUT_CHECKSUMS} and {MANIFEST_VERSION}: prepare the data again"
             )
-        # what says that it is old and has a checksum is damaged where it says how old it is
-        if ((KEY in value or _CHECKSUMS in value) if version == _WITHOUT_CHECKSUMS else KEY not in value) or (
-            checksum_differs(value)
-        ):
+        is_old = version == _WITHOUT_CHECKSUMS and KEY not in value and _CHECKSUMS not in value
+        if not is_old and (version == _WITHOUT_CHECKSUMS or KEY not in value or checksum_differs(value)):
             raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {REMEDY}")
         try:
             manifest = cls(

@@ -35,7 +35,11 @@ _MANIFEST, _LOCK = "manifest.json", ".lock"
 
 @dataclass(frozen=True)
 class Mirror:
-    """The local folder of a remote dataset."""
+    """The local folder of a remote dataset.
+
+    Methods raise a :class:`UserError` where the dataset lacks a file, and a :class:`RunError` where the server does not
+    answer or the folder cannot be written.
+    """
 
     folder: Path
     url: str  # of the dataset
@@ -46,12 +50,7 @@ class Mirror:
         return join_url(self.url, file)
 
     def read(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes ``[start, stop)`` of a file, from the cache if it has them; None for another checksum.
-
-        Raises:
-            UserError: There is no such file.
-            RunError: The server does not answer.
-        """
+        """Returns the bytes ``[start, stop)`` of a file, from the cache if it has them; None for another checksum."""
         return self.cache.get(checksum, partial(self.read_uncached, file, start, stop, checksum))
 
     def read_uncached(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
@@ -63,16 +62,7 @@ class Mirror:
         return None
 
     def fetch(self, file: str, again: bool = False) -> None:
-        """Copies a file into the folder, where it is not there already.
-
-        Args:
-            file: Path of the file relative to the dataset.
-            again: Whether one that is there is replaced.
-
-        Raises:
-            UserError: The dataset lacks it.
-            RunError: It cannot be fetched or written.
-        """
+        """Copies a file into the folder, unless it is there already and is not to be fetched again."""
         with locked(self.folder / _LOCK):
             if again or not (self.folder / file).exists():
                 fetch(self.file_url(file), self.folder / file)

@@ -39,8 +39,6 @@ def file_pieces(path: Path) -> Pieces:
 
     Raises:
         UserError: Its row groups do not follow each other.
-        OSError: The file cannot be read.
-        pyarrow.ArrowInvalid: The file is no Parquet.
     """
     metadata = pq.read_metadata(path)
     starts: list[int] = []

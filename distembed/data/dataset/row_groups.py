@@ -27,7 +27,11 @@ _FETCHES_AT_ONCE = 16
 
 @dataclass(frozen=True, eq=False)
 class SplitFile:
-    """A Parquet file of a split."""
+    """A Parquet file of a split.
+
+    Methods raise a :class:`UserError` where the file is not as it was written, and a :class:`RunError` where the server
+    of a remote file does not answer.
+    """
 
     path: Path  # where it is, or would be if it were not remote
     listed: DataFile  # what the manifest says of it
@@ -39,12 +43,7 @@ class SplitFile:
         return str(self.path) if self.mirror is None else self.mirror.file_url(self.listed.path)
 
     def checked_metadata(self, schema: Schema) -> pq.FileMetaData:
-        """Returns what the footer says, held against the manifest.
-
-        Raises:
-            UserError: The file is missing, lacks a column, or has another size, footer or number of rows.
-            RunError: The server of a remote file does not answer.
-        """
+        """Returns what the footer says; columns, size and number of rows are held against the manifest."""
         if self.mirror is None and not self.path.is_file():
             raise UserError(f"{self} is missing: the manifest lists it; {REMEDY}")
         if not self.has_listed_size:
@@ -68,25 +67,13 @@ class SplitFile:
         return self.mirror is not None or (self.path.is_file() and self.path.stat().st_size == self.listed.bytes)
 
     def damaged_pieces(self) -> list[str]:
-        """Returns what is wrong with each piece that is not as it was written, of a file with checksums.
-
-        A remote file is read from its URL, whatever the cache has.
-
-        Raises:
-            OSError: The file cannot be read.
-            UserError: There is no such remote file.
-            RunError: The server of a remote file does not answer.
-        """
+        """Returns the problem of each damaged piece of a file with checksums; a remote file is read past the cache."""
         assert self.pieces is not None
         found = (index for index in range(len(self.pieces)) if self._piece(index, uncached=True)[0] is None)
         return [self._damaged(index) for index in found]
 
     def piece(self, index: int) -> tuple[bytes, int]:
-        """Returns the bytes of a piece, and where it begins.
-
-        Raises:
-            UserError: The piece is damaged.
-        """
+        """Returns the bytes of a piece, and where it begins."""
         data, start = self._piece(index)
         if data is None:
             raise UserError(self._damaged(index))
@@ -185,14 +172,13 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
         raise UserError(problem)
     files = split_files(dataset_dir, manifest, split_name, read_pieces(dataset_dir, manifest))
     with ThreadPoolExecutor(_FETCHES_AT_ONCE) as threads:
-        return tuple(
-            RowGroup(file, index, num_rows)
-            for file, metadata in zip(
-                files, threads.map(lambda file: file.checked_metadata(manifest.schema), files), strict=True
-            )
-            for index in range(metadata.num_row_groups)
-            if (num_rows := metadata.row_group(index).num_rows)
-        )
+        found = list(threads.map(lambda file: file.checked_metadata(manifest.schema), files))
+    return tuple(
+        RowGroup(file, index, num_rows)
+        for file, metadata in zip(files, found, strict=True)
+        for index in range(metadata.num_row_groups)
+        if (num_rows := metadata.row_group(index).num_rows)
+    )
 
 
 def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> str | None:
@@ -208,11 +194,7 @@ def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> st
 def split_files(
     dataset_dir: Path, manifest: Manifest, split_name: str, pieces: Mapping[str, Pieces]
 ) -> list[SplitFile]:
-    """Returns files of a dataset, which are read where they are: in the folder, or at the URL that it mirrors.
-
-    Raises:
-        UserError: A remote file has no checksums.
-    """
+    """Returns the files of a split, which are read where they are: in the folder, or at the URL that it mirrors."""
     mirror = mirror_of(dataset_dir)
     files = manifest.splits[split_name].files
     lacking = [file.path for file in files if file.path not in pieces]

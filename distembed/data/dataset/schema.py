@@ -72,16 +72,13 @@ class CategoricalFeature:
         return self.table or self.name
 
 
+# Names of the fields of batches; a dataset without labels, weights or numbers beside the ids of lists lacks the field.
 LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
-"""Names of the fields of every batch; a dataset without a label has no labels."""
-WEIGHTS = "weights"
-"""Name of the field of the rows' weights, of datasets that have such a column."""
-DENSE_SEQUENCES = "dense_sequences"
-"""Name of the field of numbers beside the ids of lists, of datasets that have such columns."""
+WEIGHTS, DENSE_SEQUENCES = "weights", "dense_sequences"
+
+# Names of columns: of ratings and sequences, and of the items that tasks add, to predict and to tell them from.
 USER, ITEM = "user", "item"
-"""Names of the columns of users and items, in datasets of ratings and of sequences."""
 ITEM_TARGET, ITEM_NEGATIVE = "item_target", "item_negative"
-"""Names of the items that tasks add to batches: those to predict, and drawn ones to tell them from."""
 LabelKind = Literal["binary", "number"]
 
 
@@ -206,21 +203,10 @@ CRITEO_KAGGLE_CARDINALITIES: tuple[int, ...] = (
 )
 
 
-def criteo_schema(num_embeddings: Sequence[int], missing_dense: bool = False) -> Schema:
-    """Returns the schema of Criteo rows: label, I1..I13 and C1..C26.
-
-    Args:
-        num_embeddings: Number of ids of each of C1..C26.
-        missing_dense: Whether missing integers are told from others.
-
-    Raises:
-        UserError: There are not 26 numbers.
-    """
-    if len(num_embeddings) != len(CRITEO_CATEGORICAL):
-        raise UserError(f"num_embeddings has {len(num_embeddings)} entries: Criteo rows have {len(CRITEO_CATEGORICAL)}")
+def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
+    """Returns the schema of Criteo rows: label, I1..I13 and C1..C26, which have these numbers of ids."""
     features = zip(CRITEO_CATEGORICAL, num_embeddings, strict=True)
-    categorical = tuple(CategoricalFeature(name, size) for name, size in features)
-    return Schema("label", CRITEO_DENSE, categorical, missing_dense=missing_dense)
+    return Schema("label", CRITEO_DENSE, tuple(CategoricalFeature(name, size) for name, size in features))
 
 
 # Ids of each categorical feature of the Criteo 1TB rows, hashed to at most 40 million as MLPerf's DLRM-DCNv2 has them.

@@ -128,10 +128,8 @@ def _with_bags(field: KeyedJaggedTensor, values: Tensor, lengths: Tensor, offset
 @lru_cache(maxsize=16)
 def unit_bags(num_bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns lengths and offsets of bags of one id, int32 on a device; all batches of a size share them."""
-    made = (
-        torch.ones(num_bags, dtype=torch.int32, device=device),
-        torch.arange(num_bags + 1, dtype=torch.int32, device=device),
-    )
+    lengths = torch.ones(num_bags, dtype=torch.int32, device=device)
+    offsets = torch.arange(num_bags + 1, dtype=torch.int32, device=device)
     if device.type == "cuda":  # once, so that batches on other streams may use them
         torch.cuda.current_stream(device).synchronize()
-    return made
+    return lengths, offsets

@@ -65,7 +65,7 @@ def epoch_batches(
             windows = (window for window in order.lane_windows(epoch, lane) if window.stop > first_row)
             return _LaneCursor(windows, partial(begin, lane), most_ahead)
 
-        lanes = {part.lane: open_lane(part.lane, part.start) for part in first_parts}
+        lanes = {lane: open_lane(lane, first) for lane, first, _ in first_parts}
         while batch < order.num_batches:
             count = 1 if assembler.layout.has_lists else _num_at_once(order, batch, world_size)
             blocks = []

@@ -68,14 +68,6 @@ class Segment(NamedTuple):
     stop: int
 
 
-class LanePart(NamedTuple):
-    """Rows ``[start, stop)`` of one lane, which one rank takes of one batch."""
-
-    lane: int
-    start: int
-    stop: int
-
-
 class Window(NamedTuple):
     """Rows ``[start, stop)`` of a lane, its window ``number``: segments that are decoded and shuffled together."""
 
@@ -149,8 +141,8 @@ class EpochOrder:
         generator = np.random.default_rng([self.batches.seed, epoch, _WINDOW_ORDER, lane, window.number])
         return generator.permutation(window.stop - window.start)
 
-    def rank_parts(self, batch: int, rank: int, world_size: int) -> list[LanePart]:
-        """Returns what this rank takes of this batch, lane by lane; nothing where there are more ranks than rows."""
+    def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        """Returns each lane of which this rank takes rows of this batch, the first row in it, and the last + 1."""
         rows, num_lanes = self.batch_rows(batch), self.num_lanes
         first, last = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
@@ -159,7 +151,7 @@ class EpochOrder:
             low, high = max(first, slot), min(last, slot_stop)
             if low < high:
                 start = batch * self.slot_rows(lane) - slot  # only the last batch can be short
-                parts.append(LanePart(lane, start + low, start + high))
+                parts.append((lane, start + low, start + high))
         return parts
 
     def _lane_begin(self, lane: int) -> int:

@@ -81,22 +81,12 @@ class BatchReader:
             **asdict(order),
             **({} if rows is None else {"rows": [rows.start, rows.stop]}),
         }
-        self.epoch = 0
-        """Epoch of the next batch; it goes up when the last batch of an epoch is yielded."""
-        self.batch = 0
-        """Number of the next batch in its epoch."""
+        self.num_rows = self._order.num_rows  # in an epoch, over all ranks
+        self.batches_per_epoch = self._order.num_batches  # the same on every rank
+        self.epoch = 0  # of the next batch; it goes up when the last batch of an epoch is yielded
+        self.batch = 0  # number of the next batch in its epoch
         self._prefetcher: Prefetcher[Batch] | None = None
         self._iteration = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in an epoch, over all ranks."""
-        return self._order.num_rows
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches in an epoch, the same on every rank."""
-        return self._order.num_batches
 
     @property
     def unreadable(self) -> dict[str, str]:
