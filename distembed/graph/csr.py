@@ -59,7 +59,7 @@ class Graph:
             return True
         same = (self.num_nodes, self.directed) == (other.num_nodes, other.directed)
         arrays = ("starts", "neighbors", "keep", "alias")
-        return same and all(_same_array(getattr(self, name), getattr(other, name)) for name in arrays)
+        return same and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays)
 
     def __hash__(self) -> int:
         return hash((self.num_nodes, len(self.neighbors)))
@@ -82,11 +82,13 @@ class Graph:
                 dropped.
         """
         num_nodes = require_num_nodes("num_nodes", num_nodes)
-        source_ids, target_ids = (
-            _ids(name, ids, num_nodes) for name, ids in (("sources", sources), ("targets", targets))
-        )
+        source_ids, target_ids = _ids("sources", sources, num_nodes), _ids("targets", targets, num_nodes)
         weight_values = None if weights is None else _weights(weights)
-        _require_same_length({"sources": source_ids, "targets": target_ids, "weights": weight_values})
+        named = {"sources": source_ids, "targets": target_ids, "weights": weight_values}
+        lengths = {name: len(array) for name, array in named.items() if array is not None}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise UserError(f"there are {listed}; give one of each an edge.")
         edges = merge_equal(sort_edges(stored_edges(num_nodes, source_ids, target_ids, weight_values, directed)))
         if not len(edges):
             raise UserError(
@@ -285,17 +287,3 @@ def _array(name: str, values: Any) -> NDArray[Any]:
     if array.ndim != 1:
         raise UserError(f"{name} have the shape {array.shape}; give one number an edge.")
     return array
-
-
-def _require_same_length(arrays: Mapping[str, NDArray[Any] | None]) -> None:
-    lengths = {name: len(array) for name, array in arrays.items() if array is not None}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise UserError(f"there are {listed}; give one of each an edge.")
-
-
-def _same_array(first: NDArray[Any] | None, second: NDArray[Any] | None) -> bool:
-    """Returns whether two arrays are equal, or both missing."""
-    if first is None or second is None:
-        return first is second
-    return np.array_equal(first, second)

@@ -39,15 +39,14 @@ _WITHOUT_OWN_CHECKSUM = 1
 
 _PIECE = 2**20
 _WEIGHTS = ".weights"
-_REMEDY = "make the graph again with `distembed prepare graph`"
+REMEDY = "make the graph again with `distembed prepare graph`"
 
 
 def array_types(num_nodes: int, weighted: bool) -> dict[str, np.dtype[Any]]:
     """Returns the names and types of the arrays that a graph consists of."""
     types = {"starts": "<i8", "neighbors": "<i4" if num_nodes <= 2**31 else "<i8"}
-    return {
-        name: np.dtype(kind) for name, kind in (types | ({"keep": "<f8", "alias": "<i4"} if weighted else {})).items()
-    }
+    types |= {"keep": "<f8", "alias": "<i4"} if weighted else {}
+    return {name: np.dtype(kind) for name, kind in types.items()}
 
 
 def fingerprint(num_nodes: int, checksums: Mapping[str, str]) -> str:
@@ -131,29 +130,29 @@ class GraphDescription:
             UserError: The folder is no graph, or its description is damaged or another version's.
         """
         path = folder / GRAPH_FILE
-        value = read_folder_json(path, "graph", _REMEDY)
+        value = read_folder_json(path, "graph", REMEDY)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise UserError(f"{path} does not describe a graph of distembed's; {_REMEDY}.")
+            raise UserError(f"{path} does not describe a graph of distembed's; {REMEDY}.")
         version = value.get("format_version")
         if version not in (GRAPH_VERSION, _WITHOUT_OWN_CHECKSUM):
             raise UserError(
                 f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
-                f"distembed reads {_WITHOUT_OWN_CHECKSUM} and {GRAPH_VERSION}: {_REMEDY}."
+                f"distembed reads {_WITHOUT_OWN_CHECKSUM} and {GRAPH_VERSION}: {REMEDY}."
             )
         # what says that it is old and has a checksum is damaged where it says how old it is
         if (KEY in value) == (version == _WITHOUT_OWN_CHECKSUM) or checksum_differs(value):
-            raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {_REMEDY}.")
+            raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {REMEDY}.")
         try:
             arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}
             counts = int(value["num_nodes"]), int(value["num_edges"])
             found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"], version)
             found._require_consistent()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {_REMEDY}.") from error
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}.") from error
         for name, array in arrays.items():
             require_inside(array.file, f"arrays.{name}.file", path)
         if found.fingerprint != value.get("fingerprint"):
-            raise UserError(f"{path} is damaged: its checksums do not give its fingerprint; {_REMEDY}.")
+            raise UserError(f"{path} is damaged: its checksums do not give its fingerprint; {REMEDY}.")
         return found
 
     def _require_consistent(self) -> None:
@@ -163,9 +162,7 @@ class GraphDescription:
             ValueError: An array is missing, or has another type or size.
         """
         types = array_types(self.num_nodes, self.weighted)
-        if {name: array.dtype for name, array in self.arrays.items()} != {
-            name: kind.str for name, kind in types.items()
-        }:
+        if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
             raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
         if self.has_own_checksum and any(array.checksum is None for array in self.arrays.values()):
             raise ValueError("an array has no checksum")
@@ -183,12 +180,10 @@ def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
     """
     path = folder / stored.file
     if not path.is_file():
-        raise UserError(f"{path} is missing: the graph is not whole; {_REMEDY}.")
+        raise UserError(f"{path} is missing: the graph is not whole; {REMEDY}.")
     size = path.stat().st_size
     if size != stored.bytes:
-        raise UserError(
-            f"{path} has {size:,} bytes where {GRAPH_FILE} says {stored.bytes:,}: it is damaged; {_REMEDY}."
-        )
+        raise UserError(f"{path} has {size:,} bytes where {GRAPH_FILE} says {stored.bytes:,}: it is damaged; {REMEDY}.")
     # torch takes no arrays that are read-only; what is written to this one never reaches the file
     return np.memmap(path, np.dtype(stored.dtype), "c")
 
@@ -201,17 +196,11 @@ def require_checksum(folder: Path, stored: StoredArray) -> None:
     """
     problem = stored.problem(folder)
     if problem is not None:
-        raise UserError(f"{problem}; {_REMEDY}.")
+        raise UserError(f"{problem}; {REMEDY}.")
 
 
 class ArrayWriter:
-    """Writes one array part by part, with its checksums.
-
-    Args:
-        folder: Existing folder of the graph.
-        name: Name of the array.
-        dtype: Type of its numbers.
-    """
+    """Writes one array part by part, with its checksums."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._path, self._dtype = folder / f"{name}.bin", dtype
@@ -235,17 +224,8 @@ class ArrayWriter:
 class GraphWriter:
     """Writes a graph from its edges, which come in ascending order, into an empty folder.
 
-    Memory is needed for the edges that are appended at a time; for a weighted graph also for its longest row.
-
-    Args:
-        folder: Empty folder.
-        num_nodes: Number of nodes.
-        weighted: Whether the edges have weights.
-
-    Attributes:
-        num_edges: Number of edges written so far.
-        num_connected: Number of nodes that have neighbours, once the graph is finished.
-        largest_degree: Most neighbours that a node has, once the graph is finished.
+    Memory is needed for the edges that are appended at a time; for a weighted graph also for its longest row. Once the
+    graph is finished, ``num_connected`` is the number of nodes that have neighbours, and ``largest_degree`` the most.
     """
 
     def __init__(self, folder: Path, num_nodes: int, weighted: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from distembed.checksums import Verification
 from distembed.errors import UserError
 from distembed.graph.csr import Graph
-from distembed.graph.folder import GRAPH_FILE, GraphDescription, require_checksum
+from distembed.graph.folder import GRAPH_FILE, REMEDY, GraphDescription
 
 
 def missing_checksums_note(folder: str | os.PathLike[str]) -> str | None:
@@ -46,12 +46,8 @@ def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None]
     found = Verification(has_checksums=description.has_own_checksum)
     found.add((), folder / GRAPH_FILE)
     for stored in description.arrays.values():
-        try:
-            require_checksum(folder, stored)
-            problems = []
-        except UserError as error:
-            problems = [str(error)]
-        found.add(problems, folder / stored.file)
+        problem = stored.problem(folder)
+        found.add([] if problem is None else [f"{problem}; {REMEDY}."], folder / stored.file)
         if progress is not None:
             progress(found.num_bytes)
     if not found.problems:

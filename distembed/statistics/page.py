@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -63,23 +64,20 @@ def render_page(statistics: DatasetStatistics) -> str:
 
 
 def _figures(statistics: DatasetStatistics) -> str:
-    figures = [
-        figure("Label rate", "Mean label in the order of time.", _plot(lambda axes: _draw_rates(axes, statistics))),
-        figure("Rows", "Number of rows in the order of time.", _plot(lambda axes: _draw_rows(axes, statistics))),
+    plots: list[tuple[str, str, Callable[[Axes, DatasetStatistics], None]]] = [
+        ("Label rate", "Mean label in the order of time.", _draw_rates),
+        ("Rows", "Number of rows in the order of time.", _draw_rows),
     ]
     if statistics.features:
-        skew = _plot(lambda axes: _draw_skew(axes, statistics))
-        new = _plot(lambda axes: _draw_unknown(axes, statistics))
-        figures.append(figure("Skew", f"How often {statistics.train} has the ids of a feature, by rank.", skew))
-        figures.append(figure("Unknown ids", "Share without an id of their own, or that training has not.", new))
-    return "".join(figures)
+        plots.append(("Skew", f"How often {statistics.train} has the ids of a feature, by rank.", _draw_skew))
+        plots.append(("Unknown ids", "Share without an id of their own, or that training has not.", _draw_unknown))
+    return "".join(
+        figure(title, text, render_svg(partial(_draw, draw, statistics), (5.6, 3.5))) for title, text, draw in plots
+    )
 
 
-def _plot(draw: Callable[[Axes], None]) -> str:
-    def draw_axes(drawn: Figure) -> None:
-        draw(drawn.add_subplot())
-
-    return render_svg(draw_axes, (5.6, 3.5))
+def _draw(draw: Callable[[Axes, DatasetStatistics], None], statistics: DatasetStatistics, drawn: Figure) -> None:
+    draw(drawn.add_subplot(), statistics)
 
 
 def _draw_rates(axes: Axes, statistics: DatasetStatistics) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distembed.statistics.values import QUANTILES, DatasetStatistics, NumbersOfSplit, RowsStatistics
+from distembed.statistics.values import QUANTILES, DatasetStatistics, RowsStatistics
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,14 @@ def features_table(statistics: DatasetStatistics) -> TextTable:
 
 def numbers_table(statistics: DatasetStatistics, splits: Sequence[str]) -> TextTable:
     """Returns a line for each column of numbers and each of some splits."""
-    lines = [
-        [
-            *(name, split, _missing_numbers(statistics, name, by_split[split])),
-            *map(_number, (by_split[split].mean, by_split[split].deviation, *by_split[split].quantiles)),
-        ]
-        for name, by_split in statistics.columns.items()
-        for split in splits
-    ]
-    return TextTable(
-        ["numbers", "split", "missing", "mean", "deviation", *(f"{each:.0%}" for each in QUANTILES)], lines
-    )
+    lines = []
+    for name, by_split in statistics.columns.items():
+        for split in splits:
+            found = by_split[split]
+            missing = "filled" if name in statistics.filled else _share(found.missing)
+            lines.append([name, split, missing, *map(_number, (found.mean, found.deviation, *found.quantiles))])
+    headings = ["numbers", "split", "missing", "mean", "deviation", *(f"{each:.0%}" for each in QUANTILES)]
+    return TextTable(headings, lines)
 
 
 def commonest_table(statistics: DatasetStatistics, feature: str) -> TextTable:
@@ -90,11 +87,6 @@ def rate_of_rows(statistics: DatasetStatistics) -> str:
 def _number(value: float) -> str:
     """Returns a number with four digits that count; nothing for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"
-
-
-def _missing_numbers(statistics: DatasetStatistics, name: str, found: NumbersOfSplit) -> str:
-    """Returns the share of rows without a number in a column, or that missing ones were filled at preparation."""
-    return "filled" if name in statistics.filled else _share(found.missing)
 
 
 def equal_rows(statistics: DatasetStatistics) -> str:

@@ -57,14 +57,6 @@ def test_an_error_names_the_pipe_and_not_its_copy(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_byte_order_mark_is_taken_off(tmp_path: Path, packed: bool) -> None:
-    content = b"\xef\xbb\xbfsource,target\n1,2\n"
-    file = tmp_path / ("edges.csv.gz" if packed else "edges.csv")
-    file.write_bytes(gzip.compress(content) if packed else content)
-    assert prepare_graph([file], tmp_path / "out", NODES).num_edges == 2
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

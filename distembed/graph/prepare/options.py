@@ -65,14 +65,11 @@ class GraphOptions:
         one_of("measure", self.measure, (COUNT, COSINE))
         if self.max_shared < 2:
             raise UserError(f"max_shared is {self.max_shared}: it must be 2 or more, since an edge has two ends")
-        for name, value in (
-            ("min_shared", self.min_shared),
-            ("max_neighbors", self.max_neighbors),
-            ("within", self.within),
-        ):
-            if value is not None and value < 1:
+        for name in ("min_shared", "max_neighbors", "within"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}: it must be 1 or more")
-        if not self.is_shared and self.counts_shared:
+        counts_shared = self.count_shared or self.min_shared > 1 or self.max_neighbors or self.measure != COUNT
+        if not self.is_shared and counts_shared:
             raise UserError(
                 "count_shared, min_shared, max_neighbors and measure count what ids share: name the column of an "
                 "attribute (attribute), or read a dataset (co_occurrence)"
@@ -86,7 +83,8 @@ class GraphOptions:
             raise UserError("co_occurrence reads a dataset, which has no attribute column: leave out one of the two")
         if self.within is not None and not self.co_occurrence:
             raise UserError("within counts steps in the sequences of a dataset: give co_occurrence too")
-        columns = list(self.columns)
+        ends = (self.source, self.target, self.weight) if self.attribute is None else (self.source, self.attribute)
+        columns = [column for column in ends if column is not None]
         if len(set(columns)) < len(columns):
             raise UserError(f"the columns are {', '.join(map(repr, columns))}: each has one role, name different ones")
 
@@ -94,11 +92,6 @@ class GraphOptions:
     def is_shared(self) -> bool:
         """Whether edges are between ids that share something, rather than named."""
         return self.attribute is not None or self.co_occurrence
-
-    @property
-    def counts_shared(self) -> bool:
-        """Whether it matters how much the ends of an edge share."""
-        return self.count_shared or self.min_shared > 1 or self.max_neighbors is not None or self.measure != COUNT
 
     @property
     def one_way(self) -> bool:
@@ -109,13 +102,6 @@ class GraphOptions:
     def weighted(self) -> bool:
         """Whether edges have weights."""
         return self.weight is not None or self.count_shared
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the columns that are read."""
-        if self.attribute is not None:
-            return (self.source, self.attribute)
-        return (self.source, self.target) if self.weight is None else (self.source, self.target, self.weight)
 
     @property
     def droppable(self) -> list[str]:
@@ -134,9 +120,10 @@ class GraphOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options that matter for this kind of input."""
-        named = {"source", "target", "weight", "directed", "unknown"}
-        used = {"source", "attribute", "max_shared", "count_shared", "unknown"} if self.attribute is not None else named
-        used = {"co_occurrence", "max_shared", "count_shared"} if self.co_occurrence else used
+        used = {"source", "target", "weight", "directed", "unknown"}
+        if self.is_shared:
+            used = {"source", "attribute", "unknown"} if self.attribute is not None else {"co_occurrence"}
+            used |= {"max_shared", "count_shared"}
         limits = {"min_shared": self.min_shared > 1, "measure": self.measure != COUNT}
         limits |= {"max_neighbors": True, "within": True}
         values = asdict(self).items()

@@ -19,7 +19,7 @@ from typing import Any
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import require_outside, staged_folder
-from distembed.data.prepare.table.inputs import TableInput, find_inputs
+from distembed.data.prepare.table.inputs import find_inputs
 from distembed.errors import UserError
 from distembed.files import require_free_space
 from distembed.graph.csr import Graph
@@ -78,8 +78,13 @@ def prepare_graph(
     options = options or GraphOptions()
     if memory_limit_bytes < LEAST_MEMORY_BYTES:
         raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
-    values, ids_described = _value_map(nodes)
-    files = _list_files(inputs, nodes, options, note)
+    values, ids_described = _value_ids(nodes)
+    if options.co_occurrence and (inputs or nodes.data is None):
+        raise UserError(
+            "co_occurrence reads the training split of a dataset (data, on the command line --data), and no files: "
+            f"received {len(inputs)} files and data={nodes.data}"
+        )
+    files = [] if options.co_occurrence else find_inputs(inputs, note)
     require_outside([file.place for file in files], Path(output))
     with staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder:
         starts_bytes = 8 * (values.num_nodes + 1)
@@ -119,24 +124,6 @@ def prepare_graph(
     return Graph.open(output, verified=False)
 
 
-def _list_files(
-    inputs: Sequence[str | os.PathLike[str]], nodes: NodeIds, options: GraphOptions, note: NoteCallback
-) -> list[TableInput]:
-    """Returns the files to read; none where a dataset's training split is read.
-
-    Raises:
-        UserError: Files are named beside a dataset, or there is no dataset, or a file cannot be read.
-    """
-    if not options.co_occurrence:
-        return find_inputs(inputs, note)
-    if inputs or nodes.data is None:
-        raise UserError(
-            "co_occurrence reads the training split of a dataset (data, on the command line --data), and no files: "
-            f"received {len(inputs)} files and data={nodes.data}"
-        )
-    return []
-
-
 def describe_graph(graph: Graph) -> list[str]:
     """Returns lines of text that say what a prepared graph holds and what was left out of it."""
     details, dropped = graph.details, graph.details["dropped"]
@@ -157,7 +144,7 @@ def describe_graph(graph: Graph) -> list[str]:
     return lines
 
 
-def _value_map(nodes: NodeIds) -> tuple[ValueIds, Mapping[str, Any]]:
+def _value_ids(nodes: NodeIds) -> tuple[ValueIds, Mapping[str, Any]]:
     """Returns how values become ids, and what ``graph.json`` says of it."""
     if nodes.data is None or nodes.table is None:
         num_nodes = require_num_nodes("num_embeddings", nodes.num_embeddings)

@@ -80,7 +80,10 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
         allowed = "what the column has in the table"
     elif manifest.preparation.get("source") == CRITEO:
         # the rows are text: an integer is a key, as their vocabularies have it
-        value_keys, allowed = _criteo_keys, "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1"
+        value_keys, allowed = (
+            lambda values: Keys(*hexadecimal_keys(values)),
+            "1 to 8 hexadecimal digits, or an integer of 0 to 2^32-1",
+        )
     id_map = column_id_map(Path(dataset), manifest, column)
 
     def find(values: pa.Array) -> FoundIds:
@@ -93,9 +96,7 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
-    """Returns what the ids of a table are, in plain JSON values.
-
-    Its ``fingerprint`` is the same where ids stand for the same values.
+    """Returns what the ids of a table are in JSON; its ``fingerprint`` is that of all ids of the same values.
 
     Raises:
         UserError: There is no such table, or its vocabulary cannot be read.
@@ -122,10 +123,6 @@ def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
         layout = table_layout(TableSchema.of_manifest(manifest))
         return next((column for column in layout.ids if column.name == table), None)
     return KeyColumn(table, "feature", "string") if table in manifest.vocabularies else None
-
-
-def _criteo_keys(values: pa.Array) -> Keys:
-    return Keys(*hexadecimal_keys(values))
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:

@@ -43,8 +43,9 @@ class InteractionColumns:
                 f"the columns are {', '.join(map(repr, named))}: {repeated[0]!r} has two roles; give it one"
             )
         require_free_names(self, {USER, ITEM})
-        if unusable := [name for name in self.categorical if "/" in name or "\0" in name or len(name.encode()) > 200]:
-            raise UserError(f"an attribute is named {unusable[0]!r}, as no file can be; rename the column in the input")
+        for name in self.categorical:
+            if "/" in name or "\0" in name or len(name.encode()) > 200:
+                raise UserError(f"an attribute is named {name!r}, as no file can be; rename the column in the input")
 
     @property
     def user_column(self) -> str:
@@ -155,10 +156,11 @@ def require_free_names(columns: InteractionColumns, taken: Collection[str]) -> N
     Raises:
         UserError: One has.
     """
-    if used := [name for name in (*columns.categorical, *columns.dense) if name in taken]:
-        raise UserError(
-            f"an attribute is named {used[0]!r}, as a column of the dataset is; rename the column in the input"
-        )
+    for name in (*columns.categorical, *columns.dense):
+        if name in taken:
+            raise UserError(
+                f"an attribute is named {name!r}, as a column of the dataset is; rename the column in the input"
+            )
 
 
 def _require_between(name: str, value: float, least: float, most: float) -> None:

@@ -170,7 +170,7 @@ def _prepare(
             splits, schema = rating_rows(chosen)
         if not splits["train"].num_rows:
             raise UserError("the training part has no rows: give more interactions, or another split (--split)")
-        if not split.has_validation(bool(num_validation)):
+        if not (split.has_validation or (split.is_by_files and num_validation)):
             del splits["validation"]
         written = write_splits(folder, splits, schema.label, preparation.progress)
         manifest = Manifest(

@@ -94,12 +94,7 @@ def read_interactions(
 ) -> tuple[tuple[SourceFile, ...], Rejected]:
     """Reads all interactions into tables; returns the inputs, and the counts of malformed rows.
 
-    Args:
-        database: Database that gets the tables.
-        given: Inputs and columns to read.
-        folder: Folder that gets ``rejected.tsv`` if there are malformed rows.
-        memory_bytes: Memory that may be taken besides the database's.
-        report: Function that is called with the progress.
+    Malformed rows are listed in the folder. The memory is that besides the database's.
 
     Raises:
         UserError: An input cannot be read, no row is well-formed, or too many are malformed.

@@ -25,7 +25,7 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
     Raises:
         UserError: Duplicates are an error and there are some, or nothing is left.
     """
-    left_out = {}
+    left_out = dict[str, int]()
     if options.min_rating is not None:
         left_out["below_rating"] = _delete(database, f"rating < {options.min_rating!r}::float")
     if options.duplicates != "keep":
@@ -40,11 +40,9 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
             _require_none(database, f"{repeated} as repeated where number > 1")
         left_out["duplicates"] = _delete(database, f"place in (select place from {repeated} where number > 1)")
     if options.k_core > 1:
-        rare = (f"k{n} in (select k{n} from rows group by k{n} having count(*) < {options.k_core})" for n in (0, 1))
-        condition = " or ".join(rare)
-        left_out["outside_core"] = 0
-        while taken := _delete(database, condition):
-            left_out["outside_core"] += taken
+        rare = "{0} in (select {0} from rows group by {0} having count(*) < {1})"
+        condition = " or ".join(rare.format(column, options.k_core) for column in ("k0", "k1"))
+        left_out["outside_core"] = sum(iter(lambda: _delete(database, condition), 0))
     left_out = {reason: count for reason, count in left_out.items() if count}
     if not num_rows(database):
         listed = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())

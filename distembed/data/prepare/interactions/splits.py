@@ -67,24 +67,15 @@ class InteractionSplit:
         """Whether the files say it."""
         return self.num_last is None and self.shares is None
 
-    def has_validation(self, has_files: bool) -> bool:
-        """Returns whether there is a validation split.
-
-        Args:
-            has_files: Whether files of it were named.
-        """
-        if self.shares is not None:
-            return len(self.shares) == 3
-        return has_files if self.num_last is None else self.num_last == 2
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split, where files do not say it."""
+        return self.num_last == 2 or (self.shares is not None and len(self.shares) == 3)
 
     def in_sql(self, in_time: str, num_rows: int) -> tuple[str, str]:
         """Returns SQL of the number of a row's split, and of its column ``n`` that this is made of.
 
         A user all of whose interactions would be taken away, but for the first one, trains with all.
-
-        Args:
-            in_time: Columns by which rows are in the order of time.
-            num_rows: Number of all rows.
         """
         if self.num_last is not None:
             user = f"(partition by k0 order by {f'{in_time} desc'.replace(',', ' desc,')}"

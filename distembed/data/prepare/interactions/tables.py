@@ -9,7 +9,7 @@ Row groups of long histories have fewer rows (:func:`distembed.data.prepare.writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.prepare.vocabulary import FIRST_ID, VOCABULARY_GROUP_ROWS
 from distembed.data.prepare.write_parquet import (
     ROW_GROUP_ROWS,
-    FilePlan,
     WrittenFile,
     plan_files,
     rows_per_group,
@@ -43,13 +42,7 @@ _COUNTED = pa.schema([("code", pa.int32()), ("key", pa.string()), ("count", pa.i
 def write_text_vocabularies(
     database: Database, folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Vocabulary], NDArray[np.int32]]:
-    """Gives ids to the values that occur, and writes them down; returns the id of each code too.
-
-    Args:
-        database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
-        folder: Dataset folder.
-        names: Names of the columns ``k0``, ``k1`` ... in the dataset.
-    """
+    """Gives ids to the values of ``k0``, ``k1`` ..., and writes them down; returns the id of each code too."""
     (folder / "vocabulary").mkdir()
     vocabularies = {}
     num_rows, last_code = database.row("select (select count(*) from rows), (select max(code) from keys)")
@@ -87,15 +80,7 @@ class EncodedInteractions:
 def encoded_interactions(
     database: Database, columns: InteractionColumns, query: str, ids: NDArray[np.int32], sizes: Mapping[str, int]
 ) -> EncodedInteractions:
-    """Returns rows with the ids of the vocabularies, in an order.
-
-    Args:
-        database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
-        columns: The columns.
-        query: SQL of the rows and their order.
-        ids: Id of each code.
-        sizes: Number of ids of each table.
-    """
+    """Returns rows with the ids of the vocabularies, given SQL of the rows and their order, and the id of each code."""
     names = [f"coalesce(k{n}, 0) as k{n}" for n in range(len(columns.keys))]
     names += [f"d{n}" for n in range(len(columns.dense))]
     rating = "1::float" if columns.rating is None else "rating"
@@ -168,28 +153,16 @@ def sequence_rows(
 def write_splits(
     folder: Path, splits: Mapping[str, Rows], label: str | None, report: ProgressCallback
 ) -> dict[str, list[WrittenFile]]:
-    """Writes the files of all splits.
-
-    Args:
-        folder: Dataset folder.
-        splits: The rows of each split, by name.
-        label: Name of the label's column, if there is one.
-        report: Function that is called with the progress.
-    """
+    """Writes the files of all splits."""
     total, done = sum(rows.num_rows for rows in splits.values()), 0
     written: dict[str, list[WrittenFile]] = {}
     for name, rows in splits.items():
         (folder / name).mkdir()
         written[name] = []
         for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
-            written[name].append(
-                write_file(folder / plan.path, plan, rows.table(0, 0).schema, label, _groups(plan, rows))
-            )
+            starts = range(plan.start, plan.stop, rows.group_rows)
+            groups = (rows.table(start, min(start + rows.group_rows, plan.stop)) for start in starts)
+            written[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, label, groups))
             done += plan.stop - plan.start
             report(ProgressUpdate("write", done, total, done))
     return written
-
-
-def _groups(plan: FilePlan, rows: Rows) -> Iterator[pa.Table]:
-    for start in range(plan.start, plan.stop, rows.group_rows):
-        yield rows.table(start, min(start + rows.group_rows, plan.stop))

@@ -43,14 +43,7 @@ class Windows:
 
 
 def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_length: int, windows: str) -> Windows:
-    """Returns the training rows, of at least two items and at most ``max_length + 1``.
-
-    Args:
-        users: User of each interaction, sorted.
-        parts: Split of each; those of a user are ascending.
-        max_length: Most items that precede the last one of a row.
-        windows: ``latest``, or ``all``.
-    """
+    """Returns the training rows, of 2 to ``max_length + 1`` items; users and their splits are ascending."""
     bounds = user_bounds(users)
     begins = bounds[:-1]
     ends = begins + np.add.reduceat(parts == TRAIN, begins, dtype=np.int64)
@@ -66,13 +59,7 @@ def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_len
 
 
 def evaluation_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], part: int) -> Windows:
-    """Returns a row for each interaction of a split that is not its user's first: the whole history, with itself.
-
-    Args:
-        users: User of each interaction, sorted.
-        parts: Split of each.
-        part: Number of the split.
-    """
+    """Returns a row for each interaction of a split that is not its user's first: the whole history, with itself."""
     bounds = user_bounds(users)
     begins = np.repeat(bounds[:-1], np.diff(bounds))
     targets = np.flatnonzero((parts == part) & (np.arange(len(users)) > begins))
