@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from distembed.data.prepare import CriteoOptions
 from distembed.data.prepare.blocks import Part
 from distembed.data.prepare.criteo import criteo_inputs
-from distembed.data.prepare.input_bytes import MAGIC, OTHER_KINDS, InputBytes, lines_between
+from distembed.data.prepare.input_bytes import MAGIC, OTHER_KINDS, InputBytes
 from distembed.data.prepare.table.inputs import input_names
 from distembed.data.prepare.table.source import TableSource
-from distembed.errors import UserError
 
 
 def read(path: Path, block_bytes: int, start: int = 0, stop: int | None = None) -> list[bytes]:
@@ -94,14 +93,6 @@ def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
     assert input_names(paths[:1]) == ["x.tsv"]
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    (tmp_path / "x.tsv").touch()
-    source = TableSource(criteo_inputs([tmp_path / "x.tsv"]), CriteoOptions().schema())
-    (tmp_path / "x.tsv").unlink()
-    with pytest.raises(UserError, match="cannot be read"):
-        list(source.open(Part(0), 10).raw_blocks())
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, lambda text: pa.compress(text, "zstd", asbytes=True)])
 def test_several_compressed_members_are_read_one_after_the_other(
     pack: Callable[[bytes], bytes], tmp_path: Path
@@ -111,24 +102,3 @@ def test_several_compressed_members_are_read_one_after_the_other(
     found = InputBytes(str(tmp_path / "rows"))
     assert b"".join(found.pieces()) == b"".join(texts)
     assert found.bytes_read == (tmp_path / "rows").stat().st_size
-
-
-@given(
-    lines=st.lists(st.sampled_from([b"", b"a", b"bbb", b"c" * 40])),
-    end=st.sampled_from([b"", b"\n", b"end"]),
-    data=st.data(),
-)
-def test_ranges_have_each_line_once(lines: list[bytes], end: bytes, data: st.DataObject) -> None:
-    content = b"\n".join(lines) + end
-    cuts = sorted({0, *data.draw(st.lists(st.integers(1, len(content) + 1), max_size=4))})
-    size = data.draw(st.integers(1, 9))
-    ranges = []
-    for start, stop in zip(cuts, [*cuts[1:], None], strict=True):
-        begin = max(0, start - 1)
-        pieces = iter([content[place : place + size] for place in range(begin, len(content), size)])
-        ranges.append(b"".join(lines_between(pieces, start, stop)))
-    assert b"".join(ranges) == content
-    starts = [place for place in range(len(content)) if place == 0 or content[place - 1 : place] == b"\n"]
-    for start, stop, found in zip(cuts, [*cuts[1:], len(content) + 1], ranges, strict=True):
-        num_lines = found.count(b"\n") + (found[-1:] not in (b"", b"\n"))
-        assert num_lines == sum(start <= each < stop for each in starts)

@@ -10,7 +10,6 @@
 - ``notes.py`` tells what a user should know of the result.
 - ``table/`` prepares tables of any columns, by a schema, and ``criteo.py`` those of Criteo.
 - ``interactions/`` prepares ratings and sequences.
-- ``column_numbers.py`` reads columns of integers and texts as numbers.
 - For every kind of preparation: ``table/inputs.py`` finds the inputs, ``input_bytes.py`` unpacks them and cuts them
   into blocks of lines, ``rejected_rows.py`` takes the malformed rows, ``limits.py`` and ``progress.py`` say what it may
   use and how far it is, and ``staging.py`` makes its output appear at once.
@@ -19,13 +18,18 @@
 - ``synthesize.py`` makes a Criteo-format file with a planted signal.
 """
 
-from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
-from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.notes import dataset_warnings, describe_dataset
-from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.pipeline import prepare_rows
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
-from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
+from typing import TYPE_CHECKING
+
+from distembed.lazy import imports_on_demand
+
+if TYPE_CHECKING:
+    from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
+    from distembed.data.prepare.limits import ResourceLimits
+    from distembed.data.prepare.notes import dataset_warnings, describe_dataset
+    from distembed.data.prepare.options import PrepareOptions
+    from distembed.data.prepare.pipeline import prepare_rows
+    from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
+    from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
 
 __all__ = [
     "CriteoOptions",
@@ -41,3 +45,5 @@ __all__ = [
     "prepare_rows",
     "synthesize_criteo",
 ]
+
+__getattr__ = imports_on_demand(__name__)

@@ -32,31 +32,16 @@ _FILES = InputKind(
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """What a dataset's bytes depend on besides the input; the manifest records it.
+    """What a dataset's bytes depend on besides the input; an option out of its range is a UserError."""
 
-    Attributes:
-        min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more.
-        hash_size: Size of the tables that ids are hashed into, 2 to 2^62; None builds a vocabulary instead.
-        hash_seed: Seed of the hash, below 2^64.
-        split: How rows are divided (:mod:`~distembed.data.prepare.split`): by shares, ``days``, ``none`` or, with
-            ``vocabulary``, ``validation`` or ``test``; Criteo's rows have no column that says more.
-        max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
-        missing: What becomes of missing integers: ``zero``, so that they are as zeros, or ``keep``: they are null.
-        vocabulary: A dataset, by folder or URL, or a run, whose ids are applied; other values are out of vocabulary.
-        grow: Whether values that ``vocabulary`` lacks, and that are seen ``min_count`` times, get ids behind its own.
-
-    Raises:
-        UserError: An option is out of its range.
-    """
-
-    min_count: int = 2
-    hash_size: int | None = None
-    hash_seed: int = 0
-    split: str = "0.8,0.1,0.1"
-    max_rejected: float = 0.01
-    missing: str = "zero"
-    vocabulary: str | os.PathLike[str] | None = None
-    grow: bool = False
+    min_count: int = 2  # values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more
+    hash_size: int | None = None  # size of the tables that ids are hashed into, to 2^62; None builds a vocabulary
+    hash_seed: int = 0  # below 2^64
+    split: str = "0.8,0.1,0.1"  # shares, days, none or, with vocabulary, validation or test
+    max_rejected: float = 0.01  # largest share of malformed rows that is no error; rejected.tsv lists them
+    missing: str = "zero"  # missing integers: zero makes them 0, keep null
+    vocabulary: str | os.PathLike[str] | None = None  # folder or URL of a dataset, or a run, whose ids are applied
+    grow: bool = False  # whether values that vocabulary lacks, seen min_count times, get ids behind its own
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -72,11 +57,7 @@ class CriteoOptions:
             )
 
     def prepare_options(self) -> PrepareOptions:
-        """Returns the options that rows of any kind have, which are checked.
-
-        Raises:
-            UserError: One is out of its range.
-        """
+        """Returns the options that rows of any kind have, which are checked."""
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
         unused |= {"vocabulary", "grow"}  # the pipeline records the base and its growth
         if self.missing == "zero":  # manifests of datasets with zeros are older than the choice
@@ -129,9 +110,5 @@ def prepare_criteo(
 
 
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
-    """Returns the named inputs, which are read as text whatever their names end in.
-
-    Raises:
-        UserError: There is nothing where a name leads, or one file is named twice.
-    """
+    """Returns the named inputs, which are read as text whatever their names end in."""
     return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _FILES)]

@@ -44,15 +44,7 @@ def compression_of(first: bytes) -> str | None:
 
 
 def require_text(place: str, data: bytes) -> None:
-    """Makes sure that an input begins as text in ASCII or UTF-8 may.
-
-    Args:
-        place: The input, for the error.
-        data: Its first bytes.
-
-    Raises:
-        UserError: It is another kind of file, or text in UTF-16 or UTF-32.
-    """
+    """Refuses an input of another kind, or in UTF-16 or UTF-32, by its first bytes."""
     kind = next((name for magic, name in OTHER_KINDS.items() if data.startswith(magic)), None)
     if kind is not None:
         raise UserError(
@@ -67,11 +59,7 @@ def require_text(place: str, data: bytes) -> None:
 
 
 def open_input(place: str) -> IO[bytes]:
-    """Opens a file, a pipe or a URL for reading.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Opens a file, a pipe or a URL for reading; an OSError where it cannot be read."""
     if is_url(place):
         return open_remote(place)
     if place == STANDARD_INPUT:  # from where it stands; a socket, moreover, cannot be opened by its name
@@ -85,15 +73,12 @@ class InputBytes(io.RawIOBase):
     Args:
         place: Path or URL of the input; ``/dev/stdin`` is standard input.
         start: First byte that is read; only of what is not compressed, and no pipe.
-
-    Attributes:
-        bytes_read: Number of bytes read so far, compressed where the input is.
     """
 
     def __init__(self, place: str, start: int = 0) -> None:
         self._place, self._start = place, start
         self._hash = hashlib.sha256()
-        self.bytes_read = 0
+        self.bytes_read = 0  # so far, compressed where the input is
 
     @property
     def sha256(self) -> str:
@@ -149,12 +134,9 @@ def sha256_of(place: str) -> str:
 
 
 def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:
-    """Yields the lines whose first bytes are in a range.
+    """Yields the lines whose first bytes are in a range, to the end of the input where ``stop`` is None.
 
-    Args:
-        pieces: The input from byte ``start - 1`` on; from its beginning where ``start`` is 0.
-        start: First byte of the range.
-        stop: Last byte + 1; None for the end of the input.
+    The pieces are the input from byte ``start - 1`` on, or from its beginning.
     """
     place, is_skipping = max(0, start - 1), start > 0
     for piece in pieces:
@@ -174,15 +156,10 @@ def blocks_of_lines(
 ) -> Iterator[bytes]:
     """Yields whole lines, about ``block_bytes`` at a time; only the last one may lack its newline.
 
-    Args:
-        place: The input, for the error.
-        pieces: Its text.
-        block_bytes: About how many bytes a block has.
-        most_line_bytes: Size that no line exceeds.
-        quote: A quotation mark between two of which a newline ends no line; None where each does.
+    A newline between two quotation marks ``quote`` ends no line.
 
     Raises:
-        UserError: A line is far too long.
+        UserError: A line is longer than ``most_line_bytes``.
     """
     waiting: list[bytes] = []
     size = 0

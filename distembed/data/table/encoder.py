@@ -34,10 +34,10 @@ from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
+# A manifest's source of datasets that `distembed prepare ratings` and `sequences` made.
 INTERACTIONS = "interactions"
-"""What a manifest says of datasets that `distembed prepare ratings` and `sequences` made."""
+# Between two values of a list in a text, of raw sequences.
 LIST_SEPARATOR = " "
-"""What stands between two values of a list in a text, of raw sequences."""
 
 
 class RowEncoder:
@@ -137,10 +137,7 @@ def raw_schema(manifest: Manifest) -> TableSchema:
     """Returns the schema of the raw rows that are scored by a model of a dataset.
 
     Of a dataset of ratings or of sequences they have the columns of the dataset, with users and items as texts; lists
-    are those of JSON or Parquet, or texts with a space between two values.
-
-    Raises:
-        UserError: The dataset was made otherwise.
+    are those of JSON or Parquet, or texts with a space between two values. Others are refused by a UserError.
     """
     schema = manifest.schema
     if manifest.preparation.get("source") != INTERACTIONS:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from distembed.data.table.raw_columns import LIST, TableColumns, type_kind
 
-_TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+ARROW_TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _LISTS = (list, tuple, np.ndarray)
 _MOST_DIGITS = 4000
 """Digits up to which Python makes an integer of a text."""
@@ -54,7 +54,7 @@ def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
     types = set(map(type, values)) - {type(None)}
     if not types:
         return pa.nulls(len(values)), []
-    if len(types) == 1 and (type_ := _TYPES.get(next(iter(types)))) is not None:
+    if len(types) == 1 and (type_ := ARROW_TYPES.get(next(iter(types)))) is not None:
         try:
             return pa.array(values, type_), []
         except (pa.ArrowException, ValueError, OverflowError):  # more than 64 bits, or half of a pair of surrogates

@@ -10,6 +10,7 @@ true. Integers, numbers and truth values are read without the detour, which cost
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,52 +21,45 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import IdColumn, code_dtype
-from distembed.data.prepare.column_numbers import hexadecimal_keys
 from distembed.data.table.numbers import Bools, has_missing_text, is_missing, values_as_numbers
 from distembed.data.table.text_keys import text_keys
 from distembed.data.table.value_texts import value_texts
 
 _DIGITS = r"^[+-]?[0-9]+$"
+_HEX_DIGITS = 8
+_HEXADECIMAL = re.compile(f"[0-9a-fA-F]{{1,{_HEX_DIGITS}}}")
+_HEX_VALUE = np.full(256, 255, np.uint8)
+for _value, _digits in enumerate(zip(b"0123456789abcdef", b"0123456789ABCDEF", strict=True)):
+    _HEX_VALUE[list(_digits)] = _value
+# Python reads up to so many texts in less time than Arrow is called.
+_FEW = 32
 _CROSS_SEPARATOR, _ESCAPE = "|", "\\"
+# Above it, another integer may have been rounded to a number in floating point.
 _LARGEST_EXACT = 2**53 - 1
-"""Above it, another integer may have been rounded to a number in floating point."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What became of distinct values.
-
-    Attributes:
-        keys: Key of each value.
-        wrong: Which values are malformed.
-        texts: Text of each value, for keys that are hashes.
-        are_distinct: Whether the keys are known to be there once each.
-    """
+    """Keys of distinct values."""
 
     keys: NDArray[Any]
-    wrong: Bools
-    texts: pa.Array | None = None
-    are_distinct: bool = False
+    wrong: Bools  # which values are malformed
+    texts: pa.Array | None = None  # of keys that are hashes
+    are_distinct: bool = False  # the keys are known to be there once each
 
     def some(self, places: NDArray[np.int64]) -> Keys:
-        """Returns what became of some of the values."""
+        """Returns the keys of some of the values."""
         texts = None if self.texts is None else self.texts.take(pa.array(places))
         return Keys(self.keys[places], self.wrong[places], texts, self.are_distinct)
 
 
 @dataclass(frozen=True)
 class CodedColumn:
-    """Values of a column: value i is number ``codes[i]`` of the distinct ones, counted from 1; 0 is a missing one.
-
-    Attributes:
-        codes: Codes of all values, int32.
-        distinct: The distinct values.
-        lengths: Number of values of each row, int32, for lists; None where each row has one.
-    """
+    """Values of a column: value i is number ``codes[i]`` of the distinct ones, counted from 1; 0 is a missing one."""
 
     codes: NDArray[np.int32]
     distinct: pa.Array
-    lengths: NDArray[np.int32] | None = None
+    lengths: NDArray[np.int32] | None = None  # number of values of each row of lists; None where each row has one
 
 
 def string_keys(distinct: pa.Array) -> Keys:
@@ -94,6 +88,46 @@ def hash_keys(distinct: pa.Array) -> Keys:
     if wrong.any():  # hexadecimal digits are a value's own text
         keys[wrong], wrong[wrong] = hexadecimal_keys(value_texts(distinct.filter(pa.array(wrong))))
     return Keys(keys, wrong)
+
+
+def hexadecimal_keys(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
+    """Returns the numbers of texts of 1 to 8 hexadecimal digits, or of integers, and which values are none."""
+    if pa.types.is_integer(texts.type):
+        numbers, wrong = plain_numbers(texts)
+        wrong |= numbers >= 2**32
+        return np.where(wrong, 0, numbers).astype(np.uint32), wrong
+    if len(texts) <= _FEW:
+        matches = [_HEXADECIMAL.fullmatch(text) for text in texts.to_pylist()]
+        keys = np.array([int(match[0], 16) if match else 0 for match in matches], np.uint32)
+        return keys, np.array([match is None for match in matches], bool)
+    if pc.all(pc.equal(pc.binary_length(texts), _HEX_DIGITS)).as_py():
+        return decode_hexadecimals(texts)
+    good = pc.match_substring_regex(texts, f"^{_HEXADECIMAL.pattern}$")
+    digits = pc.utf8_lpad(pc.if_else(good, texts, "0"), width=_HEX_DIGITS, padding="0")
+    return decode_hexadecimals(digits)[0], ~good.to_numpy(zero_copy_only=False)
+
+
+def decode_hexadecimals(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
+    """Returns the numbers of texts of 8 bytes each, and which texts are no hexadecimal digits: their numbers are 0."""
+    *_, data = texts.buffers()
+    start = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset] if pa.types.is_string(texts.type) else 0
+    letters = np.frombuffer(data, np.uint8)[start : start + len(texts) * _HEX_DIGITS].reshape(-1, _HEX_DIGITS)
+    digits = _HEX_VALUE[letters]
+    wrong: Bools = np.max(digits, axis=1, initial=0) > 15
+    pairs = digits[:, 0::2] << 4 | digits[:, 1::2]
+    numbers: NDArray[np.uint32] = pairs.view(">u4").reshape(-1).astype(np.uint32)
+    numbers[wrong] = 0
+    return numbers, wrong
+
+
+def plain_numbers(values: pa.Array) -> tuple[NDArray[np.int64], Bools]:
+    """Returns integers and texts of digits as numbers of 0 to 2^63-1, and which values are none."""
+    if pa.types.is_integer(values.type):
+        numbers = values.cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
+        return numbers, numbers < 0
+    good = pc.match_substring_regex(values, "^0*[0-9]{1,18}$").fill_null(False)
+    numbers = pc.if_else(good, values, "0").cast(pa.int64()).to_numpy()
+    return numbers, ~good.to_numpy(zero_copy_only=False)
 
 
 def log_bin_keys(distinct: pa.Array) -> Keys:
@@ -155,31 +189,15 @@ def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> C
 def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
     r"""Returns what several columns say together as one column of texts: ``a|b``, where ``|`` within a value is ``\|``.
 
-    It is missing where the value of one of them is.
-
-    Args:
-        columns: Columns with one value a row each.
+    It is missing where the value of one of them is. The columns have one value a row each.
     """
-    first, *others = [_with_distinct_texts(column) for column in columns]
-    codes, texts = first.codes, _escaped(first.distinct)
-    for other in others:
-        pairs = codes.astype(np.int64) * (len(other.distinct) + 1) + other.codes
-        pairs[(codes == 0) | (other.codes == 0)] = -1
-        distinct, places = np.unique(pairs, return_inverse=True)
-        num_missing = int(len(distinct) > 0 and distinct[0] < 0)
-        codes = (places + 1 - num_missing).astype(np.int32)
-        left, right = np.divmod(distinct[num_missing:], len(other.distinct) + 1)
-        texts = pc.binary_join_element_wise(
-            texts.take(pa.array(left - 1)), _escaped(other.distinct).take(pa.array(right - 1)), _CROSS_SEPARATOR
-        )
-    return CodedColumn(codes, texts)
-
-
-def _with_distinct_texts(column: CodedColumn) -> CodedColumn:
-    """Returns a column whose distinct values are texts."""
-    texts = value_texts(column.distinct).dictionary_encode()
-    places = np.concatenate([np.zeros(1, np.int32), texts.indices.to_numpy() + np.int32(1)])
-    return dataclasses.replace(column, codes=places[column.codes], distinct=texts.dictionary)
+    texts = []
+    for column in columns:
+        own = value_texts(column.distinct)
+        for character in (_ESCAPE, _CROSS_SEPARATOR):
+            own = pc.replace_substring(own, character, _ESCAPE + character)
+        texts.append(own.take(pa.array(column.codes - 1, mask=column.codes == 0)))
+    return coded(pc.binary_join_element_wise(*texts, _CROSS_SEPARATOR), pa.array([], pa.string()))
 
 
 def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
@@ -203,7 +221,7 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
     if good is not None:
         codes = codes[good if lengths is None else np.repeat(good, lengths)]
         lengths = lengths if lengths is None else lengths[good]
-    codes, keys = _with_distinct_keys(codes, keys)
+    codes, keys = with_distinct_keys(codes, keys)
     used = np.zeros(len(keys.keys) + 1, bool)
     used[codes] = True
     used[0] = True
@@ -215,26 +233,20 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
     return IdColumn(codes.astype(code_dtype(len(values))), values, texts, lengths)
 
 
-def with_distinct_keys(column: CodedColumn, keys: Keys) -> tuple[CodedColumn, Keys]:
-    """Returns a column whose keys are there once each, so that its parts need not be searched for equal ones."""
-    codes, keys = _with_distinct_keys(column.codes, keys)
-    return dataclasses.replace(column, codes=codes), dataclasses.replace(keys, are_distinct=True)
-
-
-def _with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
+def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
     """Returns the keys each once, and the codes into these: several values may have one key, such as 10 and 10.0.
 
     The key of a malformed value is a placeholder, which is never joined with the key of a well-formed one.
     """
-    if keys.are_distinct or len(keys.keys) < 2:
+    if keys.are_distinct:
         return codes, keys
     # two texts with one key are told apart where ids are given
     encoded = (pa.array(keys.keys, mask=keys.wrong) if keys.texts is None else keys.texts).dictionary_encode("encode")
-    if len(encoded.dictionary) == len(keys.keys):
-        return codes, keys
-    places = encoded.indices.to_numpy()
-    first = np.unique(places, return_index=True)[1]
-    return np.concatenate([np.zeros(1, np.int32), places + np.int32(1)])[codes], keys.some(first)
+    if len(encoded.dictionary) < len(keys.keys):
+        places = encoded.indices.to_numpy()
+        codes = np.concatenate([np.zeros(1, np.int32), places + np.int32(1)])[codes]
+        keys = keys.some(np.unique(places, return_index=True)[1])
+    return codes, dataclasses.replace(keys, are_distinct=True)
 
 
 def _whole_numbers(values: pa.Array) -> Keys:
@@ -246,38 +258,18 @@ def _whole_numbers(values: pa.Array) -> Keys:
 
 def _written_integers(texts: pa.Array) -> Keys:
     """Returns the integers of texts."""
-    is_other = ~pc.match_substring_regex(texts, _DIGITS).to_numpy(zero_copy_only=False)
-    if not is_other.any():
-        return _written_digits(texts)
-    found = _written_digits(pc.if_else(pa.array(is_other), "0", texts))
-    others = _whole_numbers(texts.filter(pa.array(is_other)))
-    found.keys[is_other], found.wrong[is_other] = others.keys, others.wrong
-    return found
-
-
-def _written_digits(texts: pa.Array) -> Keys:
-    """Returns the integers of texts of digits, which may have a sign."""
-    wrong = np.zeros(len(texts), bool)
-    digits = pc.utf8_ltrim(texts, "+")
+    is_digits = pc.match_substring_regex(texts, _DIGITS)
+    digits = pc.if_else(is_digits, pc.utf8_ltrim(texts, "+"), "0")
     try:
-        return Keys(digits.cast(pa.int64()).to_numpy().copy(), wrong)
-    except pa.ArrowInvalid:  # some have more than 64 bits
-        numbers = [_int64(text) for text in digits.to_pylist()]
-        wrong |= np.array([number is None for number in numbers], bool)
-        return Keys(np.array([number or 0 for number in numbers], np.int64), wrong)
-
-
-def _int64(digits: str) -> int | None:
-    """Returns the integer of a sign and digits; None where it has more than 64 bits."""
-    sign = -1 if digits.startswith("-") else 1
-    magnitude = digits.lstrip("-").lstrip("0")
-    number = sign * int(magnitude or "0") if len(magnitude) <= 19 else None
-    return number if number is not None and -(2**63) <= number < 2**63 else None
-
-
-def _escaped(texts: pa.Array) -> pa.Array:
-    """Returns texts in which neither the separator of crosses nor the mark before it stands by itself."""
-    for character in (_ESCAPE, _CROSS_SEPARATOR):
-        if pc.any(pc.match_substring(texts, character)).as_py():
-            texts = pc.replace_substring(texts, character, _ESCAPE + character)
-    return texts
+        keys, wrong = digits.cast(pa.int64()).to_numpy().copy(), np.zeros(len(texts), bool)
+    except pa.ArrowInvalid:  # some have more than 64 bits: 20 digits are enough to see it
+        signs = [-1 if text.startswith("-") else 1 for text in digits.to_pylist()]
+        magnitudes = [int((text.lstrip("-0") or "0")[:20]) for text in digits.to_pylist()]
+        numbers = np.array(signs, object) * np.array(magnitudes, object)
+        wrong = ~((numbers >= -(2**63)) & (numbers < 2**63)).astype(bool)
+        keys = np.where(wrong, 0, numbers).astype(np.int64)
+    is_other = ~is_digits.to_numpy(zero_copy_only=False)
+    if is_other.any():
+        others = _whole_numbers(texts.filter(pa.array(is_other)))
+        keys[is_other], wrong[is_other] = others.keys, others.wrong
+    return Keys(keys, wrong)

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.prepare.column_numbers import finite_numbers
 from distembed.data.table.schema import LabelColumn, TimeColumn
 from distembed.data.table.value_texts import value_texts
 
@@ -24,6 +23,7 @@ Floats = NDArray[np.float32]
 
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
 """The years 1 to 9999: numbers beyond are of another unit; milliseconds of today would be of the year 46,000."""
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _ZONED = r"(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})$"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -40,27 +40,40 @@ def is_missing(column: pa.Array) -> Bools:
 def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
     """Returns which values have a text that stands for a missing value.
 
-    The values' own texts are compared only where a missing text may be that of a number, truth value or day: it costs
-    time.
+    The values' own texts are compared only where a missing text may be that of a number, infinity and NaN included,
+    truth value or day: it costs time.
     """
-    typed = pa.array([text for text in missing.to_pylist() if _may_be_typed(text)], pa.string())
-    if not len(typed) and not pa.types.is_string(column.type):
-        return np.zeros(len(column), bool)
+    texts = missing.to_pylist()
+    typed = [each for each in texts if is_number(each) or each.lower() in ("true", "false") or each[:4].isdecimal()]
     result: Bools = np.zeros(len(column), bool)
     if pa.types.is_string(column.type):
         result = pc.is_in(column, value_set=missing).to_numpy(zero_copy_only=False)
-    if len(typed):
-        result = result | pc.is_in(value_texts(column), value_set=value_texts(typed)).to_numpy(zero_copy_only=False)
+    if typed:
+        typed_texts = value_texts(pa.array(typed, pa.string()))
+        result = result | pc.is_in(value_texts(column), value_set=typed_texts).to_numpy(zero_copy_only=False)
     return result
 
 
-def _may_be_typed(text: str) -> bool:
-    """Returns whether a text may be that of a number, infinity and NaN included, of a truth value or of a day."""
+def is_number(text: str) -> bool:
+    """Returns whether Python reads a text as a number, infinity and NaN included."""
     try:
         float(text)
     except ValueError:
-        return text.lower() in ("true", "false") or text[:4].isdecimal()
+        return False
     return True
+
+
+def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], Bools]:
+    """Returns finite numbers, and which values are none: these are NaN."""
+    try:
+        # texts that are all numbers, as almost all are, need no second look: what is not finite is found below
+        numbers = pc.cast(values, pa.float64(), safe=False)
+    except pa.ArrowInvalid:
+        is_number = pc.match_substring_regex(values, _NUMBER)
+        numbers = pc.cast(pc.if_else(is_number, values, pa.scalar(None, values.type)), pa.float64(), safe=False)
+    found = numbers.to_numpy(zero_copy_only=False)
+    wrong = ~np.isfinite(found)
+    return np.where(wrong, np.nan, found) if np.isinf(found).any() else found, wrong
 
 
 def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:

@@ -8,22 +8,20 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distembed.data.table.few_rows import FEW_ROWS
 from distembed.data.table.schema import BINS, TableSchema
 from distembed.errors import UserError
 from distembed.names import nearest
 from distembed.units import enumerate_names
 
+FEW_ROWS = 1024
+"""From here on a column by itself, whose distinct values fit the cache, is parsed as fast as several end to end."""
 TEXT, NUMBER, INTEGER, BOOLEAN, TIME, LIST = "text", "number", "integer", "boolean", "time", "list"
 """Kinds of Arrow's types; a number may have a fraction."""
 
 _NUMERIC = (TEXT, NUMBER, INTEGER, BOOLEAN)
 VALUE_TYPES = {
     "string": (*_NUMERIC, TIME),
-    "integer": _NUMERIC,
-    "hexadecimal": _NUMERIC,
-    "log_bins": _NUMERIC,
-    "quantile_bins": _NUMERIC,
+    **dict.fromkeys(("integer", "hexadecimal", "log_bins", "quantile_bins"), _NUMERIC),
 }
 """Kind of a categorical column -> kinds of types that hold such values."""
 
@@ -60,14 +58,18 @@ class TableColumns:
                     allowed = (LIST, *allowed)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
-        keyed, others = _uses_as_keys(schema)
+        # columns of whose values the distinct ones are looked at, and those that are something else too
+        keyed = {schema.split_column} if schema.split_column is not None else set()
+        others = {each.column for each in (schema.label, schema.weight, schema.time) if each is not None}
+        for name, columns in schema.categorical_columns.items():
+            column = schema.categorical[name]
+            (others if column.kind in BINS or column.holds_lists else keyed).update(columns)
         self.numbers = frozenset(schema.dense_columns.values()) - keyed - others
         self._keyed = keyed - others - set(schema.dense_columns.values())
         self._entries = {column: tuple(kinds) for column, kinds in entries.items()}
         self.kinds: dict[str, tuple[str, ...]] = {}
-        for column, allowed in uses:
-            known = self.kinds.get(column, tuple(allowed))
-            self.kinds[column] = tuple(kind for kind in known if kind in allowed)
+        for used, allowed in uses:
+            self.kinds[used] = tuple(kind for kind in self.kinds.get(used, allowed) if kind in allowed)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,19 +150,6 @@ class TableColumns:
         if name in self._keyed and len(column) > FEW_ROWS and pa.types.is_string(column.type):
             return one_array(column.dictionary_encode())  # chunk by chunk, which are in cache
         return plain_array(one_array(column))
-
-
-def _uses_as_keys(schema: TableSchema) -> tuple[set[str], set[str]]:
-    """Returns the columns of whose values the distinct ones are looked at, and those that are something else too.
-
-    Columns that are dense are in neither for being so.
-    """
-    keyed = {schema.split_column} if schema.split_column is not None else set()
-    others = {each.column for each in (schema.label, schema.weight, schema.time) if each is not None}
-    for name, columns in schema.categorical_columns.items():
-        column = schema.categorical[name]
-        (others if column.kind in BINS or column.holds_lists else keyed).update(columns)
-    return keyed, others
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:

@@ -19,7 +19,6 @@ unless given. A name with nothing behind it, as ``site:``, has the defaults.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,32 +39,24 @@ BINS = ("log_bins", "quantile_bins")
 SPLIT_BY_COLUMN, SPLIT_BY_TIME = "column:", "time:"
 _SPECIAL_TIMES = ("auto", "seconds", "milliseconds")
 
-_Bins = Annotated[int, Field(ge=2, le=1_000_000)]
 _MinCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
 _HashSize = Annotated[int, Field(ge=2, le=2**62)]
+_Letter = Annotated[str, Field(min_length=1, max_length=1)]
 _Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TextFormat:
-    """How text files are read; of Parquet and JSON lines, ``missing_values`` and ``columns`` alone concern them.
+    """How text files are read; of Parquet and JSON lines, ``missing_values`` and ``columns`` alone concern them."""
 
-    Attributes:
-        header: Whether the first line has the names of the columns.
-        columns: Names of the columns in order, of files without a header; null names them by their numbers, from 1. Of
-            JSON lines, keys that are columns though no file has them in its first megabyte.
-        separator: What separates fields; null for what the file's name says: a comma for .csv, a tab for .tsv.
-        quote: The quotation mark; null where it is a letter like others.
-        newlines_in_values: Whether a quoted value may have several lines; such a file is read by one process.
-        missing_values: Texts that stand for a missing value, in every column.
-    """
-
-    header: bool = True
+    header: bool = True  # whether the first line has the names of the columns
+    # In order, of files without a header; null: their numbers, from 1. Of JSON lines, keys that are columns though
+    # no file has them in its first megabyte.
     columns: list[str] | None = None
-    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    quote: Annotated[str, Field(min_length=1, max_length=1)] | None = '"'
-    newlines_in_values: bool = False
-    missing_values: list[str] = field(default_factory=lambda: [""])
+    separator: _Letter | None = None  # of fields; null for that of the file's name: a comma of .csv, a tab of .tsv
+    quote: _Letter | None = '"'  # the quotation mark; null where it is a letter like others
+    newlines_in_values: bool = False  # whether a quoted value may have several lines; the file is read by one process
+    missing_values: list[str] = field(default_factory=lambda: [""])  # texts for a missing value, in every column
 
     @model_validator(mode="after")
     def _require_marks(self) -> TextFormat:
@@ -80,18 +71,11 @@ class TextFormat:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class LabelColumn:
-    """The label.
-
-    Attributes:
-        column: The table's column.
-        kind: ``binary``: 0 or 1, or true or false; ``number``: any finite number.
-        at_least: The label is 1 where the number is this or more, else 0; null for the number itself.
-        name: Name of the dataset's column.
-    """
+    """The label: ``column`` is the table's, ``name`` the dataset's, as of weight and time."""
 
     column: str
-    kind: Literal["binary", "number"] = "binary"
-    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    kind: Literal["binary", "number"] = "binary"  # binary: 0 or 1, or true or false; number: any finite number
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None  # 1 where the number is this or more, else 0
     name: str = "label"
 
     @model_validator(mode="after")
@@ -113,11 +97,8 @@ class WeightColumn:
 class TimeColumn:
     """The time of a row.
 
-    Attributes:
-        column: The table's column.
-        format: ``seconds`` or ``milliseconds`` since 1970, to the year 9999; a strptime format such as ``%y%m%d%H``, in
-            UTC; or ``auto``: numbers are seconds, texts ISO 8601, and Parquet's times what they are.
-        name: Name of the dataset's column.
+    The format is ``seconds`` or ``milliseconds`` since 1970, to the year 9999; one of strptime such as ``%y%m%d%H``, in
+    UTC; or ``auto``: numbers are seconds, texts ISO 8601, and Parquet's times what they are.
     """
 
     column: str
@@ -136,54 +117,40 @@ class TimeColumn:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseColumn:
-    """A column of numbers.
+    """A column of numbers."""
 
-    Attributes:
-        column: The table's column; null for the dataset's name.
-        transform: ``log``: log(1 + x), and 0 for negative numbers; ``standardize``: less the mean of the training rows
-            and divided by their standard deviation; ``none``: the number itself, as soft one-hot encoding takes it.
-        missing: ``zero``: missing values become 0 after the transform, as the mean does in ``standardize``; ``keep``:
-            they are null in the dataset, where all dense columns then may have null.
-    """
-
-    column: str | None = None
+    column: str | None = None  # the table's column; null for the dataset's name
+    # log: log(1 + x), and 0 for negative numbers; standardize: less the mean of the training rows, and divided by their
+    # standard deviation; none: the number itself, as soft one-hot encoding takes it
     transform: Literal["log", "standardize", "none"] = "none"
+    # zero: missing values become 0 after the transform, as the mean does in standardize; keep: they are null in the
+    # dataset, where all dense columns then may have null
     missing: Literal["zero", "keep"] = "zero"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class CategoricalColumn:
-    """A column of values that get ids.
+    """A column of values that get ids; null stands for the schema's min_count and hash_size."""
 
-    Attributes:
-        column: The table's column; null for the dataset's name.
-        kind: ``string``; ``integer`` of 64 bits; ``hexadecimal`` of up to 8 digits, which those of a number are too;
-            ``log_bins``: the square of the logarithm of a number above 2, rounded down, and lower numbers rounded down
-            themselves; or ``quantile_bins``: bins of equally many training rows, as far as equal numbers allow.
-        min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; null for the schema's.
-        hash_size: Size of the table that values are hashed into; null for the schema's.
-        hash_seed: Seed of the hash.
-        separator: What separates the values of a list; null for one value, or Parquet's or JSON's own lists. Missing
-            values within a list are left out.
-        is_list: Whether rows have lists; true where a separator is given.
-        max_length: Most values of a list, the last ones; null for all.
-        cross: Names of two or more other columns of the table, whose values, as they are written there, are one value
-            together; it is missing where one of them is.
-        num_bins: Number of bins of ``quantile_bins``.
-        vocabulary: Name of another categorical column of the dataset, whose vocabulary or hash, and whose table in a
-            model, this column shares: a value has one id in both. The values of both are counted together.
-    """
-
-    column: str | None = None
+    column: str | None = None  # the table's column; null for the dataset's name
+    # integer: of 64 bits; hexadecimal: of up to 8 digits, which those of a number are too; log_bins: the square of the
+    # logarithm of a number above 2, rounded down, and lower numbers rounded down themselves; quantile_bins: bins of
+    # equally many training rows, as far as equal numbers allow
     kind: Literal["string", "integer", "hexadecimal", "log_bins", "quantile_bins"] = "string"
-    min_count: _MinCount | None = None
-    hash_size: _HashSize | None = None
+    min_count: _MinCount | None = None  # values seen fewer times in training share the out-of-vocabulary id
+    hash_size: _HashSize | None = None  # size of the table that values are hashed into
     hash_seed: _Seed = 0
-    separator: Annotated[str, Field(min_length=1)] | None = None
-    is_list: bool = False
-    max_length: Annotated[int, Field(ge=1)] | None = None
+    separator: Annotated[str, Field(min_length=1)] | None = (
+        None  # of lists in a text; their missing values are left out
+    )
+    is_list: bool = False  # whether rows have lists; true where a separator is given
+    max_length: Annotated[int, Field(ge=1)] | None = None  # most values of a list, the last ones; null for all
+    # Other columns of the table, whose values, as they are written there, are one value together; it is missing where
+    # one of them is.
     cross: Annotated[list[str], Field(min_length=2)] | None = None
-    num_bins: _Bins = 32
+    num_bins: Annotated[int, Field(ge=2, le=1_000_000)] = 32  # of quantile_bins
+    # Another categorical column of the dataset, whose vocabulary or hash, and whose table in a model, this column
+    # shares: a value has one id in both. The values of both are counted together.
     vocabulary: str | None = None
 
     @property
@@ -194,63 +161,44 @@ class CategoricalColumn:
     @model_validator(mode="after")
     def _require_one_meaning(self) -> CategoricalColumn:
         """Refuses settings of which one has no meaning beside another."""
-        mistakes = []
-        if self.cross is not None:
-            if self.column is not None:
-                mistakes.append("column has no meaning beside cross, whose columns are the table's; leave one out")
-            if self.kind != "string":
-                mistakes.append(f"kind is {self.kind!r}, and the values of a cross are of kind string")
-            if self.holds_lists:
-                mistakes.append("a cross has one value a row; leave is_list and separator out")
-            if len(set(self.cross)) < len(self.cross):
-                mistakes.append(f"cross has a column twice: {', '.join(self.cross)}; name each once")
-        if self.kind in BINS and self.holds_lists:
-            mistakes.append(f"kind is {self.kind!r}, which is of one number a row; leave is_list and separator out")
-        if self.kind in BINS and self.hash_size is not None:
-            mistakes.append(f"kind is {self.kind!r}, whose bins are too few to be hashed; leave hash_size out")
-        if self.kind == "quantile_bins" and self.min_count is not None:
-            mistakes.append("kind is 'quantile_bins', of which all bins are kept; leave min_count out")
-        if self.vocabulary is not None:
-            if self.kind in BINS:
-                mistakes.append(f"kind is {self.kind!r}, whose bins are a column's own; leave vocabulary out")
-            own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
-            if given := [name for name, value in own.items() if value is not None]:
-                mistakes.append(f"{', '.join(given)}: those of vocabulary {self.vocabulary!r} apply; leave them out")
-        if self.max_length is not None and not self.holds_lists:
-            mistakes.append("max_length is of lists; give a separator or is_list: true too, or leave it out")
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
+        cross, kind, is_bins, shared = self.cross or [], self.kind, self.kind in BINS, self.vocabulary
+        own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
+        given = [name for name, value in own.items() if value is not None]
+        mistakes = {
+            "column has no meaning beside cross, whose columns are the table's; leave one out": cross
+            and self.column is not None,
+            f"kind is {kind!r}, and the values of a cross are of kind string": cross and kind != "string",
+            "a cross has one value a row; leave is_list and separator out": cross and self.holds_lists,
+            f"cross has a column twice: {', '.join(cross)}; name each once": len(set(cross)) < len(cross),
+            f"kind is {kind!r}, which is of one number a row; leave is_list and separator out": is_bins
+            and self.holds_lists,
+            f"kind is {kind!r}, whose bins are too few to be hashed; leave hash_size out": is_bins and self.hash_size,
+            "kind is 'quantile_bins', of which all bins are kept; leave min_count out": kind == "quantile_bins"
+            and self.min_count,
+            f"kind is {kind!r}, whose bins are a column's own; leave vocabulary out": is_bins and shared is not None,
+            f"{', '.join(given)}: those of vocabulary {shared!r} apply; leave them out": given and shared is not None,
+            "max_length is of lists; give a separator or is_list: true too, or leave it out": self.max_length
+            and not self.holds_lists,
+        }
+        if found := [mistake for mistake, is_made in mistakes.items() if is_made]:
+            raise ValueError("; ".join(found))
         return self
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableSchema:
-    """The columns of a table, and what becomes of each.
-
-    Attributes:
-        label: The label; null where rows have none.
-        weight: The rows' weights; null where all weigh 1.
-        time: The rows' times; null where they have none.
-        dense: Columns of numbers by the names that they have in the dataset.
-        categorical: Columns of values that get ids, likewise.
-        split: How rows are divided into training, validation and test; see
-            :class:`distembed.data.prepare.split.SplitRule`.
-        min_count: ``min_count`` of the columns that have none of their own.
-        hash_size: ``hash_size`` of the columns that have none of their own, but for bins; null builds vocabularies.
-        text: How text files are read.
-        parser: ``criteo`` for text in the grammar of Criteo's files, which is faster; ``table`` for any rows.
-    """
+    """The columns of a table, and what becomes of each; those of dense and categorical have the dataset's names."""
 
     label: LabelColumn | None = None
-    weight: WeightColumn | None = None
+    weight: WeightColumn | None = None  # null: all rows weigh 1
     time: TimeColumn | None = None
     dense: dict[str, DenseColumn] = field(default_factory=dict)
     categorical: dict[str, CategoricalColumn] = field(default_factory=dict)
-    split: str = "0.8,0.1,0.1"
-    min_count: _MinCount = 2
-    hash_size: _HashSize | None = None
+    split: str = "0.8,0.1,0.1"  # into training, validation and test; see distembed.data.prepare.split.SplitRule
+    min_count: _MinCount = 2  # of the columns that have none of their own
+    hash_size: _HashSize | None = None  # of the columns that have none of their own, but for bins; null: vocabularies
     text: TextFormat = field(default_factory=TextFormat)
-    parser: Literal["table", "criteo"] = "table"
+    parser: Literal["table", "criteo"] = "table"  # criteo: text in the grammar of Criteo's files, which is faster
 
     @field_validator("dense", "categorical", mode="before")
     @classmethod
@@ -286,7 +234,7 @@ class TableSchema:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what differs from the defaults, in plain values, which :meth:`from_json` reads back."""
-        value: dict[str, Any] = _differing(self)
+        value: dict[str, Any] = _ADAPTER.dump_python(self, exclude_defaults=True)
         return value
 
     @classmethod
@@ -321,22 +269,6 @@ class TableSchema:
 
 
 _ADAPTER = TypeAdapter(TableSchema)
-
-
-def _differing(section: Any) -> Any:
-    """Returns the fields of a dataclass that differ from their defaults, in plain values."""
-    values = {}
-    for each in dataclasses.fields(section):
-        value = getattr(section, each.name)
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if value == default:
-            continue
-        if dataclasses.is_dataclass(value):
-            value = _differing(value)
-        elif isinstance(value, dict):
-            value = {name: _differing(inner) for name, inner in value.items()}
-        values[each.name] = value
-    return values
 
 
 def _inconsistencies(schema: TableSchema) -> Iterator[str]:

@@ -55,11 +55,7 @@ def _shipped_schema(name: str) -> TableSchema:
 
 
 def read_schema(path: Path) -> TableSchema:
-    """Reads a schema from a YAML file.
-
-    Raises:
-        UserError: The file cannot be read, or is wrong; the error lists every mistake.
-    """
+    """Reads a schema from a YAML file; a UserError lists every mistake."""
     try:
         text = read_regular_file(path, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:  # ValueErrors are other encodings, and a path that no file can have
@@ -71,10 +67,7 @@ def read_schema(path: Path) -> TableSchema:
 
 
 def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
-    """Returns the schema of the rows that a dataset was prepared from.
-
-    Args:
-        preparation: What the dataset's manifest says of its preparation.
+    """Returns the schema of the rows that a dataset was prepared from, given what its manifest says of that.
 
     Raises:
         UserError: They are neither those of a table nor Criteo's.
@@ -82,16 +75,11 @@ def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
     source = preparation.get("source")
     if source == TABLE and isinstance(preparation.get("schema"), Mapping):
         return TableSchema.from_json(preparation["schema"], "the schema in the dataset's manifest")
-    if source == CRITEO:
-        return _criteo_schema(preparation)
-    raise UserError(
-        f"the dataset was prepared from {source or 'files of its own'!r}: raw rows are known of datasets of `distembed "
-        "prepare table` and `prepare criteo`"
-    )
-
-
-def _criteo_schema(preparation: Mapping[str, Any]) -> TableSchema:
-    """Returns the schema of a dataset of ``prepare criteo``, with its options."""
+    if source != CRITEO:
+        raise UserError(
+            f"the dataset was prepared from {source or 'files of its own'!r}: raw rows are known of datasets of "
+            "`distembed prepare table` and `prepare criteo`"
+        )
     schema = load_schema(CRITEO)
     missing = preparation.get("missing", "zero")
     seed = preparation.get("hash_seed", 0)

@@ -17,12 +17,7 @@ from distembed.errors import UserError
 
 
 def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
-    """Returns the function from a column's keys to the ids that a dataset gave them.
-
-    Args:
-        folder: Folder of the dataset, or of what a run keeps of it.
-        manifest: Its manifest.
-        column: A column of values that get ids.
+    """Returns the function from a column's keys to the ids that a dataset, or a run's copy of it, gave them.
 
     Raises:
         UserError: The vocabulary is missing or damaged, or two of its texts have the same key.
@@ -36,11 +31,6 @@ def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
     """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones.
 
     Hexadecimal values have 8 digits.
-
-    Args:
-        folder: Folder of the dataset, or of what a run keeps of it.
-        manifest: Its manifest.
-        feature: Name of the feature.
 
     Raises:
         UserError: The dataset has no vocabulary of the feature, or it is damaged.
@@ -63,11 +53,7 @@ def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:
 
 
 def _vocabulary_file(folder: Path, manifest: Manifest, feature: str) -> Path:
-    """Returns the path of a feature's vocabulary, once it is held against its checksum.
-
-    Raises:
-        UserError: There is none, or it is not as it was written.
-    """
+    """Returns the path of a feature's vocabulary, once it is held against its checksum."""
     if feature not in manifest.vocabularies:
         raise UserError(
             f"the dataset of {folder} has no vocabulary of {feature!r}, so that its raw values are not known: they are "

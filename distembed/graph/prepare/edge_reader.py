@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.prepare.column_numbers import positive_numbers
 from distembed.data.prepare.progress import ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
 from distembed.data.table.keys import coded
+from distembed.data.table.numbers import finite_numbers
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT, type_kind
 from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
@@ -155,8 +155,8 @@ class EdgeReader:
 
     def _weights(self, rows: NamedRows, name: str) -> NDArray[np.float64]:
         column = self._column(rows, name, INTEGER, NUMBER)
-        weights, malformed = positive_numbers(column)
-        self._require_well_formed(rows, name, column, malformed, "a finite number above 0")
+        weights, malformed = finite_numbers(column)
+        self._require_well_formed(rows, name, column, malformed | (weights <= 0), "a finite number above 0")
         return weights
 
     def _require_well_formed(

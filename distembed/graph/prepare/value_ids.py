@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import KeyColumn
-from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
 from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap
-from distembed.data.table.keys import KEY_KINDS, Keys
+from distembed.data.table.keys import KEY_KINDS, Keys, hexadecimal_keys, plain_numbers
 from distembed.data.table.parser import table_layout
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.data.table.vocabularies import column_id_map
@@ -55,7 +54,7 @@ def plain_ids(num_nodes: int) -> ValueIds:
     """Returns the ids of values that are ids themselves."""
 
     def find(values: pa.Array) -> FoundIds:
-        ids, malformed = decimal_numbers(values)
+        ids, malformed = plain_numbers(values)
         return FoundIds(ids, malformed, ~malformed & (ids >= num_nodes))
 
     unknown_means = f"is beyond the table: its ids lie in 0 to {num_nodes - 1}"

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import os
 import random
 import threading
@@ -110,19 +111,21 @@ FORMS = {
 }
 
 
-def expected(rows: Sequence[dict[str, Any]], schema: TableSchema) -> dict[str, list[dict[str, Any]]]:
-    """Returns the rows of each split as a plain script makes them."""
+def expected(
+    rows: Sequence[dict[str, str | None]], schema: TableSchema, shares: Sequence[float] = (0.6, 0.8)
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of each split as a plain script makes them of texts."""
     parsed = []
-    for row in rows:
-        texts = {name: text or None for name, text in zip(COLUMNS, fields(row), strict=True)}
+    for texts in rows:
         one = reference.parse(texts, schema)
         assert isinstance(one, dict)
-        parsed.append(one)
-    times = sorted(row["time"] for row in parsed)
-    cuts = [times[int(len(times) * share)] for share in (0.6, 0.8)]
+        filled = {name: 0.0 for name, each in schema.dense.items() if each.missing == "zero" and math.isnan(one[name])}
+        parsed.append(one | filled)
+    places = [row["time"] for row in parsed] if schema.time is not None else list(range(len(parsed)))
+    cuts = [sorted(places)[int(len(places) * share)] for share in shares]
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
-    for row in parsed:
-        splits["train" if row["time"] < cuts[0] else "validation" if row["time"] < cuts[1] else "test"].append(row)
+    for row, place in zip(parsed, places, strict=True):
+        splits["train" if place < cuts[0] else "validation" if place < cuts[1] else "test"].append(row)
     for name, column in schema.categorical.items():
         counts = Counter(
             value for row in splits["train"] for value in (row[name] if column.holds_lists else [row[name]])
@@ -161,7 +164,12 @@ def test_a_dataset_is_that_of_a_plain_script(form: str, tmp_path: Path) -> None:
     manifest = prepare_table([tmp_path / form], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
     assert TableSchema.of_manifest(Manifest.load(tmp_path / "made")) == SCHEMA
     assert manifest.rejected.num_rows == 0
-    wanted, found = expected(rows, SCHEMA), written(tmp_path / "made", SCHEMA)
+    texts = [{name: text or None for name, text in zip(COLUMNS, fields(row), strict=True)} for row in rows]
+    require_equal(written(tmp_path / "made", SCHEMA), expected(texts, SCHEMA))
+
+
+def require_equal(found: dict[str, list[dict[str, Any]]], wanted: dict[str, list[dict[str, Any]]]) -> None:
+    """Makes sure that the splits have the same rows in the same order."""
     assert {name: len(split) for name, split in found.items()} == {name: len(split) for name, split in wanted.items()}
     for name, split in wanted.items():
         for one, other in zip(found[name], split, strict=True):

@@ -32,7 +32,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.column_numbers import finite_numbers
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import InteractionColumns
 from distembed.data.prepare.progress import ProgressCallback
@@ -40,7 +39,7 @@ from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
 from distembed.data.table.keys import coded
-from distembed.data.table.numbers import Bools, dense_values
+from distembed.data.table.numbers import Bools, dense_values, finite_numbers
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.value_texts import value_texts
 

@@ -29,12 +29,11 @@ import pyarrow.csv as pcsv
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import IdColumn, ParsedBlock, code_dtype
-from distembed.data.prepare.column_numbers import decode_hexadecimals
 from distembed.data.prepare.table.delimited import DelimitedBlock
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
 from distembed.data.prepare.table.text_inputs import TextLayout
-from distembed.data.table.keys import integer_keys
-from distembed.data.table.numbers import dense_values
+from distembed.data.table.keys import decode_hexadecimals, integer_keys
+from distembed.data.table.numbers import dense_values, is_number
 from distembed.data.table.raw_columns import one_array
 
 WANTED = "A row is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs."
@@ -66,11 +65,7 @@ def parse_regular(text: bytes) -> ParsedBlock | None:
 
 
 def _parse_typed(text: bytes) -> ParsedBlock:
-    """Parses integers, and ids of 8 digits, as Arrow's types.
-
-    Raises:
-        ValueError: A row has another number of fields, or a value that only the parse as a table can judge.
-    """
+    """Parses integers, and ids of 8 digits, as Arrow's types; a ValueError where the parse as a table has to judge."""
     table = pcsv.read_csv(
         pa.BufferReader(text),
         pcsv.ReadOptions(use_threads=False, block_size=_CACHED_BYTES, column_names=_COLUMNS),
@@ -99,7 +94,7 @@ def _id_column(column: pa.Array) -> IdColumn:
     """Returns codes and keys of a column of 8-digit texts, which are compared as 64-bit numbers."""
     texts = pa.Array.from_buffers(pa.uint64(), len(column), column.buffers(), column.null_count, column.offset)
     encoded = texts.dictionary_encode()
-    numbers, wrong = decode_hexadecimals(encoded.dictionary.to_numpy().view(np.uint8).reshape(-1, 8))
+    numbers, wrong = decode_hexadecimals(encoded.dictionary)
     if wrong.any():
         raise ValueError("an id is not hexadecimal")
     keys = np.concatenate([np.zeros(1, np.uint32), numbers])
@@ -135,13 +130,7 @@ def _strict_values(name: str, texts: pa.Array) -> pa.Array:
 
 
 def criteo_layout(layout: TextLayout, place: str, first: bytes) -> TextLayout:
-    """Returns how a file of Criteo's rows is read, whose first line may be a header.
-
-    Args:
-        layout: How the file is read without a header.
-        place: The file, for the note on the header.
-        first: Its first bytes.
-    """
+    """Returns how a file of Criteo's rows is read, given its layout without a header and its first bytes."""
     layout = dataclasses.replace(layout, whole_end=_WHOLE_END)
     end = first.find(b"\n", layout.first_row_byte) + 1 or len(first)
     line = first[layout.first_row_byte : end].removesuffix(b"\n").removesuffix(b"\r")
@@ -155,15 +144,5 @@ def criteo_layout(layout: TextLayout, place: str, first: bytes) -> TextLayout:
 
 def _is_header(fields: list[str]) -> bool:
     names = fields[:_FIRST_ID]
-    return len(fields) == len(_COLUMNS) and (
-        fields == _PANDAS_HEADER
-        or (len(set(names)) == len(names) and all(name.strip() and not _is_number(name) for name in names))
-    )
-
-
-def _is_number(field: str) -> bool:
-    try:
-        float(field)
-    except ValueError:
-        return False
-    return True
+    is_named = len(set(names)) == len(names) and all(name.strip() and not is_number(name) for name in names)
+    return fields == _PANDAS_HEADER or (len(fields) == len(_COLUMNS) and is_named)

@@ -33,21 +33,13 @@ _CACHED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a text file's lines become fields.
+    """How a text file's lines become fields."""
 
-    Attributes:
-        columns: Names of all columns, in order.
-        separator: What separates fields.
-        quote: The quotation mark; None where it is a letter like others.
-        newlines_in_values: Whether a quoted value may have several lines.
-        missing_values: Texts that stand for a missing value.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # names of all columns, in order
     separator: str
-    quote: str | None
-    newlines_in_values: bool
-    missing_values: tuple[str, ...]
+    quote: str | None  # None where the mark is a letter like others
+    newlines_in_values: bool  # whether a quoted value may have several lines
+    missing_values: tuple[str, ...]  # texts that stand for a missing value
 
     @property
     def record_quote(self) -> bytes | None:
@@ -103,7 +95,7 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
     if dialect.quote is not None and dialect.quote.encode() in text:
         bad |= dict.fromkeys((*_badly_quoted(lines, dialect), *lines.unclosed), "columns")
     if has_returns:
-        bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines, line, dialect)}
+        bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines.line(line), dialect)}
     if not text.isascii():
         bad |= dict.fromkeys(_undecodable(lines), "text")
     return bad
@@ -112,39 +104,25 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
 def _badly_quoted(lines: Lines, dialect: Dialect) -> list[int]:
     """Returns the lines whose quotation marks do not go in pairs."""
     array = lines.as_array()
-    quoted = pc.match_substring(array, dialect.quote).to_numpy(zero_copy_only=False)
-    places = np.flatnonzero(quoted)
+    places = np.flatnonzero(pc.match_substring(array, dialect.quote))
     good = pc.match_substring_regex(array.take(pa.array(places)), dialect.well_quoted)
-    wrong: list[int] = places[~good.to_numpy(zero_copy_only=False)].tolist()
+    wrong: list[int] = places[np.logical_not(good)].tolist()
     return wrong
 
 
-def _stray_return(lines: Lines, number: int, dialect: Dialect) -> bool:
+def _stray_return(line: bytes, dialect: Dialect) -> bool:
     """Returns whether a line has a carriage return where Arrow would end it."""
-    line = lines.line(number)
-    if b"\r" not in line:
-        return False
-    if not dialect.newlines_in_values or dialect.quote is None:
-        return True
-    outside = re.sub(rb"%b[^%b]*%b" % ((re.escape(dialect.quote.encode()),) * 3), b"", line)
-    return b"\r" in outside
+    if b"\r" in line and dialect.record_quote is not None:
+        line = re.sub(rb"%b[^%b]*%b" % ((re.escape(dialect.record_quote),) * 3), b"", line)
+    return b"\r" in line
 
 
 def _undecodable(lines: Lines) -> list[int]:
     """Returns the lines that are not UTF-8."""
-    try:
-        lines.text.decode()
-    except UnicodeDecodeError:
-        return [number for number in range(len(lines)) if not _is_utf8(lines.line(number))]
-    return []
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    if "\ufffd" not in lines.text.decode(errors="replace"):
+        return []
+    texts = (lines.line(number) for number in range(len(lines)))
+    return [number for number, text in enumerate(texts) if text.decode(errors="ignore").encode() != text]
 
 
 def _read_with_numbers(

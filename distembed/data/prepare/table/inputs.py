@@ -33,36 +33,22 @@ _FIRST_BYTES = 16
 
 @dataclass(frozen=True)
 class InputKind:
-    """The kind of files that a preparation reads.
+    """The kind of files that a preparation reads."""
 
-    Attributes:
-        can_be_named: The inputs that a user can name, in words, for errors.
-        is_readable: Whether a file is of the kind, by its name; other files in a named folder are left out.
-        none_in_folder: What a folder without such files lacks and what to do, in words, for errors.
-    """
-
-    can_be_named: str
-    is_readable: Callable[[Path], bool]
-    none_in_folder: str
+    can_be_named: str  # the inputs that a user can name, for errors
+    is_readable: Callable[[Path], bool]  # other files in a named folder are left out
+    none_in_folder: str  # what a folder without such files lacks, and what to do, for errors
 
 
 @dataclass(frozen=True)
 class TableInput:
-    """One input of a table.
+    """One input of a table."""
 
-    Attributes:
-        raw: Its name, place and size.
-        format: How its rows are read; None for a pipe whose name does not say, of which the first bytes do.
-        separator: What separates fields, as its name says; None where it does not.
-        compression: How it is compressed; None where it is not, or is a pipe.
-        is_pipe: Whether it can be read only once, from its beginning.
-    """
-
-    raw: RawInput
-    format: str | None
-    separator: str | None = None
-    compression: str | None = None
-    is_pipe: bool = False
+    raw: RawInput  # its name, place and size
+    format: str | None  # None for a pipe whose name does not say it: its first bytes do
+    separator: str | None = None  # of fields, as the name says; None where it does not
+    compression: str | None = None  # None where it is not compressed, or is a pipe
+    is_pipe: bool = False  # whether it can be read only once, from its beginning
 
     @property
     def place(self) -> str:
@@ -80,8 +66,6 @@ def find_inputs(
     named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore, kind: InputKind | None = None
 ) -> list[TableInput]:
     """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
-
-    That has ``day_2`` before ``day_10``.
 
     Args:
         named: Files, folders, patterns such as ``day_*.csv``, URLs and pipes; ``-`` is standard input.
@@ -160,9 +144,9 @@ def natural_order(place: str | Path) -> list[list[tuple[int, int, str]]]:
 def _note_order_of_letters(files: Sequence[Path], note: NoteCallback) -> None:
     """Notes that files are named in a shell's order, ``day_10`` before ``day_2``: rows are to be in that of time."""
     places = [str(file) for file in files]
-    by_number = sorted(places, key=natural_order)
-    if places == sorted(places) and places != by_number:
-        first, second = next((one, other) for one, other in zip(places, by_number, strict=True) if one != other)
+    moved = [pair for pair in zip(places, sorted(places, key=natural_order), strict=True) if pair[0] != pair[1]]
+    if moved and places == sorted(places):
+        first, second = moved[0]
         note(
             f"{first} is read before {second}, as a shell lists them, though rows are taken to be in the order of "
             "time: name their folder, or each in its place, for the order of their numbers"
@@ -173,10 +157,10 @@ def _require_distinct(found: Sequence[Path | RemoteFile]) -> None:
     """Makes sure that no file is named twice, under any name."""
     seen: set[object] = set()
     for each in found:
-        url = each.url if isinstance(each, RemoteFile) else None
-        key = url or (os.stat(str(each)).st_dev, os.stat(str(each)).st_ino)
+        place = each.url if isinstance(each, RemoteFile) else str(each)
+        key: object = place if isinstance(each, RemoteFile) else os.stat(place)[1:3]  # its inode and device
         if key in seen:
-            raise UserError(f"{url or each} is named twice: its rows would be counted twice; name it once")
+            raise UserError(f"{place} is named twice: its rows would be counted twice; name it once")
         seen.add(key)
 
 
@@ -190,13 +174,11 @@ def input_names(files: Sequence[Path]) -> list[str]:
 
     A pipe lies nowhere: its name is ``stdin``, or ``pipe-2`` for the second input.
     """
-    parents = [file.absolute().parent for file in files if not _is_pipe(file)]
+    pipes = {file: f"pipe-{number}" for number, file in enumerate(files, start=1) if _is_pipe(file)}
+    pipes |= {Path(STANDARD_INPUT): "stdin"}
+    parents = [file.absolute().parent for file in files if file not in pipes]
     common = os.path.commonpath(parents) if parents else ""
-    names = []
-    for number, file in enumerate(files, start=1):
-        pipe = "stdin" if str(file) == STANDARD_INPUT else f"pipe-{number}"
-        names.append(pipe if _is_pipe(file) else file.absolute().relative_to(common).as_posix())
-    return names
+    return [pipes.get(file) or file.absolute().relative_to(common).as_posix() for file in files]
 
 
 def _local_input(path: Path, name: str) -> TableInput:

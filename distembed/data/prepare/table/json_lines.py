@@ -22,25 +22,19 @@ import pyarrow.json as pjson
 
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
-from distembed.data.table.given_values import given_column, json_values
+from distembed.data.table.given_values import ARROW_TYPES, given_column, json_values
 from distembed.data.table.raw_columns import TableColumns
 
 _FIRST_LINES = 20
 _EXACT = 2.0**53
-_TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
 @dataclass(frozen=True)
 class JsonBlock:
-    """Whole lines of a file of JSON lines.
-
-    Attributes:
-        text: The lines.
-        wanted: Says of which types columns may be, texts among them; None where they may be of any.
-    """
+    """Whole lines of a file of JSON lines."""
 
     text: bytes
-    wanted: TableColumns | None = None
+    wanted: TableColumns | None = None  # the types that columns may be of, texts among them; None where of any
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
         """Returns the rows of the block, with these columns, typed or as texts."""
@@ -79,11 +73,7 @@ def keys_of_lines(text: bytes) -> list[str]:
 
 
 def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColumns | None) -> pa.Table | None:
-    """Returns the columns as Arrow parses them; None where values are of several types, or a line is no object.
-
-    So it is where a column is of a type that it may not be of: which lines are at fault is found line by line, and does
-    not depend on those beside them.
-    """
+    """Returns the columns as Arrow parses them; None where Python has to find the lines at fault one by one."""
     try:
         text.decode()
         first = [json.loads(lines.line(number)) for number in range(min(len(lines), _FIRST_LINES))]
@@ -104,18 +94,14 @@ def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColum
 
 
 def _arrow_type(values: Sequence[Any]) -> pa.DataType:
-    """Returns the type of values like these; null of none, as of a key that may be in no line.
-
-    Raises:
-        KeyError: They are of several types, or do not say.
-    """
+    """Returns the type of values like these, null of none; a KeyError where they are of several types."""
     if not values:
         return pa.null()
     entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
     kinds = {type(entry) for entry in entries}
     if len(kinds) != 1 or len({isinstance(value, list) for value in values}) != 1:
         raise KeyError
-    kind = _TYPES[kinds.pop()]
+    kind = ARROW_TYPES[kinds.pop()]
     return pa.list_(kind) if isinstance(values[0], list) else kind
 
 

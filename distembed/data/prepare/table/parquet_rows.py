@@ -33,11 +33,7 @@ class ParquetBlock:
 
 @contextmanager
 def opened_parquet(place: str) -> Iterator[pq.ParquetFile]:
-    """Yields the Parquet file of a path or a URL.
-
-    Raises:
-        UserError: It cannot be read, or is damaged.
-    """
+    """Yields the Parquet file of a path or a URL; that it cannot be read, or is damaged, is a UserError."""
     try:
         source: Any = open_remote(place) if is_url(place) else Path(place)
         with pq.ParquetFile(source, pre_buffer=False) as file:  # which would hold whole row groups
@@ -51,14 +47,7 @@ def parquet_batches(
 ) -> Iterator[tuple[ParquetBlock, float]]:
     """Yields the rows of some row groups, with the share of these that was read.
 
-    Args:
-        place: Path or URL of the file.
-        groups: Numbers of the row groups.
-        columns: Columns to read.
-        block_bytes: About how many bytes the columns of a batch take in memory.
-
-    Raises:
-        UserError: The file cannot be read, or is damaged.
+    The columns of a batch take about ``block_bytes`` in memory.
     """
     with opened_parquet(place) as file:
         described = [file.metadata.row_group(group) for group in groups]
@@ -73,14 +62,8 @@ def parquet_batches(
 def row_group_bytes(place: str, num_bytes: int | None) -> tuple[pa.Schema, list[int]]:
     """Returns the columns of a file, and about how many of its bytes each row group has.
 
-    They are shared out by the sizes before compression: the sizes of columns, of a damaged file, end the process.
-
-    Args:
-        place: Path or URL of the file.
-        num_bytes: Size of the file; None where it is not known.
-
-    Raises:
-        UserError: The file cannot be read, or is damaged.
+    The file's ``num_bytes`` are shared out by the sizes before compression, and are these where they are not known: the
+    sizes of columns, of a damaged file, end the process.
     """
     with opened_parquet(place) as file:
         sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)]

@@ -24,32 +24,19 @@ from distembed.names import one_of
 class TableOptions:
     """What a preparation does otherwise than the schema says, and what a schema does not say.
 
-    Attributes:
-        split: How rows are divided; None for the schema's.
-        min_count: Count below which values are out of vocabulary, of columns without one of their own; None for the
-            schema's.
-        hash_size: Size of the tables that values are hashed into, likewise.
-        missing: ``zero`` or ``keep`` for all dense columns; None for the schema's.
-        max_rejected: Largest share of malformed rows that is no error.
-        vocabulary: A dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new
-            ones.
-        grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
+    None stands for the schema's own setting; ``min_count`` and ``hash_size`` are of columns without one of their own.
     """
 
     split: str | None = None
     min_count: int | None = None
     hash_size: int | None = None
-    missing: str | None = None
-    max_rejected: float = 0.01
-    vocabulary: str | os.PathLike[str] | None = None
-    grow: bool = False
+    missing: str | None = None  # zero or keep, for all dense columns
+    max_rejected: float = 0.01  # largest share of malformed rows that is no error
+    vocabulary: str | os.PathLike[str] | None = None  # folder or URL of a dataset, or a run, whose ids are applied
+    grow: bool = False  # whether values that vocabulary lacks get ids behind its own
 
     def applied_to(self, schema: TableSchema) -> TableSchema:
-        """Returns the schema with what is said here in place of what it says.
-
-        Raises:
-            UserError: The values make no schema.
-        """
+        """Returns the schema with what is said here in place of what it says."""
         values = schema.to_json()
         given = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
         values |= {name: value for name, value in given.items() if value is not None}
@@ -99,22 +86,13 @@ def prepare_table(
     if base is not None:
         base.require_same_values(chosen)
     source = TableSource(find_inputs(inputs, note), chosen)
-    prepared = PrepareOptions(
-        split=chosen.split,
-        max_rejected=options.max_rejected,
-        vocabulary=options.vocabulary,
-        grow=options.grow,
-        recorded={"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected},
-    )
+    recorded = {"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected}
+    prepared = PrepareOptions(chosen.split, options.max_rejected, options.vocabulary, options.grow, recorded)
     return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
 
 
 def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:
-    """Returns the schema that is given, or that of the dataset whose ids are applied.
-
-    Raises:
-        UserError: There is neither, or the schema is wrong.
-    """
+    """Returns the schema that is given, or that of the dataset whose ids are applied."""
     if isinstance(given, TableSchema):
         return given
     if given is not None:

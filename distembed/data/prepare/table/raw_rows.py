@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,21 +18,13 @@ from distembed.data.table.parser import TableParser
 
 @dataclass(frozen=True)
 class RawRows:
-    """Rows of one block.
+    """Rows of one block."""
 
-    Attributes:
-        table: The columns that were asked for, texts or of Arrow's types.
-        lines: Number of the line of each row in the block, from 0, int64.
-        num_lines: Number of lines of the block, those of no row included.
-        bad: What is no row of the table, in order.
-        line_text: Returns the bytes of a line; None where rows are no lines.
-    """
-
-    table: pa.Table
-    lines: NDArray[np.int64]
-    num_lines: int
-    bad: tuple[RejectedRow, ...] = ()
-    line_text: Callable[[int], bytes] | None = None
+    table: pa.Table  # the columns that were asked for, texts or of Arrow's types
+    lines: NDArray[np.int64]  # number of the line of each row in the block, from 0
+    num_lines: int  # those that are no rows included
+    bad: tuple[RejectedRow, ...] = ()  # the lines that are no rows, in order
+    line_text: Callable[[int], bytes] | None = None  # returns the bytes of a line; None where rows are no lines
 
 
 class RawBlock(Protocol):
@@ -53,12 +46,8 @@ def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:
     for row in block.rejected:
         line = int(raw.lines[row.line])
         rejected.append(RejectedRow(line, row.reason, raw.line_text(line) if raw.line_text else row.text))
-    return ParsedBlock(
-        num_lines=raw.num_lines,
-        num_rows=block.num_rows,
-        numbers=block.numbers,
-        ids=block.ids,
-        rejected=tuple(sorted(rejected, key=lambda row: row.line)),
+    return dataclasses.replace(
+        block, num_lines=raw.num_lines, rejected=tuple(sorted(rejected, key=lambda row: row.line))
     )
 
 
@@ -66,10 +55,7 @@ def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:
 class Lines:
     """Lines of a text, which may lack its last newline.
 
-    Attributes:
-        text: The text.
-        quote: A quotation mark between two of which a newline ends no line; None where each newline does. After one
-            that is never closed, each does.
+    A newline between two quotation marks ``quote`` ends no line; after one that is never closed, each does.
     """
 
     text: bytes

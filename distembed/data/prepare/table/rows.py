@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,34 +27,25 @@ from distembed.data.prepare.table.parquet_rows import ParquetBlock
 from distembed.data.prepare.table.raw_rows import RawBlock, RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_inputs import TextPart, first_bytes
-from distembed.data.table.given_values import json_values
+from distembed.data.table.parser import row_text
 from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
 
 _WHOLE_INPUT = 1 << 62
 _MOST_JSON_BYTES = 1 << 28
 """Size of the largest object of lists, which is in memory as a whole."""
-# These characters would begin another field or line of rejected.tsv.
-_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+_LIST_FIRST = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\[')
 
 
 @dataclass(frozen=True)
 class NamedRows:
-    """Rows of an input.
+    """Rows of an input."""
 
-    Attributes:
-        source: Number of the input, from 0.
-        columns: The schema's columns by name: plain arrays, or a dictionary's where the schema has single keys.
-        lines: Number of the line of each row in the input, from 1; in Parquet, number of the row.
-        bad: Lines that are no rows, with their numbers in the input.
-        raw: The rows as they were read.
-    """
-
-    source: int
-    columns: Mapping[str, pa.Array]
-    lines: NDArray[np.int64]
-    bad: tuple[RejectedRow, ...]
-    raw: RawRows
+    source: int  # number of the input
+    columns: Mapping[str, pa.Array]  # by name: plain arrays, or a dictionary's where the schema has single keys
+    lines: NDArray[np.int64]  # number of the line of each row in the input, from 1; in Parquet, of the row
+    bad: tuple[RejectedRow, ...]  # lines that are no rows, with their numbers in the input
+    raw: RawRows  # the rows as they were read
 
     @property
     def num_lines(self) -> int:
@@ -65,9 +56,7 @@ class NamedRows:
         """Returns the line of a row; its values with tabs between them where rows are no lines."""
         if self.raw.line_text is not None:
             return self.raw.line_text(int(self.raw.lines[row]))
-        values = (column[row].as_py() for column in self.columns.values())
-        text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
-        return text.encode(errors="backslashreplace")
+        return row_text(self.columns, row)
 
 
 class RowReader:
@@ -117,9 +106,8 @@ class RowReader:
                 continue
             opened, lines_before = self._source.open(next(parts), block_bytes), 0
             for raw in opened.raw_blocks():
-                rows = self._named(number, raw, lines_before + opened.header_lines)
-                if isinstance(opened, TextPart):
-                    rows = self._with_lists(rows, opened.layout.lists)
+                lists = opened.lists if isinstance(opened, TextPart) else ()
+                rows = self._named(number, raw, lines_before + opened.header_lines, lists)
                 yield rows
                 lines_before += rows.raw.num_lines
                 report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
@@ -135,20 +123,16 @@ class RowReader:
         counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
         return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
 
-    def _named(self, number: int, block: RawBlock, lines_before: int) -> NamedRows:
-        """Returns the rows of a block; an empty line is none."""
+    def _named(self, number: int, block: RawBlock, lines_before: int, lists: Sequence[str] = ()) -> NamedRows:
+        """Returns the rows of a block; an empty line is none. Columns of ``lists`` have texts of several words."""
         wanted = self._source.parser.columns
         raw = block.rows(self._source.columns, wanted.numbers)
         bad = tuple(replace(row, line=lines_before + row.line + 1) for row in raw.bad if row.text.strip())
-        rows = NamedRows(number, wanted.taken_from(raw.table), raw.lines + lines_before + 1, bad, raw)
+        found = wanted.taken_from(raw.table)
+        found |= {name: pc.ascii_split_whitespace(found[name]) for name in lists if name in wanted.separators}
+        rows = NamedRows(number, found, raw.lines + lines_before + 1, bad, raw)
         self.num_lines[number] += rows.num_lines
         return rows
-
-    def _with_lists(self, rows: NamedRows, lists: Sequence[str]) -> NamedRows:
-        """Returns rows with lists in place of texts of several words, in columns where the schema has lists."""
-        found = [name for name in lists if name in self._source.parser.columns.separators]
-        words = {name: pc.ascii_split_whitespace(rows.columns[name]) for name in found}
-        return replace(rows, columns={**rows.columns, **words}) if words else rows
 
 
 def _is_object_of_lists(given: TableInput, schema: TableSchema) -> bool:
@@ -159,16 +143,7 @@ def _is_object_of_lists(given: TableInput, schema: TableSchema) -> bool:
     keys = keys_of_lines(first[: first.rfind(b"\n") + 1 or len(first)])
     if any(column in keys for (column,) in schema.categorical_columns.values()):
         return False
-    return not keys or all(isinstance(value, list) for value in _object(first.partition(b"\n")[0]).values())
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    """Returns the object on a line; an empty one where there is none."""
-    try:
-        value = json_values(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return not keys or _LIST_FIRST.match(first) is not None
 
 
 def _object_of_lists(given: TableInput, columns: Sequence[str]) -> tuple[pa.Table, int, str]:

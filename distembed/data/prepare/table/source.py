@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
+from itertools import zip_longest
 
 import pyarrow as pa
 
@@ -72,11 +72,8 @@ class TableSource:
         if self._is_criteo:
             _require_criteo(schema)
             self.wanted = WANTED
-        self._lists = [
-            each.column or name
-            for name, each in schema.categorical.items()
-            if each.holds_lists and each.separator is None
-        ]
+        lists = [(each.column or name, each) for name, each in schema.categorical.items() if each.holds_lists]
+        self._lists = [column for column, each in lists if each.separator is None]
         self._groups: dict[int, list[int]] = {}
         self._layouts: dict[int, TextLayout] = {}
         self._known: dict[str, None] = {}
@@ -111,10 +108,8 @@ class TableSource:
             types, self._groups[number] = row_group_bytes(table.place, table.raw.num_bytes)
             self.parser.columns.require(types, table.place, self.columns)
             self._known |= dict.fromkeys(types.names)
-        elif not table.is_pipe:
-            first = first_bytes(table)
-            if first:
-                self._layouts[number] = self._layout(table, first)
+        elif not table.is_pipe and (first := first_bytes(table)):
+            self._layouts[number] = self._layout(table, first)
 
     def _layout(self, table: TableInput, first: bytes) -> TextLayout:
         """Returns how a text input is read, given its first bytes."""
@@ -142,14 +137,19 @@ class TableSource:
             )
 
     def _parts(self, number: int, table: TableInput, part_bytes: int) -> list[Part]:
+        """Returns ranges of bytes, or runs of row groups, of about so many bytes each."""
         if table.format == PARQUET:
-            return _group_parts(number, self._groups[number], part_bytes)
-        size = table.raw.num_bytes or 0
-        if not table.can_be_cut or self._text.newlines_in_values or size <= part_bytes:
-            return [Part(number)]
-        count = math.ceil(size / part_bytes)
-        stops: list[int | None] = [part_bytes * (place + 1) for place in range(count - 1)]
-        return [Part(number, part_bytes * place, stop) for place, stop in enumerate([*stops, None])]
+            starts, size = [0], 0
+            for group, num_bytes in enumerate(self._groups[number]):
+                if size >= part_bytes:
+                    starts.append(group)
+                    size = 0
+                size += num_bytes
+        elif not table.can_be_cut or self._text.newlines_in_values:
+            starts = [0]
+        else:
+            starts = list(range(0, table.raw.num_bytes or 1, part_bytes))
+        return [Part(number, start, stop) for start, stop in zip_longest(starts, starts[1:])]
 
 
 class _ParquetPart:
@@ -175,18 +175,6 @@ class _ParquetPart:
         return []
 
 
-def _group_parts(number: int, sizes: Sequence[int], part_bytes: int) -> list[Part]:
-    """Returns runs of row groups, each of about so many bytes; one that has all is the whole input."""
-    starts, size = [0], 0
-    for group, num_bytes in enumerate(sizes):
-        if size >= part_bytes:
-            starts.append(group)
-            size = 0
-        size += num_bytes
-    stops = [*starts[1:], None]
-    return [Part(number, start, stop) for start, stop in zip(starts, stops, strict=True)]
-
-
 def _wanted(columns: TableColumns) -> str:
     """Returns what a row has, in words."""
     kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
@@ -205,11 +193,7 @@ def _hints(schema: TableSchema) -> dict[str, str]:
 
 
 def _require_criteo(schema: TableSchema) -> None:
-    """Makes sure that a schema's rows are Criteo's, and become what the shipped schema makes of them.
-
-    Raises:
-        UserError: They are others.
-    """
+    """Refuses a schema whose rows are not Criteo's, or become something else than the shipped schema makes of them."""
     if _columns(schema) != _columns(load_schema(CRITEO)):
         raise UserError(
             "the schema's parser is 'criteo', which reads Criteo's columns as the shipped schema has them alone; give "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -27,27 +28,16 @@ _END_BYTES = 16
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a text input is read.
+    """How a text input is read."""
 
-    Attributes:
-        columns: Names of its columns; of JSON lines, the keys of the first lines, and those that the schema lists.
-        dialect: How lines become fields; None for JSON lines.
-        first_row_byte: Number of bytes before the first row: a mark of the byte order, and a header.
-        header_lines: Number of lines before the first row.
-        wanted: Says of which types columns of JSON lines may be; None where they may be of any.
-        lists: Columns whose values are words with blanks between them, in RecBole's files.
-        notes: What a user should know of the lines before the first row.
-        whole_end: What matches the end of an input that was not cut short; None where that is not looked at.
-    """
-
-    columns: tuple[str, ...]
-    dialect: Dialect | None
-    first_row_byte: int
-    header_lines: int
-    wanted: TableColumns | None = None
-    lists: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    whole_end: re.Pattern[bytes] | None = None
+    columns: tuple[str, ...]  # of JSON lines, the keys of the first lines, and those that the schema lists
+    dialect: Dialect | None  # how lines become fields; None for JSON lines
+    first_row_byte: int  # number of bytes before the first row: a mark of the byte order, and a header
+    header_lines: int  # number of lines before the first row
+    wanted: TableColumns | None = None  # the types of columns of JSON lines; None where they may be of any
+    lists: tuple[str, ...] = ()  # columns whose values are words with blanks between them, in RecBole's files
+    notes: tuple[str, ...] = ()  # notes on the lines before the first row
+    whole_end: re.Pattern[bytes] | None = None  # matches the end of an input that was not cut short
 
     def block(self, text: bytes) -> RawBlock:
         """Returns the block of some lines."""
@@ -61,26 +51,26 @@ def text_layout(
     may_lack: str | None = None,
     wanted: TableColumns | None = None,
 ) -> TextLayout:
-    """Returns how a text input is read.
+    """Returns how a text input is read, given its beginning, unpacked, and how the schema says that text is read.
 
     RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
 
     Args:
         source: The input.
-        first: Its beginning, unpacked.
-        text: How text files are read.
+        first: Its beginning.
+        text: The schema's settings of text.
         may_lack: The column that a file without a header lacks where its first line has one field too few.
-        wanted: Says of which types columns of JSON lines may be; None where they may be of any.
+        wanted: The types of columns of JSON lines; None where they may be of any.
 
     Raises:
-        UserError: It is another kind of file, or JSON lines without an object, or its fields are separated by the
-            quotation mark.
+        UserError: It is another kind of file, JSON lines without an object, or separated by the quotation mark.
     """
     require_text(source.place, first)
     mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
     end = first.find(b"\n", mark) + 1 or len(first)
     line = first[mark:end]
-    if (source.format or _format_of(line, text)) == JSON_LINES:
+    by_line = JSON_LINES if line.lstrip().startswith(b"{") and text.separator is None else TEXT  # for a pipe
+    if (source.format or by_line) == JSON_LINES:
         keys = keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])
         if not keys:
             raise UserError(
@@ -112,30 +102,17 @@ def text_layout(
     return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark), lists=tuple(lists))
 
 
-def _format_of(line: bytes, text: TextFormat) -> str:
-    """Returns the format of a pipe, by its first line."""
-    return JSON_LINES if line.lstrip().startswith(b"{") and text.separator is None else TEXT
-
-
 def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
     """Returns the fields of a first line."""
     decoded = line.decode(errors="backslashreplace").rstrip("\r\n")
-    if not decoded:
-        return []
-    if quote is None:
-        return decoded.split(separator)
-    try:
-        return next(csv.reader([decoded], delimiter=separator, quotechar=quote), [])
-    except csv.Error:  # a field longer than Python's reader takes
-        return decoded.split(separator)
+    if decoded and quote is not None:
+        with suppress(csv.Error):  # a field longer than Python's reader takes
+            return next(csv.reader([decoded], delimiter=separator, quotechar=quote), [])
+    return decoded.split(separator) if decoded else []
 
 
 def first_bytes(source: TableInput) -> bytes:
-    """Returns the beginning of an input that is no pipe, unpacked: about a megabyte.
-
-    Raises:
-        UserError: It cannot be read, or is damaged.
-    """
+    """Returns the beginning of an input that is no pipe, unpacked: about a megabyte."""
     return next(InputBytes(source.place).pieces(), b"")
 
 
@@ -148,10 +125,6 @@ class TextPart:
         block_bytes: About how many bytes a block has.
         layout: How the input is read; None for a pipe, whose first bytes say it.
         learn: Function that returns how a pipe is read, given its first bytes.
-
-    Attributes:
-        bytes_read: Number of bytes read so far, compressed where the input is.
-        header_lines: Number of lines before the first row; known once the first block is there.
     """
 
     def __init__(
@@ -166,13 +139,8 @@ class TextPart:
         self._layout, self._learn = layout, learn
         self._bytes = InputBytes(source.place, max(0, part.start - 1))
         self._end = b"\n"
-        self.header_lines = 0
-
-    @property
-    def layout(self) -> TextLayout:
-        """How the input is read; of a pipe, known once its first block is there."""
-        assert self._layout is not None, "a pipe's first block was not read yet"
-        return self._layout
+        self.header_lines = 0  # known once the first block is there
+        self.lists: Sequence[str] = ()
 
     @property
     def bytes_read(self) -> int:
@@ -193,14 +161,16 @@ class TextPart:
             if first.startswith(b"PAR1"):
                 raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
             self._layout = self._learn(self._source, first)
+        layout = self._layout
+        self.lists = layout.lists
         lines = lines_between(chain([first], pieces), self._part.start, self._part.stop)
         if self._part.start == 0:  # before blocks are cut: quotation marks of a header are no value's
-            self.header_lines = self.layout.header_lines
-            lines = chain([next(lines)[self.layout.first_row_byte :]], lines)
-        quote = self.layout.dialect.record_quote if self.layout.dialect is not None else None
+            self.header_lines = layout.header_lines
+            lines = chain([next(lines)[layout.first_row_byte :]], lines)
+        quote = layout.dialect.record_quote if layout.dialect is not None else None
         for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, quote):
             self._end = text[-_END_BYTES:]
-            yield self.layout.block(text)
+            yield layout.block(text)
 
     def notes(self) -> list[str]:
         layout = self._layout
