@@ -41,13 +41,9 @@ LIST_SEPARATOR = " "
 
 
 class RowEncoder:
-    """Gives the values of a dataset to parsed rows; any number of threads may use it.
+    """Gives the values of a dataset, or of a run's copy of it, to parsed rows; any number of threads may use it.
 
-    Args:
-        folder: Folder of the dataset, or of what a run keeps of it.
-        manifest: Its manifest.
-        layout: The columns of the parsed blocks, which may lack the label, the weight, and features with one value a
-            row, which then is missing.
+    The parsed blocks may lack the label, the weight, and features with one value a row, which then is missing.
 
     Raises:
         UserError: A vocabulary is missing or damaged.
@@ -76,12 +72,12 @@ class RowEncoder:
         for key, found in zip(self._layout.ids, block.ids, strict=True):
             if key.role != "feature":
                 continue
-            if key.is_list:
-                lengths = found.lengths if found.lengths is not None else np.zeros(block.num_rows, np.int32)
-                lists[key.name] = Jagged.from_lengths(self._ids(key.name, found), lengths.astype(np.int64))
+            own = self._ids(key.name, found)
+            self._unknown.add(key.name, own)
+            if found.lengths is None:
+                ids[key.name] = own
             else:
-                ids[key.name] = self._ids(key.name, found)
-            self._unknown.add(key.name, lists[key.name].values if key.is_list else ids[key.name])
+                lists[key.name] = Jagged.from_lengths(own, found.lengths.astype(np.int64))
         return Block(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:

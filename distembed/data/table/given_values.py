@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,15 @@ def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> 
         values: A value a row: texts, numbers, truth values, times, lists of these, None and NaN for missing ones; or
             an array with a type, which stays as it is.
         name: Name of the column.
-        wanted: Says of which types the column may be; None where it may be of any.
+        wanted: The types that the column may be of; None where it may be of any.
     """
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values, []
     if str(getattr(values, "dtype", "object")) != "object":
-        try:
+        with suppress(pa.ArrowException, ValueError):
             return pa.array(values, from_pandas=True), []
-        except (pa.ArrowException, ValueError):
-            pass
     values = list(values)
-    is_list = (wanted is None or wanted.takes_lists(name)) and any(isinstance(value, _LISTS) for value in values)
-    if is_list:
+    if (wanted is None or wanted.takes_lists(name)) and any(isinstance(value, _LISTS) for value in values):
         return _list_column(values, None if wanted is None else wanted.separators.get(name))
     column, bad = _column(values)
     if wanted is not None and not wanted.takes(name, column.type):
@@ -55,10 +53,8 @@ def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
     if not types:
         return pa.nulls(len(values)), []
     if len(types) == 1 and (type_ := ARROW_TYPES.get(next(iter(types)))) is not None:
-        try:
+        with suppress(pa.ArrowException, ValueError, OverflowError):  # more than 64 bits, or half of a surrogate pair
             return pa.array(values, type_), []
-        except (pa.ArrowException, ValueError, OverflowError):  # more than 64 bits, or half of a pair of surrogates
-            pass
     texts: list[str | None] = []
     bad: list[int] = []
     for place, value in enumerate(values):
@@ -71,20 +67,14 @@ def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
 
 
 def value_text(value: Any) -> str | None:
-    """Returns the text of a value, which means the same; None for a missing one.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Returns the text of a value, which means the same; None for a missing one, a ValueError where it has none."""
     if value is None:
         return None
     if isinstance(value, str):
         value.encode()  # half of a pair of surrogates is no character
         return value
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, int):
-        return str(value)
+        return str(value).lower()  # of true, too
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, (*_LISTS, dict)):
@@ -106,11 +96,7 @@ def json_values(text: bytes) -> Any:
         ValueError: It is no JSON.
         RecursionError: It is too deep.
     """
-    return json.loads(text.decode(), parse_int=_integer)
-
-
-def _integer(digits: str) -> int | str:
-    return int(digits) if len(digits) <= _MOST_DIGITS else digits
+    return json.loads(text.decode(), parse_int=lambda digits: int(digits) if len(digits) <= _MOST_DIGITS else digits)
 
 
 def _list_column(values: Sequence[Any], separator: str | None) -> tuple[pa.Array, list[int]]:

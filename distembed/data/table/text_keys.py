@@ -19,8 +19,7 @@ from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS, mix64_arr
 
 _WORD = 8
 _BITS = 2**64 - 1
-_FEW = 32
-"""Number of texts up to which Python takes less time for a word of each than numpy."""
+_FEW = 32  # texts, up to which Python takes less time for a word of each than numpy
 
 
 def text_keys(texts: pa.Array) -> NDArray[np.uint64]:

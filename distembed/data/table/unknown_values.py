@@ -20,10 +20,7 @@ class UnknownValues:
     """Counts the values of rows that are scored, and warns of each feature once, through the logger ``distembed``.
 
     It warns from 100 values on, where more than half are unknown, and more than 10% beyond three times their share of
-    the training rows.
-
-    Args:
-        manifest: The dataset whose vocabularies are applied.
+    the dataset's training rows.
     """
 
     def __init__(self, manifest: Manifest) -> None:

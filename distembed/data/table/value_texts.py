@@ -36,22 +36,16 @@ _CHANGES = (
     rf"|{_TIME}"
 )
 _CHANGING, _TIMES = re.compile(_CHANGES, re.ASCII), re.compile(_TIME, re.ASCII)
-_MARKS = (b".", b":", b"+", b"-")
-"""A number or a time that changes has one of them."""
+_MARKS = (b".", b":", b"+", b"-")  # of which a number or a time that changes has one
 _LAST = np.isin(np.arange(256), np.frombuffer(b"0123456789eEZC", np.uint8))
 _FIRST_OF_BOOLEANS = np.isin(np.arange(256), np.frombuffer(b"TF", np.uint8))
 _FIRST = _FIRST_OF_BOOLEANS | np.isin(np.arange(256), np.frombuffer(b"-0123456789", np.uint8))
-_FEW = 64
-"""Number of texts up to which Python looks at them in less time than Arrow is called."""
+_FEW = 64  # texts, up to which Python looks at them in less time than Arrow is called
 _UTC = (None, "Z", " UTC", "+00:00", "+0000", "-00:00", "-0000")
 
 
 def value_texts(values: pa.Array) -> pa.Array:
-    """Returns the text of each value as Arrow's string; a missing value stays null.
-
-    Args:
-        values: Texts, numbers, truth values, days or times. Times without a zone are in UTC.
-    """
+    """Returns the text of each text, number, truth value, day or time as Arrow's string; a missing value stays null."""
     if pa.types.is_timestamp(values.type) and values.type.tz is not None:
         values = values.cast(pa.timestamp(values.type.unit))
     texts = values if pa.types.is_string(values.type) else values.cast(pa.string())

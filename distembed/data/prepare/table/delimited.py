@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,7 +106,8 @@ def _badly_quoted(lines: Lines, dialect: Dialect) -> list[int]:
     """Returns the lines whose quotation marks do not go in pairs."""
     array = lines.as_array()
     places = np.flatnonzero(pc.match_substring(array, dialect.quote))
-    good = pc.match_substring_regex(array.take(pa.array(places)), dialect.well_quoted)
+    array = array.take(pa.array(places)) if len(places) < len(array) else array
+    good = pc.match_substring_regex(array, dialect.well_quoted)
     wrong: list[int] = places[np.logical_not(good)].tolist()
     return wrong
 
@@ -134,32 +136,27 @@ def _read_with_numbers(
     """
     blanks = {b" ", b"\t"} - {dialect.separator.encode()}
     if text and numbers and not any(blank in text for blank in blanks):
-        try:
+        with suppress(pa.ArrowInvalid):  # a value is no number
             table, wrong = _read(text, dialect, columns, frozenset(numbers))
-        except pa.ArrowInvalid:  # a value is no number
-            return _read(text, dialect, columns)
-        if all(pc.all(pc.is_finite(table.column(name)), min_count=0).as_py() for name in numbers):
-            return table, wrong
+            if all(pc.all(pc.is_finite(table.column(name)), min_count=0).as_py() for name in numbers):
+                return table, wrong
     return _read(text, dialect, columns)
 
 
 def _read(
     text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str] = ()
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Returns columns of the lines that have the right number of fields, and the numbers of the others.
-
-    Raises:
-        ArrowInvalid: One of the columns of ``numbers`` has something else.
-    """
+    """Returns columns of the lines that have the right number of fields, and the numbers of the others."""
     wrong: list[int] = []
     if not text:
-        return pa.table({name: pa.array([], pa.string()) for name in columns}), np.zeros(0, np.int64)
+        return pa.schema([(name, pa.string()) for name in columns]).empty_table(), np.zeros(0, np.int64)
 
     def set_aside(row: pcsv.InvalidRow) -> str:
         wrong.append(row.number - 1)
         return "skip"
 
     # by their places, since columns that nobody asked for may have one name
+    names = [str(place) for place in range(len(dialect.columns))]
     places = [str(dialect.columns.index(name)) for name in columns]
     types = [pa.float64() if name in numbers else pa.string() for name in columns]
     quote = dialect.quote if dialect.quote is not None and dialect.quote.encode() in text else False
@@ -168,11 +165,7 @@ def _read(
         try:
             table = pcsv.read_csv(
                 pa.BufferReader(text),
-                pcsv.ReadOptions(
-                    use_threads=False,
-                    block_size=block_bytes,
-                    column_names=[str(place) for place in range(len(dialect.columns))],
-                ),
+                pcsv.ReadOptions(use_threads=False, block_size=block_bytes, column_names=names),
                 pcsv.ParseOptions(
                     delimiter=dialect.separator,
                     quote_char=quote,

@@ -65,11 +65,7 @@ class _Guess(NamedTuple):
 
 
 def guess_schema(inputs: Sequence[TableInput], num_rows: int) -> str:
-    """Returns a schema in YAML, with comments that say why.
-
-    Args:
-        inputs: The inputs, of which the first one that has rows is looked at.
-        num_rows: About how many rows are looked at.
+    """Returns a schema in YAML, with comments that say why, from about ``num_rows`` rows of the first input with rows.
 
     Raises:
         UserError: An input cannot be read, or none has rows, or no column that a model could be trained on.

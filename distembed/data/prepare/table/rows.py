@@ -60,24 +60,14 @@ class NamedRows:
 
 
 class RowReader:
-    """Reads the columns of a schema from inputs.
+    """Reads the columns of a schema from inputs; an input that lacks one, or cannot be read, is a UserError.
 
-    Args:
-        inputs: The inputs, from :func:`~distembed.data.prepare.table.inputs.find_inputs`.
-        schema: The columns, and how text is read. Files whose lines have one value each are a text column with a
-            separator that no line has.
-
-    Attributes:
-        inputs: The inputs.
-        num_lines: Number of rows and bad lines read so far, by input.
-
-    Raises:
-        UserError: An input lacks a column, or cannot be read.
+    Files whose lines have one value each are a text column with a separator that no line has.
     """
 
     def __init__(self, inputs: Sequence[TableInput], schema: TableSchema) -> None:
         self.inputs = list(inputs)
-        self.num_lines = [0] * len(inputs)
+        self.num_lines = [0] * len(inputs)  # number of rows and bad lines read so far
         self._checksums: list[tuple[int, str]] = []
         is_pair = len(schema.categorical) == 2 and not schema.dense and schema.time is None
         self._objects = {n for n, each in enumerate(inputs) if is_pair and _is_object_of_lists(each, schema)}
@@ -85,11 +75,7 @@ class RowReader:
         self._source = TableSource(rows, schema, wanted_by="the command")
 
     def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
-        """Yields all rows, and reports each block after it has been dealt with.
-
-        Args:
-            block_bytes: About how many bytes of text a block has.
-            report: Function that is called with the progress.
+        """Yields all rows in blocks of about so many bytes of text, and reports each after it has been dealt with.
 
         Raises:
             UserError: An input cannot be read, is damaged, or has a column with other values.
@@ -115,11 +101,7 @@ class RowReader:
             self._checksums.append((size, opened.sha256 or ""))
 
     def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
-        """Returns what a manifest says of the inputs, once all rows were read.
-
-        Args:
-            num_rejected: Number of malformed rows of each; None for 0.
-        """
+        """Returns a manifest's entries of the inputs, once all rows were read; none is malformed unless given."""
         counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
         return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
 

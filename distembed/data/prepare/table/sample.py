@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.input_bytes import InputBytes
@@ -22,32 +23,22 @@ from distembed.errors import UserError
 MISSING_TEXTS = ("NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "NULL", "null", "None", "\\N", "?", "-")
 """Texts that commonly stand for a missing value."""
 
-_FIRST_BYTES = 1 << 20
-"""What is read of a text to learn its dialect."""
+_FIRST_BYTES = 1 << 20  # of a text, which are read to learn its dialect
 _MOST_BYTES = 64 << 20
 _BATCH_ROWS = 8192
 _SEPARATORS = "\t,;|: "
-_LEAST_SHARE = 0.9
-"""Share of the first lines that a dialect has to read as rows."""
+_LEAST_SHARE = 0.9  # of the first lines, which a dialect has to read as rows
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of an input.
-
-    Attributes:
-        name: Name of the input.
-        table: The rows, with all columns; columns of objects in JSON are null.
-        text: How the input's text is read; the default one for Parquet and JSON lines.
-        separator: The separator of fields; None for Parquet and JSON lines.
-        bad: Lines among the rows that are no rows.
-    """
+    """The first rows of an input."""
 
     name: str
-    table: pa.Table
-    text: TextFormat
-    separator: str | None = None
-    bad: Sequence[RejectedRow] = ()
+    table: pa.Table  # with all columns; those of objects in JSON are null
+    text: TextFormat = field(default_factory=TextFormat)
+    separator: str | None = None  # of fields; None for Parquet and JSON lines
+    bad: Sequence[RejectedRow] = ()  # lines among the rows that are no rows
 
     def fits(self, schema: TableSchema) -> bool:
         """Returns whether a schema has the same columns, by name, or by number without a header."""
@@ -60,21 +51,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class ColumnProfile:
-    """Facts about one column.
-
-    Attributes:
-        name: Name of the column.
-        kind: Kind of its type (:mod:`distembed.data.table.raw_columns`).
-        rows: One value for each row, texts or typed, null where it is missing.
-        distinct: The distinct values, the most frequent first; empty for lists.
-        numbers: The values that are not missing as float64, where all are finite numbers; None otherwise.
-    """
+    """Facts about one column."""
 
     name: str
-    kind: str
-    rows: pa.Array
-    distinct: pa.Array
-    numbers: np.ndarray[tuple[int], np.dtype[np.float64]] | None
+    kind: str  # of its type (raw_columns.py)
+    rows: pa.Array  # a value for each row, texts or typed, null where it is missing
+    distinct: pa.Array  # the most frequent first; empty for lists
+    numbers: NDArray[np.float64] | None  # the values that are not missing, where all are finite numbers
 
     @classmethod
     def of(cls, name: str, column: pa.ChunkedArray, missing: Sequence[str]) -> ColumnProfile:
@@ -129,13 +112,13 @@ def read_sample(inputs: Sequence[TableInput], num_rows: int) -> Sample:
 
 def _read_parquet(source: TableInput, num_rows: int) -> Sample:
     with opened_parquet(source.place) as file:
-        batches, missing = [], num_rows
+        batches, num_read = [], 0
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
             batches.append(batch)
-            missing -= batch.num_rows
-            if missing <= 0:
+            num_read += batch.num_rows
+            if num_read >= num_rows:
                 break
-        return Sample(source.raw.name, pa.Table.from_batches(batches, file.schema_arrow), TextFormat())
+        return Sample(source.raw.name, pa.Table.from_batches(batches, file.schema_arrow))
 
 
 def _read_text(source: TableInput, num_rows: int) -> Sample:
@@ -146,7 +129,7 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
             lines = lines[: lines.rfind(b"\n") + 1] or lines
             break
     if not lines.strip():
-        return Sample(source.raw.name, pa.table({}), TextFormat())
+        return Sample(source.raw.name, pa.table({}))
     first = lines[:_FIRST_BYTES]
     text = _text_format(source, first)
     layout = text_layout(source, first, text)
@@ -163,11 +146,7 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
 
 
 def _text_format(source: TableInput, first: bytes) -> TextFormat:
-    """Returns the separator, quotation mark and header with which most of the first lines are rows.
-
-    Raises:
-        UserError: There are none, or the lines are not UTF-8.
-    """
+    """Returns the separator, quotation mark and header with which most of the first lines are rows."""
     usual = text_layout(source, first, TextFormat(header=False))
     if usual.dialect is None:
         return TextFormat()

@@ -38,12 +38,6 @@ class TableSource:
         may_lack: The column that text files without a header may lack, as rows to predict lack the label.
         wanted_by: Who names the columns, for errors.
 
-    Attributes:
-        inputs: The inputs' names, places and sizes.
-        layout: The columns of every block.
-        parser: What parses raw rows.
-        columns: The columns that raw blocks have.
-
     Raises:
         UserError: An input lacks a column, or cannot be read; or the schema's parser is Criteo's and its columns are
             others.
