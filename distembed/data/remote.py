@@ -234,15 +234,15 @@ class _ResumingReader(io.RawIOBase):
         total = self._found.num_bytes
         if total is not None and self._position >= total:
             return 0
-        data = _read_some(self._found.url, self, len(buffer))
+        data = _retried("be read")(self._read)(self._found.url, len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
-    def read_once(self, size: int) -> bytes:
+    def _read(self, url: str, size: int) -> bytes:
         """Returns at most so many of the next bytes; where it fails, the next call opens the file anew."""
         try:
-            self._opened = self._opened or self._open()
+            self._opened = self._opened or self._open(url)
             if self._opened.seekable():
                 self._opened.seek(self._position)
             data = bytes(self._opened.read(size))
@@ -253,21 +253,16 @@ class _ResumingReader(io.RawIOBase):
             raise
         return data
 
-    def _open(self) -> Any:
+    def _open(self, url: str) -> Any:
         """Opens the file; one that can be read from its beginning only is read up to where reading stopped."""
-        files, path = _fresh_file_system(self._found.url)
-        if _remote_file(self._found.url, files.info(path)) != self._found:
-            raise UserError(f"{self._found.url} was changed while it was read; begin the same command again.")
+        files, path = _fresh_file_system(url)
+        if _remote_file(url, files.info(path)) != self._found:
+            raise UserError(f"{url} was changed while it was read; begin the same command again.")
         opened = files.open(path, "rb", block_size=_BLOCK_BYTES)
         left = 0 if opened.seekable() else self._position
         while left and (skipped := opened.read(min(left, _COPY_BYTES))):
             left -= len(skipped)
         return opened
-
-
-@_retried("be read")
-def _read_some(url: str, reader: _ResumingReader, size: int) -> bytes:
-    return reader.read_once(size)
 
 
 def _fresh_file_system(url: str) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ from distembed.data.prepare.notes import dataset_warnings, describe_dataset
 from distembed.data.reader import Batch
 from distembed.errors import UserError
 from distembed.planning.typical_batch import typical_batch
-from tests.data.small_dataset import open_reader
+from tests.data.small_dataset import SCHEMA, open_reader
 
 USER, ITEM = CategoricalFeature("user", 100), CategoricalFeature("item", 50, multi_hot=True, mean_ids_per_row=2.5)
 HOUR = CategoricalFeature("hour", 24, multi_hot=True, mean_ids_per_row=2.5)
@@ -151,27 +151,48 @@ def test_missing_numbers(tmp_path: Path) -> None:
     assert batch["dense_sequences"].values().isnan().tolist() == [True, True, False]
 
 
+CLICK_ROWS = {
+    "clicked": [0, 1, 0],
+    "x": [1.0] * 3,
+    "y": [1] * 3,
+    "row": [1, 2, 3],
+    "tags": [[1]] * 3,
+    "bucket": [1] * 3,
+}
+RATINGS = Schema("rating", ("age",), (ITEM,), ("price",), label_kind="number", missing_dense=True)
+RATING_ROWS = {"rating": [1.0, 2.0, 3.0], "age": [1.0] * 3, "item": [[1, 2], [], [3]], "price": [[1.0, 2.0], [], [3.0]]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("column", "values", "message"),
     [
-        ({"rating": [1.0, None, 2.0]}, "column 'rating': 1 values are null; leave such rows out"),
-        ({"rating": [1.0, 2.0, float("inf")]}, "column 'rating': row 2 is inf; every value must be a finite number"),
-        ({"rating": [1.0, float("nan"), 0.0]}, "column 'rating': row 1 is nan; .* leave such rows out"),
-        ({"age": [1.0, float("-inf"), 0.0]}, "column 'age': row 1 is -inf"),
-        ({"age": [1.0, 1e300, 0.0]}, "column 'age': row 1 is inf"),
-        ({"price": [[1.0, 2.0], [], [float("inf")]]}, "column 'price': row 2 is inf"),
-        ({"price": [[1.0], [], [1.0]]}, "column 'price': row 0 has 1 numbers, and 'item' has 2 values there"),
-        ({"price": [[1.0, 2.0], [0.5], [1.0]]}, "column 'price': row 1 has 1 numbers, and 'item' has 0 values"),
-        ({"price": [[1.0, 2.0], None, None]}, "column 'price': row 2 has 0 numbers, and 'item' has 1 values there"),
+        ("clicked", [0.0, None, 1.0], "1 values are null"),
+        ("clicked", [0.0, float("nan"), 1.0], "row 1 is nan"),
+        ("clicked", [0.0, 1.0, 5.0], "row 2 is 5.0; a label is 0 or 1"),
+        ("x", [0.0, float("inf"), 1.0], "row 1 is inf"),
+        ("row", [1, 10_000, 2], r"id 10000 is outside \[0, 10000\)"),
+        ("row", [1, -1, 2], "id -1 is outside"),
+        ("row", [1, 2**40, 2], "id 1099511627776 is outside"),
+        ("row", [1, None, 2], "1 rows have no id"),
+        ("tags", [[1], [50], []], "id 50 is outside"),
+        ("tags", [[1], [None], []], "a list holds a null"),
+        ("rating", [1.0, None, 2.0], "1 values are null; leave such rows out"),
+        ("rating", [1.0, 2.0, float("inf")], "row 2 is inf; every value must be a finite number"),
+        ("rating", [1.0, float("nan"), 0.0], "row 1 is nan; .* leave such rows out"),
+        ("age", [1.0, float("-inf"), 0.0], "row 1 is -inf"),
+        ("age", [1.0, 1e300, 0.0], "row 1 is inf"),
+        ("price", [[1.0, 2.0], [], [float("inf")]], "row 2 is inf"),
+        ("price", [[1.0], [], [1.0]], "row 0 has 1 numbers, and 'item' has 2 values there"),
+        ("price", [[1.0, 2.0], [0.5], [1.0]], "row 1 has 1 numbers, and 'item' has 0 values"),
+        ("price", [[1.0, 2.0], None, None], "row 2 has 0 numbers, and 'item' has 1 values there"),
     ],
 )
-def test_impossible_values(tmp_path: Path, changes: dict, message: str) -> None:
-    columns = {"rating": [1.0, 2.0, 3.0], "age": [1.0] * 3, "item": [[1, 2], [], [3]], "price": [[1.0, 2.0], [], [3.0]]}
-    schema = Schema("rating", ("age",), (ITEM,), ("price",), label_kind="number", missing_dense=True)
-    folder = write(tmp_path, schema, columns | changes)
-    with pytest.raises(UserError, match=message) as caught:
-        list(open_reader(folder))
-    assert "a.parquet, row group 0" in str(caught.value)
+def test_impossible_values(tmp_path: Path, column: str, values: list, message: str) -> None:
+    schema, rows = (SCHEMA, CLICK_ROWS) if column in CLICK_ROWS else (RATINGS, RATING_ROWS)
+    folder = write(tmp_path, schema, rows | {column: values})
+    for prefetch_batches in (0, 4):
+        with pytest.raises(UserError, match=f"a.parquet, row group 0, column {column!r}: {message}"):
+            list(open_reader(folder, prefetch_batches=prefetch_batches))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.errors import UserError
-from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of
+from tests.data.small_dataset import SINGLE, make_dataset, open_reader, rows_of
 
 
 @pytest.mark.parametrize("kind", [pa.large_list(pa.int32()), pa.list_(pa.uint16()), pa.list_(pa.int8(), 2)])
@@ -43,32 +43,6 @@ def test_ids_beyond_32_bits(tmp_path: Path, num_dense: int) -> None:
         [1.0] * num_dense,
         [2.0] * num_dense,
     ]
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "message"),
-    [
-        ("clicked", [0.0, None, 1.0], "column 'clicked': 1 values are null"),
-        ("clicked", [0.0, float("nan"), 1.0], "column 'clicked': row 1 is nan"),
-        ("clicked", [0.0, 1.0, 5.0], "column 'clicked': row 2 is 5.0; a label is 0 or 1"),
-        ("x", [0.0, float("inf"), 1.0], "column 'x': row 1 is inf"),
-        ("row", [1, 10_000, 2], r"column 'row': id 10000 is outside \[0, 10000\)"),
-        ("row", [1, -1, 2], "id -1 is outside"),
-        ("row", [1, 2**40, 2], "id 1099511627776 is outside"),
-        ("row", [1, None, 2], "column 'row': 1 rows have no id"),
-        ("tags", [[1], [50], []], "column 'tags': id 50 is outside"),
-        ("tags", [[1], [None], []], "column 'tags': a list holds a null"),
-    ],
-)
-def test_impossible_values(tmp_path: Path, column: str, values: list, message: str) -> None:
-    lists = {"tags": [[1]] * 3}
-    columns = {"clicked": [0, 1, 0], "x": [1.0] * 3, "y": [1] * 3, "row": [1, 2, 3], "bucket": [1] * 3, **lists}
-    pq.write_table(pa.table({**columns, column: values}), tmp_path / "bad.parquet")
-    create_manifest(tmp_path, SCHEMA, {"all": ["bad.parquet"]})
-    for prefetch_batches in (0, 4):
-        with pytest.raises(UserError, match=message) as caught:
-            list(open_reader(tmp_path, prefetch_batches=prefetch_batches))
-        assert "bad.parquet, row group 0" in str(caught.value)
 
 
 def test_columns_of_another_type(tmp_path: Path) -> None:

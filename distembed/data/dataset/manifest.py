@@ -252,21 +252,17 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
-        manifest._require_usable(path)
-        return manifest
-
-    def _require_usable(self, path: Path) -> None:
-        """Makes sure that all files are inside the folder, and that files outside of splits have checksums."""
-        for name, split in self.splits.items():
+        for name, split in manifest.splits.items():
             for index, file in enumerate(split.files):
                 require_inside(file.path, f"splits.{name}.files[{index}].path", path)
-        for name, vocabulary in self.vocabularies.items():
+        for name, vocabulary in manifest.vocabularies.items():
             require_inside(vocabulary.file, f"vocabularies.{name}.file", path)
-        if self.rejected.file is not None:
-            require_inside(self.rejected.file, "rejected.file", path)
-        lacking = [file for file in self.other_files if file not in self.checksums] if self.has_checksums else []
-        if lacking:
+        if manifest.rejected.file is not None:
+            require_inside(manifest.rejected.file, "rejected.file", path)
+        lacking = [file for file in manifest.other_files if file not in manifest.checksums]
+        if manifest.has_checksums and lacking:
             raise UserError(f"{path} is damaged: it has no checksum of {', '.join(lacking)}; {REMEDY}")
+        return manifest
 
     def split(self, name: str) -> Split:
         """Returns the split of this name.

@@ -201,7 +201,7 @@ class RowSource:
         random = np.random.default_rng([self._seed, 2, start])
         times = np.arange(start, stop) / self._num_rows
         dense, ids = self._features(random, times)
-        probabilities = _sigmoid(self._logits(times, dense, ids))
+        probabilities = 1 / (1 + np.exp(-self._logits(times, dense, ids)))
         labels = (random.random(stop - start) < probabilities).astype(np.int64)
         return Rows(times, labels, dense, ids, probabilities)
 
@@ -256,17 +256,12 @@ def _draw_ids(
     return np.minimum(ids, cardinality - 1)
 
 
-def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    probabilities: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
-    return probabilities
-
-
 def _bias_for(logits: NDArray[np.float64]) -> float:
     """Returns the bias at which the mean probability is the wanted label rate, by bisection."""
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        is_low = np.mean(_sigmoid(logits + middle)) < _LABEL_RATE
+        is_low = np.mean(1 / (1 + np.exp(-(logits + middle)))) < _LABEL_RATE
         low, high = (middle, high) if is_low else (low, middle)
     return low
 
