@@ -37,25 +37,15 @@ ColumnsLearnt = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """The dataset's columns: what is learnt of each, and what the files and the schema have of it.
+    """The dataset's columns: what is learnt of each, and what the files and the schema have of it."""
 
-    Attributes:
-        layout: The columns of the blocks.
-        base: Dataset whose ids are applied, if there is one.
-        memory_bytes: Memory that counting one column may take.
-        folder: Dataset folder that is being written.
-        work: Folder for ids of blocks and for counting.
-        blocks: All blocks.
-        splits: Which rows train.
-    """
-
-    layout: BlockLayout
-    base: Base | None
-    memory_bytes: int
-    folder: Path
-    work: Path
-    blocks: Sequence[SpooledBlock]
-    splits: RowSplits
+    layout: BlockLayout  # the columns of the blocks
+    base: Base | None  # dataset whose ids are applied, if there is one
+    memory_bytes: int  # memory that counting one column may take
+    folder: Path  # dataset folder that is being written
+    work: Path  # folder for ids of blocks and for counting
+    blocks: Sequence[SpooledBlock]  # all blocks
+    splits: RowSplits  # which rows train
 
     @property
     def learnt_columns(self) -> list[str]:

@@ -31,17 +31,11 @@ _DATASET_FILE = re.compile(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a dataset goes.
+    """Where a dataset goes."""
 
-    Attributes:
-        path: The folder; of a URL, the local place beside which the work is done, where nothing will be.
-        url: The URL; None for a local folder.
-        overwrite: Whether a dataset that is there is replaced.
-    """
-
-    path: Path
-    url: str | None
-    overwrite: bool
+    path: Path  # the folder; of a URL, the local place beside which the work is done, where nothing will be
+    url: str | None  # the URL; None for a local folder
+    overwrite: bool  # whether a dataset that is there is replaced
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], work: Path | None, overwrite: bool) -> Destination:

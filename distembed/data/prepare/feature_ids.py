@@ -52,18 +52,11 @@ from distembed.files import replaced_file
 
 @dataclass(frozen=True)
 class FeatureValues:
-    """The values of one feature in all rows.
+    """The values of one feature in all rows."""
 
-    Attributes:
-        blocks: All blocks.
-        splits: Which rows train.
-        place: Number of the column among those of keys.
-        column: The column.
-    """
-
-    blocks: Sequence[SpooledBlock]
-    splits: RowSplits
-    place: int
+    blocks: Sequence[SpooledBlock]  # all blocks
+    splits: RowSplits  # which rows train
+    place: int  # number of the column among those of keys
     column: KeyColumn
 
     def counted(self, schema: pa.Schema, rows_missing: Counter[str]) -> Iterator[pa.RecordBatch]:
@@ -119,32 +112,20 @@ def list_rows(lists: Jagged, rows: Rows) -> Jagged:
 
 @dataclass(frozen=True)
 class BaseVocabulary:
-    """The vocabulary of another dataset.
+    """The vocabulary of another dataset."""
 
-    Attributes:
-        file: Its file.
-        grows: Whether values that it lacks get ids.
-    """
-
-    file: Path
-    grows: bool
+    file: Path  # its file
+    grows: bool  # whether values that it lacks get ids
 
 
 @dataclass(frozen=True)
 class VocabularyRoom:
-    """The places of a vocabulary, and the memory for making it.
+    """The places of a vocabulary, and the memory for making it."""
 
-    Attributes:
-        folder: Dataset folder.
-        file: Path of the vocabulary's file in it.
-        scratch: Existing folder that no other vocabulary uses.
-        database: A database whose tables nobody else uses.
-    """
-
-    folder: Path
-    file: str
-    scratch: Path
-    database: Database
+    folder: Path  # dataset folder
+    file: str  # path of the vocabulary's file in it
+    scratch: Path  # existing folder that no other vocabulary uses
+    database: Database  # a database whose tables nobody else uses
 
 
 _NEVER = 2**63 - 1
@@ -248,17 +229,11 @@ def _sorted_map(path: Path, column: KeyColumn, room: VocabularyRoom, num_ids: in
 
 @dataclass(frozen=True)
 class LookupTables:
-    """The ids of one feature's keys, block after block, in one file.
+    """The ids of one feature's keys, block after block, in one file."""
 
-    Attributes:
-        path: File with the ids.
-        dtype: Type of the ids there.
-        starts: Index of each block's first id there.
-    """
-
-    path: Path
-    dtype: np.dtype[Any]
-    starts: NDArray[np.int64]
+    path: Path  # file with the ids
+    dtype: np.dtype[Any]  # type of the ids there
+    starts: NDArray[np.int64]  # index of each block's first id there
 
     @classmethod
     def at(cls, path: Path, num_embeddings: int, blocks: Sequence[SpooledBlock], place: int) -> LookupTables:

@@ -61,15 +61,10 @@ class IdMap(Protocol):
 
 @dataclass(frozen=True)
 class HashMap:
-    """Ids by hashing, which needs no data.
+    """Ids by hashing, which needs no data."""
 
-    Attributes:
-        hash_size: Number of ids, of which 0 is for missing values.
-        seed: Seed of the hash.
-    """
-
-    hash_size: int
-    seed: int
+    hash_size: int  # number of ids, of which 0 is for missing values
+    seed: int  # seed of the hash
 
     @property
     def num_embeddings(self) -> int:
@@ -83,15 +78,10 @@ class HashMap:
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """Ids by a vocabulary.
+    """Ids by a vocabulary."""
 
-    Attributes:
-        keys: Keys in ascending order; of texts, their hashes.
-        key_ids: Id of each key.
-    """
-
-    keys: NDArray[Any]
-    key_ids: NDArray[np.int64]
+    keys: NDArray[Any]  # keys in ascending order; of texts, their hashes
+    key_ids: NDArray[np.int64]  # id of each key
 
     @property
     def num_embeddings(self) -> int:

@@ -44,19 +44,12 @@ def rows_per_group(mean_entries: float) -> int:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file to write: rows ``[start, stop)`` of a split.
+    """One file to write: rows ``[start, stop)`` of a split."""
 
-    Attributes:
-        split: Name of the split.
-        path: Path of the file in the dataset folder.
-        start: First row.
-        stop: Row after the last one.
-    """
-
-    split: str
-    path: str
-    start: int
-    stop: int
+    split: str  # name of the split
+    path: str  # path of the file in the dataset folder
+    start: int  # first row
+    stop: int  # row after the last one
 
 
 def plan_files(split: str, start: int, stop: int, group_rows: int | None = None) -> list[FilePlan]:
@@ -73,19 +66,12 @@ def plan_files(split: str, start: int, stop: int, group_rows: int | None = None)
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file that was written.
+    """One file that was written."""
 
-    Attributes:
-        file: What the manifest says of it.
-        label_sum: Sum of its labels; None where rows have none.
-        pieces: Its pieces with their checksums.
-        weight_sum: Sum of its rows' weights; None where rows have none.
-    """
-
-    file: DataFile
-    label_sum: float | None
-    pieces: Pieces
-    weight_sum: float | None = None
+    file: DataFile  # what the manifest says of it
+    label_sum: float | None  # sum of its labels; None where rows have none
+    pieces: Pieces  # its pieces with their checksums
+    weight_sum: float | None = None  # sum of its rows' weights; None where rows have none
 
 
 def written_split(files: Sequence[WrittenFile]) -> Split:
@@ -146,25 +132,15 @@ def _leaf(field: pa.Field) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FileWriter:
-    """Writes the planned files; different files can be written at the same time.
+    """Writes the planned files; different files can be written at the same time."""
 
-    Attributes:
-        folder: Dataset folder.
-        destination: Where its files go.
-        columns: The columns of the dataset.
-        label: Name of the label's column, if there is one.
-        weight: Name of the column of the rows' weights, if there is one.
-        blocks: All spooled blocks.
-        splits: Which rows are in which split.
-    """
-
-    folder: Path
-    destination: Destination
-    columns: Sequence[OutputColumn]
-    label: str | None
-    weight: str | None
-    blocks: Sequence[SpooledBlock]
-    splits: RowSplits
+    folder: Path  # dataset folder
+    destination: Destination  # where its files go
+    columns: Sequence[OutputColumn]  # the columns of the dataset
+    label: str | None  # name of the label's column, if there is one
+    weight: str | None  # name of the column of the rows' weights, if there is one
+    blocks: Sequence[SpooledBlock]  # all spooled blocks
+    splits: RowSplits  # which rows are in which split
 
     @property
     def group_rows(self) -> int:
