@@ -208,7 +208,7 @@ class Preparation:
         rule, blocks = self.options.rule, ingested.blocks()
         folder, memory_bytes = work.folder / "times", self.limits.counting_bytes
         splits = row_splits(rule, blocks, ingested.source_rows, folder, memory_bytes)
-        if rule.trains and not splits.num_rows[0]:
+        if not splits.num_rows[0] and rule.trains:  # counted here, before workers take the splits
             total = sum(ingested.source_rows)
             raise UserError(
                 f"the training part has no rows: the input has only {total}, of which --split {self.options.split} "
