@@ -212,4 +212,5 @@ def test_synthetic_rows_beyond_all_bounds(tmp_path: Path, wrong: dict[str, int])
 def test_blocks_in_work_stay_within_the_memory(threads: int, memory_bytes: int) -> None:
     limits = ResourceLimits(memory_bytes, threads)
     assert 1 <= limits.num_threads <= threads
-    assert 20 * (limits.num_threads + 2) * limits.block_bytes <= memory_bytes
+    for has_lists, each in ((False, 10), (True, 20)):
+        assert each * (limits.num_threads + 2) * limits.block_bytes(has_lists) <= memory_bytes

@@ -18,8 +18,8 @@ MOST_THREADS = 1024
 ENGINES = ("threads", "ray", "spark")
 """Who can run the tasks (``engine.py``)."""
 
-# Each thread has one block, one is being read and one waits; parsing takes up to 20 times a block's size (lists).
-_MEMORY_PER_BLOCK_BYTE = 20
+# Each thread has one block, one is being read and one waits. Parsing takes so many times a block's size.
+_MEMORY_PER_BLOCK_BYTE, _MEMORY_PER_BYTE_OF_LISTS = 10, 20
 _OTHER_BLOCKS = 2
 _LEAST_BLOCK_BYTES = 1 << 20
 
@@ -69,15 +69,15 @@ class ResourceLimits:
     @property
     def num_threads(self) -> int:
         """Number of threads that parse: as many as was asked for, else one for each core; fewer where memory is."""
-        most = self.working_bytes // (_MEMORY_PER_BLOCK_BYTE * _LEAST_BLOCK_BYTES) - _OTHER_BLOCKS
+        most = self.working_bytes // (_MEMORY_PER_BYTE_OF_LISTS * _LEAST_BLOCK_BYTES) - _OTHER_BLOCKS
         threads = self.threads or (1 if self.is_cluster else usable_cores())
         return min(threads, most, MOST_THREADS)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of text in a block."""
-        blocks = self.num_threads + _OTHER_BLOCKS
-        return min(16 << 20, max(_LEAST_BLOCK_BYTES, self.working_bytes // (_MEMORY_PER_BLOCK_BYTE * blocks)))
+    def block_bytes(self, has_lists: bool) -> int:
+        """Bytes of text in a block of rows with or without lists."""
+        memory_per_byte = _MEMORY_PER_BYTE_OF_LISTS if has_lists else _MEMORY_PER_BLOCK_BYTE
+        most = self.working_bytes // (memory_per_byte * (self.num_threads + _OTHER_BLOCKS))
+        return min(16 << 20, max(_LEAST_BLOCK_BYTES, most))
 
     @property
     def num_counters(self) -> int:

@@ -117,9 +117,13 @@ def _purpose(
         "layout": repr(source.layout),
         "options": repr(options),
         "base": None if base is None else base.recorded,
-        "block_bytes": limits.block_bytes,
+        "block_bytes": _block_bytes(source, limits),
         "part_bytes": PART_BYTES,
     }
+
+
+def _block_bytes(source: RowSource, limits: ResourceLimits) -> int:
+    return limits.block_bytes(any(column.is_list for column in source.layout.ids))
 
 
 def _version(described: RawInput) -> str:
@@ -180,7 +184,7 @@ class Preparation:
         _remove_abandoned(work.folder, spool)
         at_once = self._parts_at_once(parts)
         threads = 1 if at_once > 1 else self.limits.num_threads
-        options, block_bytes = self.options, self.limits.block_bytes
+        options, block_bytes = self.options, _block_bytes(self.source, self.limits)
         reader = PartReader(self.source, spool, options.max_rejected, options.rule, block_bytes, threads)
         sizes = [each.num_bytes for each in self.source.inputs]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -192,10 +196,11 @@ class Preparation:
 
         Two blocks of each are then in memory at a time.
         """
+        most = 2 * _block_bytes(self.source, self.limits)
         for part in parts:
             given = self.source.inputs[part.source]
             ratio = _UNPACKED_RATIO if given.is_compressed else 1
-            if not part.is_whole or given.num_bytes is None or given.num_bytes * ratio > 2 * self.limits.block_bytes:
+            if not part.is_whole or given.num_bytes is None or given.num_bytes * ratio > most:
                 return 1
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
