@@ -98,6 +98,8 @@ def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: i
     if ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{errors}.{rank}"  # each rank has its own, as under a launcher
     sys.argv[1:] = map(str, arguments)
 
     from distembed.cli import main

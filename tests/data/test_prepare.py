@@ -89,7 +89,7 @@ def check_rejected(dataset: Path, manifest: Manifest, expected: list[tuple[str, 
 def test_every_row_is_in_one_split_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, newline: bytes
 ) -> None:
-    monkeypatch.setattr(ResourceLimits, "block_bytes", 20_000)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 20_000)
     monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 128)
     files = {
         "day_2": reference.content(700, 1, malformed=0.05, newline=newline),
@@ -190,7 +190,7 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     limits = {"once": None, "again": None, "threads": ResourceLimits(threads=5), "memory": ResourceLimits(320 << 20)}
     for name, chosen in limits.items():
         prepare_criteo([source], tmp_path / name, limits=chosen)
-    monkeypatch.setattr(ResourceLimits, "block_bytes", 30_011)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 30_011)
     monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
     prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
     first = folder_bytes(tmp_path / "once")
@@ -277,7 +277,7 @@ def test_too_many_malformed_rows(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResourceLimits, "block_bytes", 10_000)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 10_000)
     (tmp_path / "a.csv").write_bytes(b"a,b,c\n" * 100_000)
     with pytest.raises(UserError, match="nothing more is read"):
         prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", limits=ResourceLimits(threads=1))
