@@ -86,10 +86,10 @@ def begin(engine: str, folder: Path, troubles: str, *rows: Path) -> "subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def ended(process: "subprocess.Popen[str]") -> list[object]:
+def ended(process: "subprocess.Popen[str]") -> list[Any]:
     said = process.communicate(timeout=600)[0]
     assert process.returncode == 0
-    found: list[object] = json.loads(next(line for line in said.split("\n") if line.startswith("[[")))  # Ray says more
+    found: list[Any] = json.loads(next(line for line in said.split("\n") if line.startswith("[[")))  # Ray says more
     return found
 
 
@@ -101,7 +101,9 @@ def test_a_cluster_makes_the_bytes_and_errors_of_threads(engine: str, tmp_path: 
     prepare_criteo(days, tmp_path / "threads", CriteoOptions(split="days"), ResourceLimits(1 << 30))
     manifest = prepare(tmp_path / "small-threads")["manifest"]
     *errors, lost, once = ended(begin(engine, tmp_path, ",".join([*TROUBLE, "die", "die once"]), *days))
-    assert errors == [[type(error).__name__, str(error)] for error in TROUBLE.values()]
+    user, (kind, full), key = errors
+    assert [user, key] == [["UserError", "rows are bad"], ["KeyError", "'key'"]]
+    assert kind == "RunError" and full.startswith(f"{tmp_path}/small could not be written (No space left on device)")
     assert isinstance(lost, list) and lost[0] == "TemporaryFailure" and "finished tasks are kept" in lost[1]
     assert isinstance(once, dict) and once["manifest"] == manifest
     assert folder_bytes(tmp_path / "criteo") == folder_bytes(tmp_path / "threads")
