@@ -163,10 +163,10 @@ def _connected_ray(limits: ResourceLimits) -> Any:
 @contextmanager
 def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
     sql, py4j, errors = (_imported(name) for name in ("pyspark.sql", "py4j.protocol", "pyspark.errors"))
-    _require_master(os.environ.get("MASTER", ""))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_WORKER_DIR", tempfile.gettempdir())  # of local clusters: else Spark's own folder
     if sql.SparkSession.getActiveSession() is None:
+        _require_master(os.environ.get("MASTER", ""))
         builder = sql.SparkSession.builder.appName("distembed prepare").config("spark.ui.showConsoleProgress", False)
         atexit.register(builder.getOrCreate().stop)
     context = sql.SparkSession.builder.getOrCreate().sparkContext
@@ -195,10 +195,10 @@ def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
 
 def _require_master(master: str) -> None:
     """Makes sure that one of the machines of ``spark://...`` answers, for which Spark would wait for minutes."""
-    places = re.findall(r"([^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
+    places = re.findall(r"(\[[^]]+\]|[^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
     for place, (host, port) in enumerate(places, 1):
         try:
-            return socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+            return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except OSError as error:
             if place == len(places):
                 raise UserError(f"engine (--engine) is spark, and MASTER={master} does not answer: {error}") from error

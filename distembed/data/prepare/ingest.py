@@ -6,6 +6,7 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -87,7 +88,9 @@ class PartReader:
         finally:
             rejected.close()
         advance(opened.bytes_read - bytes_before, 0)
-        np.save(folder / _SIZES, np.array(sizes, np.int64))
+        buffer = io.BytesIO()  # as numpy may lose the error of a full disk
+        np.save(buffer, np.array(sizes, np.int64))
+        (folder / _SIZES).write_bytes(buffer.getvalue())
         found = (opened.header_lines, opened.bytes_read, opened.sha256, rejected.num_rows, opened.notes())
         return PartFound(folder.name, num_rows, num_lines, *found)
 

@@ -111,7 +111,7 @@ def kept_folder(
             if not was_begun:
                 _remove(folder)
             raise
-        is_resumed = was_begun and purpose is not None and _is_for(folder / "purpose", purpose)
+        is_resumed = purpose is not None and (own / STAGED).is_dir() and _is_for(folder / "purpose", purpose)
         try:
             writing = (OSError, pa.ArrowException)
             with full_disk_explained(lambda error: _disk_is_full(error, output, folder), writing, max_file_size=True):
@@ -141,8 +141,6 @@ def _locked(folder: Path, output: Path, kind: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
         raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
     with lock:
         try:
@@ -209,7 +207,7 @@ def _put_in_place(folder: Path, output: Path, replaced: Path, overwrite: bool) -
     Raises:
         UserError: Something has appeared under that name meanwhile.
     """
-    for path in folder.rglob(".*"):  # files that a killed process was writing
+    for path in filter(Path.is_file, folder.rglob(".*")):  # files that a killed process was writing
         path.unlink()
     _flush(folder)
     if overwrite and os.path.lexists(output):
@@ -235,7 +233,10 @@ def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
     """Returns the text of an error that says how much was written in a folder that is not removed yet."""
     if getattr(error, "errno", None) == errno.EFBIG:
         return f"{output} could not be written: this process may not write files so large (see `ulimit -f`)"
-    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    written = 0
+    with suppress(FileNotFoundError):  # a task of a cluster may still rename its files
+        for path in folder.rglob("*"):
+            written += path.stat().st_size if path.is_file() else 0
     return (
         f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
         f"after {written >> 20:,} MiB. Nothing was left behind; free more space, or name an output elsewhere"

@@ -125,7 +125,11 @@ def _is_object_of_lists(given: TableInput, schema: TableSchema) -> bool:
     keys = keys_of_lines(first[: first.rfind(b"\n") + 1 or len(first)])
     if any(column in keys for (column,) in schema.categorical_columns.values()):
         return False
-    return not keys or _LIST_FIRST.match(first) is not None
+    try:
+        value = json.loads(first.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return not keys or _LIST_FIRST.match(first) is not None
+    return not keys or isinstance(value, dict) and all(isinstance(entries, list) for entries in value.values())
 
 
 def _object_of_lists(given: TableInput, columns: Sequence[str]) -> tuple[pa.Table, int, str]:
