@@ -142,7 +142,8 @@ class Manifest:
                 if files := [file.path for file in self.split_files]:
                     found = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
                     with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary:
-                        np.concatenate(found).tofile(temporary)
+                        with open(temporary, "wb") as file:  # numpy may lose the error of a full disk
+                            file.write(np.concatenate(found).tobytes())
                 saved = replace(self, checksums={file: FileChecksum.of(folder / file) for file in self.other_files})
             except (pa.ArrowException, OSError) as error:
                 raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -38,6 +39,7 @@ class Prefetcher(Generic[Item]):
 
     def close(self) -> None:
         """Ends the thread and drops the items that wait; it may be called any number of times."""
-        self._thread.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # the garbage collector may call this in the thread itself
+            self._thread.shutdown(cancel_futures=True)
         self._items.clear()
         self._make_next = iter(()).__next__  # drops the iterator with what it holds
