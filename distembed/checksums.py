@@ -105,7 +105,7 @@ class FileChecksum:
             if size != self.bytes:
                 return f"{path} has {size:,} bytes where {self.bytes:,} were written: it was cut short or changed"
             if file_checksum(path) != self.checksum:
-                return f"{path} is damaged: its checksum is not that of what was written"
+                return f"{path} is damaged: its checksum differs from the recorded one"
         except OSError as error:
             return f"{path} cannot be read ({error})"
         return None

@@ -63,7 +63,7 @@ def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
         except OSError as error:
             raise UserError(f"{path} of the exported model cannot be read: {error}; {_DAMAGED}.") from error
         if found != checksum:
-            raise UserError(f"{path} is damaged: its checksum is not that of what was written; {_DAMAGED}.")
+            raise UserError(f"{path} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
 
 
 def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> float:

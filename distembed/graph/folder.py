@@ -74,7 +74,7 @@ class StoredArray:
                 return f"{path} is missing"
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
-                    return f"{path} is damaged: its checksum is not that of what was written"
+                    return f"{path} is damaged: its checksum differs from the recorded one"
         except OSError as error:
             return f"{path} cannot be read ({error})"
         return None
@@ -82,7 +82,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class GraphDescription:
-    """What ``graph.json`` says."""
+    """The contents of ``graph.json``."""
 
     num_nodes: int  # number of nodes
     num_edges: int  # number of edges stored; an undirected edge counts twice

@@ -96,7 +96,7 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
         stored.getbuffer()[200] ^= 1
         problems = verify_dataset(URL).problems
         assert problems == [
-            f"{URL}/part1.parquet, row group 0 is damaged: its checksum is not that of what was written; prepare the "
+            f"{URL}/part1.parquet, row group 0 is damaged: its checksum differs from the recorded one; prepare the "
             "data again, or fetch the file again from where a whole copy is"
         ]
         assert read_rows(URL) == expected  # from the cache

@@ -28,4 +28,4 @@ def test_a_compiled_program_is_served_where_that_is_asked_for(tmp_path: Path) ->
     code = model / "compiled" / "network.pt2"
     code.write_bytes(code.read_bytes()[:-1] + b"?")
     done = command("serve", model, "--port", 0, "--compiled", code=2)
-    assert "is damaged: its checksum is not that of what was written" in done.stderr.replace("\n", " ")
+    assert "is damaged: its checksum differs from the recorded one" in done.stderr.replace("\n", " ")

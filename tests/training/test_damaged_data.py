@@ -12,7 +12,7 @@ from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE
 from tests.data.test_damage import flip_a_bit, make_old
 from tests.small_runs import command, config_values, distembed, write_dataset
 
-DAMAGED = r"part-0.parquet, row group {} is damaged: its checksum is not that of what was written"
+DAMAGED = r"part-0.parquet, row group {} is damaged: its checksum differs from the recorded one"
 
 
 @pytest.fixture

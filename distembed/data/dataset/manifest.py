@@ -100,7 +100,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dataset folder holds."""
+    """The contents of a dataset folder."""
 
     schema: Schema
     splits: Mapping[str, Split]

@@ -75,7 +75,7 @@ def dataset_folder(
 
     Args:
         dataset: Path or URL of the dataset.
-        cache_dir: Folder for what is fetched; None for ``distembed`` in the user's folder of caches.
+        cache_dir: Folder for fetched files; None for ``distembed`` in the user's folder of caches.
         cache_bytes: Most bytes of the row groups that are kept, of all datasets together.
 
     Raises:

@@ -35,7 +35,7 @@ Pieces: TypeAlias = NDArray[np.void]
 
 
 def file_pieces(path: Path) -> Pieces:
-    """Returns the pieces of a Parquet file as it is, a few megabytes of which are in memory at a time.
+    """Returns the pieces of a Parquet file as it is, with a few megabytes in memory at a time.
 
     Raises:
         UserError: Its row groups do not follow each other.

@@ -34,7 +34,7 @@ class SplitFile:
     """
 
     path: Path  # where it is, or would be if it were not remote
-    listed: DataFile  # what the manifest says of it
+    listed: DataFile  # its entry in the manifest
     pieces: Pieces | None = None  # None for a file without checksums
     mirror: Mirror | None = None  # where its bytes come from, if they are not at the path; such a file has checksums
 
@@ -43,7 +43,7 @@ class SplitFile:
         return str(self.path) if self.mirror is None else self.mirror.file_url(self.listed.path)
 
     def checked_metadata(self, schema: Schema) -> pq.FileMetaData:
-        """Returns what the footer says; columns, size and number of rows are held against the manifest."""
+        """Returns the footer, after its columns, size and number of rows were compared with the manifest."""
         if self.mirror is None and not self.path.is_file():
             raise UserError(f"{self} is missing: the manifest lists it; {REMEDY}")
         if not self.has_listed_size:
@@ -96,12 +96,12 @@ class SplitFile:
         """Returns the text of an error that says which piece of the file is damaged."""
         assert self.pieces is not None
         what = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
-        return f"{self}, {what} is damaged: its checksum is not that of what was written; {REMEDY}"
+        return f"{self}, {what} is damaged: its checksum differs from the recorded one; {REMEDY}"
 
 
 @lru_cache(maxsize=32)
 def _footer(file: SplitFile) -> pq.FileMetaData:
-    """Returns what the footer of a file says, which takes long to read for a file of many row groups."""
+    """Returns the footer of a file; reading it takes long where there are many row groups."""
     try:
         if file.pieces is None:
             return pq.read_metadata(file.path)

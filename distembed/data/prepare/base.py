@@ -28,7 +28,7 @@ _MOST_SAID = 5
 
 @dataclass(frozen=True)
 class Base:
-    """A dataset, of which the vocabularies and the learnt transforms are read alone."""
+    """A dataset whose vocabularies and learnt transforms are read, and no rows."""
 
     named: str  # by its folder or URL, or a run's folder
     folder: Path  # its own, the one in which a run keeps its vocabularies, or the one where a URL is fetched to

@@ -32,7 +32,7 @@ _FILES = InputKind(
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """What a dataset's bytes depend on besides the input; an option out of its range is a UserError."""
+    """The options that decide a dataset's bytes; a value out of its range is a UserError."""
 
     min_count: int = 2  # values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more
     hash_size: int | None = None  # size of the tables that ids are hashed into, to 2^62; None builds a vocabulary

@@ -37,7 +37,7 @@ ColumnsLearnt = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """The dataset's columns: what is learnt of each, and what the files and the schema have of it."""
+    """The dataset's columns: the vocabularies and transforms learnt, and the files' and schema's columns."""
 
     layout: BlockLayout  # the columns of the blocks
     base: Base | None  # dataset whose ids are applied, if there is one

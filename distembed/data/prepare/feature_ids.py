@@ -56,7 +56,7 @@ class FeatureValues:
 
     blocks: Sequence[SpooledBlock]  # all blocks
     splits: RowSplits  # which rows train
-    place: int  # number of the column among those of keys
+    place: int  # index of the column among the key columns
     column: KeyColumn
 
     def counted(self, schema: pa.Schema, rows_missing: Counter[str]) -> Iterator[pa.RecordBatch]:

@@ -157,7 +157,7 @@ class Ingested:
         return blocks
 
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
-        """Returns the manifest's entries of the inputs, given the SHA-256 of those that were cut, by their numbers."""
+        """Returns the manifest's entries of the inputs, given the SHA-256 of the inputs that were cut, by number."""
         files = []
         for number, (described, found) in enumerate(zip(self.source.inputs, self._by_source, strict=True)):
             num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes

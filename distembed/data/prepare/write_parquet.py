@@ -68,7 +68,7 @@ def plan_files(split: str, start: int, stop: int, group_rows: int | None = None)
 class WrittenFile:
     """One file that was written."""
 
-    file: DataFile  # what the manifest says of it
+    file: DataFile  # its entry in the manifest
     label_sum: float | None  # sum of its labels; None where rows have none
     pieces: Pieces  # its pieces with their checksums
     weight_sum: float | None = None  # sum of its rows' weights; None where rows have none

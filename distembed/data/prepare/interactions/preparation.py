@@ -67,7 +67,7 @@ AnyPath = str | os.PathLike[str]
 class InteractionFiles:
     """Files, folders or pipes of interactions; ``-`` is standard input."""
 
-    train: Sequence[AnyPath]  # all of them, or those that train
+    train: Sequence[AnyPath]  # all rows, or the training rows
     validation: Sequence[AnyPath] = ()  # only with a test
     test: Sequence[AnyPath] = ()  # then the others do not test
 
@@ -81,7 +81,7 @@ class Preparation:
     """
 
     output: AnyPath
-    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # above what the interpreter takes (about 150 MB)
+    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # beside the interpreter's own (about 150 MB)
     overwrite: bool = False  # whether a dataset at the output is replaced
     progress: ProgressCallback = field(default=ignore)
     note: NoteCallback = field(default=ignore)  # is told in a sentence what should be known of the input
