@@ -222,8 +222,8 @@ class NodeAgent(LocalElasticAgent):
             self._agree(self._verdict)
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
-        if is_early:
-            return RunResult(WorkerState.HEALTHY)
+        if is_early or (None in codes and not failed):
+            return RunResult(WorkerState.HEALTHY)  # torch's look would take the end of a rank since ours for a failure
         if failed and set(failed) == {INTERRUPTED}:
             self._remaining_restarts += 1  # of an elastic job: going on without a node is no failure
         return super()._monitor_workers(worker_group)

@@ -228,6 +228,35 @@ def test_a_mistake_on_one_node_ends_all_nodes_and_is_told_once(tmp_path: Path, m
     assert starts(tmp_path, 0, 1) == [1, 1]
 
 
+# Runs one rank, which ends by a mistake after the agent has looked at the exit codes and before torch does.
+BETWEEN_LOOKS = """
+import os, time
+from torch.distributed.run import config_from_args, parse_args
+from launch.nodes.agent import NodeAgent
+
+class Slow(NodeAgent):
+    def _judge(self, failed, is_early):
+        verdict = super()._judge(failed, is_early)
+        open("judged", "w").close()
+        while self._exit_codes() != [2]:
+            time.sleep(0.01)
+        return verdict
+
+rank = "echo 0 >> starts-0; until [ -e judged ]; do sleep 0.01; done; exit 2"
+node = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+arguments = [*node, "--max-restarts=3", "--no-python", "bash", "-c", rank]
+config, entrypoint, program = config_from_args(parse_args(arguments))
+os._exit(Slow(config, entrypoint, tuple(program), 20, print).run_to_end())
+"""
+
+
+def test_a_rank_that_ends_while_it_is_looked_at_is_judged_by_its_exit_code(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agent = subprocess.run([sys.executable, "-c", BETWEEN_LOOKS], cwd=tmp_path, env=environment, timeout=100)
+    assert agent.returncode == 2
+    assert starts(tmp_path, 0) == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_nodes_of_a_fixed_job_end_together_when_one_is_told_to(tmp_path: Path) -> None:
