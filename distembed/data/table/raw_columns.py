@@ -209,6 +209,8 @@ def plain_array(column: pa.Array) -> pa.Array:
         return pa.ListArray.from_arrays(offsets, values)
     if pa.types.is_decimal32(column.type) or pa.types.is_decimal64(column.type):  # which Arrow computes little with
         return column.cast(pa.decimal128(column.type.precision, column.type.scale))
+    if pa.types.is_float16(column.type):
+        return column.cast(pa.float32())
     if type_kind(column.type) not in (TEXT, None):
         return column
     try:

@@ -3,8 +3,11 @@
 import gzip
 import io
 import random
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -103,12 +106,33 @@ def test_shipped_schemas_read_back() -> None:
         load_schema("critio")
 
 
-def test_nested_columns_are_left_out(tmp_path: Path) -> None:
-    table = pa.table({"a": [{"b": 1}] * 4, "c": ["x", "y"] * 2, "label": [0, 1, 1, 0]})
+def test_columns_of_all_types_prepare_or_are_left_out(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "label": [0, 1, 1, 0],
+            "text": ["x", "y"] * 2,
+            "half": pa.array(np.array([1, np.nan, 2.5, 2], np.float16)),
+            "number_where_known": [1, None, 2, 3],
+            "days": [[datetime(2026, 1, 1)], None, [], [datetime(2026, 1, 1)]],
+            "truths": [[True], [False], None, []],
+            "fractions": [[0.5]] * 4,
+            "decimals": [[Decimal("1.00")], [Decimal("2.50")], None, []],
+            "object": [{"b": 1}] * 4,
+            "uuid": pa.array([bytes(16), bytes(range(16)), bytes(16), None], pa.uuid()),
+        }
+    )
     sink = io.BytesIO()
     pq.write_table(table, sink)
     schema, text = guessed(sink.getvalue(), "rows.parquet", tmp_path)
-    assert list(schema.categorical) == ["c"] and "# a is left out" in text
+    assert {name: each.kind for name, each in schema.categorical.items()} == {
+        "text": "string",
+        "number_where_known": "integer",
+        "days": "string",
+        "truths": "string",
+    }
+    assert list(schema.dense) == ["half"]
+    assert all(f"# {name} is left out" in text for name in ("fractions", "decimals", "object", "uuid"))
+    assert prepare_table([tmp_path / "rows.parquet"], tmp_path / "made", schema).rejected.num_rows == 0
 
 
 def test_outcomes_and_unsigned_ids_behind_semicolons_prepare(tmp_path: Path) -> None:
@@ -126,15 +150,14 @@ def test_outcomes_and_unsigned_ids_behind_semicolons_prepare(tmp_path: Path) -> 
     assert prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema).rejected.num_rows == 0
 
 
-def test_empty_parts_are_passed_over_and_lists_of_fractions_left_out(tmp_path: Path) -> None:
+def test_empty_parts_are_passed_over(tmp_path: Path) -> None:
     folder = tmp_path / "spark"
     folder.mkdir()
-    table = pa.table({"label": [0, 1] * 50, "site": ["a", "b", "c", "d"] * 25, "vector": [[0.5, 0.25]] * 100})
+    table = pa.table({"label": [0, 1] * 50, "site": ["a", "b", "c", "d"] * 25})
     pq.write_table(table[:0], folder / "part-0.parquet")
     pq.write_table(table, folder / "part-1.parquet")
     (folder / "_SUCCESS").touch()
     text = guess_schema(find_inputs([folder]), 1000)
-    assert "# vector is left out: its lists are of numbers with fractions" in text
     schema = TableSchema.from_json(parse_yaml(text, "the test"), "the test")
     assert prepare_table([folder], tmp_path / "made", schema).rejected.num_rows == 0
 

@@ -23,7 +23,7 @@ import yaml
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.sample import MISSING_TEXTS, ColumnProfile, Sample, read_sample
 from distembed.data.table.numbers import number_values, time_values, values_as_numbers
-from distembed.data.table.raw_columns import BOOLEAN, LIST, TEXT, TIME, type_kind
+from distembed.data.table.raw_columns import BOOLEAN, INTEGER, LIST, NUMBER, TEXT, TIME, type_kind
 from distembed.data.table.schema import TableSchema, TextFormat, TimeColumn
 from distembed.data.table.schema_files import load_schema, shipped_schemas
 from distembed.errors import UserError
@@ -149,11 +149,12 @@ def _why_useless(column: ColumnProfile) -> str | None:
         return "it has no name"
     if column.kind == LIST:
         entries = pc.list_flatten(column.rows)
-        is_real = pa.types.is_floating(entries.type) and pc.any(pc.not_equal(entries, pc.floor(entries))).as_py()
-        return "its lists are of numbers with fractions, which get no ids" if is_real else None
+        numbers = number_values(entries)[0] if type_kind(entries.type) == NUMBER else np.zeros(0)
+        return "its lists are of numbers with fractions, which get no ids" if (numbers % 1 > 0).any() else None
     if num_distinct == 1 and not column.missing_share:
         return "it has one value"
-    if column.is_whole and column.numbers is not None and num_rows > 2 and (np.diff(column.numbers) == 1).all():
+    steps = np.zeros(1) if column.numbers is None else np.diff(column.numbers)
+    if column.is_whole and num_distinct == num_rows > 2 and (steps == 1).all():
         return "it numbers the rows"
     is_id = column.numbers is None or _ID_NAME.search(column.name)
     if num_distinct == num_rows > 1 and is_id and not _separator(column):
@@ -204,7 +205,7 @@ def _feature(column: ColumnProfile) -> _Guess:
     name, texts = column.name, column.distinct
     if column.kind == LIST:
         entries = pc.list_flatten(column.rows)
-        kind, why = ({}, "") if type_kind(entries.type) == TEXT else _kind_of_integers(entries)
+        kind, why = _kind_of_integers(entries) if type_kind(entries.type) in (INTEGER, NUMBER) else ({}, "")
         return _Guess("categorical", name, {**kind, "is_list": True}, why)
     if separator := _separator(column):
         return _Guess("categorical", name, {"separator": separator})

@@ -67,8 +67,10 @@ class ColumnProfile:
         is_missing = rows.is_null(nan_is_null=pa.types.is_floating(rows.type))
         if kind == TEXT:
             is_missing = pc.or_(is_missing, pc.is_in(rows, value_set=pa.array(missing, rows.type)))
+        if kind == "other":
+            return cls(name, kind, rows, rows[:0], None)
         rows = pc.if_else(is_missing, pa.scalar(None, rows.type), rows)
-        if kind in (LIST, "other"):
+        if kind == LIST:
             return cls(name, kind, rows, rows[:0], None)
         values = rows.drop_null()
         counts = values.value_counts()
