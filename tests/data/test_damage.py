@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from distembed.checksums import KEY, with_checksum
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.dataset.manifest import MANIFEST_VERSION, id_fingerprint
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, file_pieces
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, file_pieces, read_checksums
 from distembed.data.dataset.verification import missing_checksums_note, require_whole, verify_dataset
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
@@ -112,6 +113,17 @@ def test_a_damaged_row_group_is_refused_by_its_number(tmp_path: Path, prefetch_b
     assert [problem for problem in verify_dataset(folder).problems if "row group 1 is damaged" not in problem] == []
 
 
+def test_the_memory_of_a_check_does_not_grow_with_row_groups(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 1)
+    numbers = pa.table({"x": np.random.default_rng(0).random(3_000_000)})
+    pq.write_table(numbers, folder / "large.parquet", row_group_size=len(numbers), use_dictionary=False)
+    create_manifest(folder, Schema(None, ("x",), ()), {"train": ["large.parquet"]})
+    tracemalloc.start()
+    assert verify_dataset(folder).problems == []
+    assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    tracemalloc.stop()
+
+
 def test_all_problems_are_found_at_once(criteo: Path, whole: dict[Path, bytes]) -> None:
     found = verify_dataset(criteo)
     assert found.problems == [] and found.has_checksums
@@ -192,12 +204,18 @@ def test_checksums_that_are_damaged_or_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"checksums\.bin is missing"):
         open_reader(folder)
     assert any(CHECKSUMS_NAME in problem for problem in verify_dataset(folder).problems)
-    for other in (content[: PIECE.itemsize], content + content, content[PIECE.itemsize :], b""):
+    sizes = file_pieces(folder / "part0.parquet")["bytes"]
+    sizes[:2] += [20, -20]  # so that row group 1 begins before its piece
+    shifted = read_checksums(folder / "part0.parquet", sizes.tolist()).tobytes()
+    shifted += content[len(shifted) :]
+    for other in (content[: PIECE.itemsize], content + content, content[PIECE.itemsize :], b"", shifted):
         path.write_bytes(other)
         entry = {"bytes": len(other), "checksum": xxhash.xxh3_128_hexdigest(other)}
         change_manifest(folder, lambda value, entry=entry: value["checksums"].update({CHECKSUMS_NAME: entry}))
-        with pytest.raises(UserError, match=r"checksums\.bin does not fit the manifest"):
-            open_reader(folder)
+        with pytest.raises(
+            UserError, match=r"checksums\.bin does not fit the manifest|row group 1 cannot be read: .*again"
+        ):
+            list(open_reader(folder))
 
 
 def test_old_datasets_are_read_and_what_only_looks_old_is_damaged(criteo: Path) -> None:

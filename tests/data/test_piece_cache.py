@@ -3,6 +3,7 @@
 import fcntl
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def test_what_was_used_longest_ago_makes_way(tmp_path: Path) -> None:
     assert kept == set("abefghijk")
 
 
-def test_damage_full_disks_and_what_killed_processes_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_removed_folders_full_disks_and_what_killed_processes_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PieceCache(tmp_path, 1000)
     assert get(cache, bytes(300)) == 1
     (path,) = tmp_path.glob("??/*")
@@ -68,6 +71,8 @@ def test_damage_full_disks_and_what_killed_processes_left(tmp_path: Path, monkey
     assert get(cache, bytes(600)) == 1 and count(tmp_path) == bytes_on_disk(tmp_path) == 900
     (tmp_path / "size").write_text("")
     assert get(cache, bytes(50)) == 1 and count(tmp_path) == 950
+    shutil.rmtree(tmp_path)
+    assert get(cache, bytes(950)) == 1 and get(cache, bytes(950)) == 0 and count(tmp_path) == 950
     monkeypatch.setattr("distembed.data.dataset.piece_cache._SPARE_BYTES", 1 << 60)
     assert get(cache, bytes(1)) == get(cache, bytes(1)) == 1 and count(tmp_path) == bytes_on_disk(tmp_path) == 950
 

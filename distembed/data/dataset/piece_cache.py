@@ -33,7 +33,7 @@ _SPARE_BYTES = 1 << 30
 class PieceCache:
     """Keeps bytes by their checksums; several processes of a machine may use one folder."""
 
-    folder: Path  # an existing one
+    folder: Path
     most_bytes: int  # of all pieces; 0 keeps none
 
     def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
@@ -55,6 +55,7 @@ class PieceCache:
 
     def _write(self, path: Path, data: bytes) -> None:
         """Keeps a piece, if the limit and the disk have room for it once others made way."""
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder too, which may have been removed meanwhile
         with open(os.open(self.folder / "size", os.O_RDWR | os.O_CREAT, 0o666), "r+") as size:
             fcntl.flock(size, fcntl.LOCK_EX)
             text = size.read()
@@ -71,7 +72,6 @@ class PieceCache:
             size.write(str(num_bytes + is_kept * len(data)))
             size.flush()
             if is_kept:
-                path.parent.mkdir(exist_ok=True)
                 (self.folder / "new").write_bytes(data)
                 os.replace(self.folder / "new", path)
 

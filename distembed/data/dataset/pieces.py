@@ -16,6 +16,7 @@ bit can change the encoding or the number of values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,6 +51,11 @@ def file_pieces(path: Path) -> Pieces:
         starts.append(begin if starts else 0)
         stop = end
     sizes = np.diff([*starts, stop, path.stat().st_size] if starts else [0, path.stat().st_size]).tolist()
+    return read_checksums(path, sizes)
+
+
+def read_checksums(path: Path, sizes: Sequence[int]) -> Pieces:
+    """Returns pieces of these sizes with the checksums of a file as it is, read a few megabytes at a time."""
     with path.open("rb") as file:
         return np.array([(size, bytes.fromhex(file_checksum(file, size))) for size in sizes], PIECE)
 

@@ -18,7 +18,7 @@ from distembed.checksums import checksum_of
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.manifest import DataFile, Manifest
 from distembed.data.dataset.mirror import Mirror, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, read_checksums
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
 
@@ -69,28 +69,32 @@ class SplitFile:
     def damaged_pieces(self) -> list[str]:
         """Returns the problem of each damaged piece of a file with checksums; a remote file is read past the cache."""
         assert self.pieces is not None
-        found = (index for index in range(len(self.pieces)) if self._piece(index, uncached=True)[0] is None)
-        return [self._damaged(index) for index in found]
+        if self.mirror is None:  # a few megabytes at a time
+            damaged = np.flatnonzero(read_checksums(self.path, self.pieces["bytes"].tolist()) != self.pieces).tolist()
+        else:
+            read = self.mirror.read_uncached
+            damaged = [each for each in range(len(self.pieces)) if read(self.listed.path, *self._bounds(each)) is None]
+        return [self._damaged(index) for index in damaged]
 
     def piece(self, index: int) -> tuple[bytes, int]:
         """Returns the bytes of a piece, and where it begins."""
-        data, start = self._piece(index)
+        start, stop, checksum = self._bounds(index)
+        if self.mirror is not None:
+            data = self.mirror.read(self.listed.path, start, stop, checksum)
+        else:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                found = file.read(stop - start)
+            data = found if checksum_of(found) == checksum else None
         if data is None:
             raise UserError(self._damaged(index))
         return data, start
 
-    def _piece(self, index: int, uncached: bool = False) -> tuple[bytes | None, int]:
-        """Returns the bytes of a piece, None where they are not as they were written, and where it begins."""
+    def _bounds(self, index: int) -> tuple[int, int, str]:
+        """Returns where a piece begins and ends, and its checksum."""
         assert self.pieces is not None
         start, size = int(self.pieces["bytes"][:index].sum()), int(self.pieces["bytes"][index])
-        checksum = str(self.pieces["checksum"][index].tobytes().hex())
-        if self.mirror is not None:
-            read = self.mirror.read_uncached if uncached else self.mirror.read
-            return read(self.listed.path, start, start + size, checksum), start
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = file.read(size)
-        return data if checksum_of(data) == checksum else None, start
+        return start, start + size, str(self.pieces["checksum"][index].tobytes().hex())
 
     def _damaged(self, index: int) -> str:
         """Returns the text of an error that says which piece of the file is damaged."""
@@ -151,7 +155,7 @@ class RowGroup:
                 source, metadata = pa.PythonFile(_Part(*file.piece(self.index)), "r"), _footer(file)
             with pq.ParquetFile(source, metadata=metadata) as parquet:
                 return parquet.read_row_group(self.index, columns=list(columns), use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:  # the last of a place before the piece
             raise UserError(f"{self} cannot be read: {error}; {REMEDY}") from error
 
 
