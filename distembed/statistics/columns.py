@@ -60,7 +60,7 @@ class GroupColumns:
 def _values(table: pa.Table, name: str) -> tuple[pa.Array, Lengths]:
     column = table[name].combine_chunks()
     column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+    if not pa.types.is_nested(column.type):
         return column, None
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     return column.flatten(), lengths.astype(np.int64)

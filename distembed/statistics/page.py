@@ -107,11 +107,11 @@ def _draw_skew(axes: Axes, statistics: DatasetStatistics) -> None:
         counts, is_named = feature.counts_by_rank, index < _MOST_NAMED
         look: Any = {"color": colour(index), "label": name} if is_named else {"color": PAGE_COLOUR, "alpha": 0.25}
         axes.plot(list(counts), list(counts.values()), linewidth=1, zorder=2 + is_named, **look)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xlabel("rank of the id")
     axes.set_ylabel("count")
     if any(feature.counts_by_rank for _, feature in ordered):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
         axes.legend(fontsize=7, ncols=2)
 
 

@@ -271,6 +271,17 @@ def test_numbers_that_were_filled_are_not_said_to_be_complete(tmp_path: Path, mi
     assert ("filled" in line.split()) == filled and ("<td>filled</td>" in render_page(found)) == filled
 
 
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_lists_of_a_fixed_size_and_empty_datasets_have_a_page(tmp_path: Path, num_rows: int) -> None:
+    ids = pa.array([[1, 2], [2, 4], [3, 1]][:num_rows], pa.list_(pa.int32(), 2))
+    pq.write_table(pa.table({"id": ids}), tmp_path / "a.parquet")
+    schema = Schema(None, (), (CategoricalFeature("id", 5, multi_hot=True),))
+    create_manifest(tmp_path, schema, {"train": ["a.parquet"]})
+    found = dataset_statistics(tmp_path)
+    assert found.features["id"].cardinality == (4 if num_rows else 0)
+    assert "<svg" in render_page(found)
+
+
 def test_json_and_refusals(tmp_path: Path, rows: dict[str, list[dict[str, Any]]], capsys: Any) -> None:
     folder = write(tmp_path / "d", SCHEMA, rows)
     cli.app(["data", "stats", str(folder), "--json"], standalone_mode=False)
