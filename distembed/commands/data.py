@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from distembed.commands.shared import console, errors, say
+from distembed.files import write_text
 from distembed.units import parse_bytes
 
 app = typer.Typer()
@@ -33,13 +34,14 @@ def stats_command(
     """Count a dataset's rows: labels over time, ids and their skew, numbers, missing, unseen and equal rows."""
     from rich.progress import Progress
 
+    from distembed.outputs import require_file
     from distembed.statistics import dataset_statistics
-    from distembed.statistics.page import require_page, write_page
+    from distembed.statistics.page import render_page
     from distembed.statistics.terminal import print_statistics
 
     memory_bytes = parse_bytes("--memory-limit", memory_limit)
     if output is not None:
-        require_page(output, overwrite)
+        require_file("--output", output, overwrite, may_replace_own=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("reading")
         found = dataset_statistics(
@@ -50,6 +52,6 @@ def stats_command(
     else:
         print_statistics(found, console)
     if output is not None:
-        write_page(found, output)
+        write_text(output, render_page(found), make_folder=True)
         if not as_json:
             say(f"page {output}")

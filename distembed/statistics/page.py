@@ -4,15 +4,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from distembed.files import write_text
-from distembed.outputs import require_file
 from distembed.runs.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
 from distembed.statistics.texts import (
     TextTable,
@@ -28,25 +25,6 @@ from distembed.statistics.values import DatasetStatistics
 
 _MOST_NAMED = 8
 """Most features that have a colour and a name, those of most ids first."""
-
-
-def require_page(output: Path, overwrite: bool) -> None:
-    """Refuses a file that the page cannot be written to, before anything is counted.
-
-    Raises:
-        UserError: It does not end in ``.html``, cannot be a file, or is there and is no page of distembed's.
-        RunError: No file can be made in its folder.
-    """
-    require_file("--output", output, overwrite, may_replace_own=True)
-
-
-def write_page(statistics: DatasetStatistics, output: Path) -> None:
-    """Writes the page, whole or not at all.
-
-    Raises:
-        RunError: It cannot be written.
-    """
-    write_text(output, render_page(statistics), make_folder=True)
 
 
 def render_page(statistics: DatasetStatistics) -> str:
