@@ -140,7 +140,7 @@ def test_a_spark_master_that_does_not_answer_is_said_soon(monkeypatch: pytest.Mo
     assert one_line(RuntimeError("\x1b[36mray::task()\x1b[39m\nis lost")) == "RuntimeError: ray::task() is lost"
 
 
-KILLS = 36
+KILLS = 100
 PREPARE_ON_RAY = """
 import sys
 from distembed.data.prepare import ResourceLimits, prepare_criteo
