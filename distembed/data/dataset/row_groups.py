@@ -155,7 +155,9 @@ class RowGroup:
                 source, metadata = pa.PythonFile(_Part(*file.piece(self.index)), "r"), _footer(file)
             with pq.ParquetFile(source, metadata=metadata) as parquet:
                 return parquet.read_row_group(self.index, columns=list(columns), use_threads=False)
-        except (pa.ArrowException, OSError, ValueError) as error:  # the last of a place before the piece
+        except UserError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueErrors are places before the piece
             raise UserError(f"{self} cannot be read: {error}; {REMEDY}") from error
 
 
