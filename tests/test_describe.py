@@ -24,7 +24,7 @@ from distembed.embedding import (
     TableConfig,
 )
 from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
-from distembed.models.config import CountedModelConfig
+from distembed.models.config import CountedModelConfig, LowRankCrossConfig
 from distembed.partitions import PARTITIONS
 from distembed.units import format_bytes
 
@@ -58,6 +58,8 @@ COUNTED = [
     DCNConfig(deep=[3], num_cross_layers=1),
     DCNConfig(),
     DLRMConfig(dense="soft_one_hot"),
+    DLRMConfig(bottom=[5], top=[7], cross=LowRankCrossConfig(2, 3)),
+    DLRMConfig(dense="soft_one_hot", cross=LowRankCrossConfig()),
     DLRMConfig(bottom=[5], dense="both", soft_one_hot=SoftOneHotConfig(bins=3, layer_norm=True)),
     DCNConfig(dense="soft_one_hot", soft_one_hot=SoftOneHotConfig(bins=1)),
     DCNConfig(dense="both", soft_one_hot=SoftOneHotConfig(layer_norm=True)),

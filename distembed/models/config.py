@@ -105,6 +105,14 @@ class SoftOneHotConfig:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class LowRankCrossConfig:
+    """The settings of :class:`distembed.models.low_rank_cross.LowRankCross`."""
+
+    num_layers: Annotated[int, Field(gt=0, le=1000)] = 3
+    rank: Width = 512
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DLRMConfig:
     """The section of :class:`distembed.models.DLRM`; all other sizes follow from the data and the tables.
 
@@ -115,6 +123,7 @@ class DLRMConfig:
         dense: What makes a vector of the dense features: the network ``bottom``, the sum of their soft one-hot vectors,
             or the sum of both.
         soft_one_hot: The settings of soft one-hot vectors, where ``dense`` has them; null for the default ones.
+        cross: Cross layers in place of the pairwise dot products (DLRM-DCNv2); null for dot products.
     """
 
     returns: ClassVar[str] = "logits"
@@ -123,6 +132,7 @@ class DLRMConfig:
     top: Widths = field(default_factory=lambda: [512, 256])
     dense: Literal["bottom", "soft_one_hot", "both"] = "bottom"
     soft_one_hot: SoftOneHotConfig | None = None
+    cross: LowRankCrossConfig | None = None
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> "DLRMConfig":
@@ -137,14 +147,18 @@ class DLRMConfig:
             UserError: Dense numbers may be missing, and the model cannot tell that they are.
         """
         from distembed.models.dlrm import DLRM
+        from distembed.models.low_rank_cross import LowRankCross
         from distembed.models.soft_one_hot import SoftOneHotSum
 
         num_numbers, soft_one_hot = _dense_inputs(self.dense, self.soft_one_hot, inputs)
-        layer = None
+        dim, layer, cross = inputs.embedding_dim, None, None
         if soft_one_hot is not None:
-            layer = SoftOneHotSum(*soft_one_hot.arguments(inputs.num_dense, inputs.embedding_dim))
+            layer = SoftOneHotSum(*soft_one_hot.arguments(inputs.num_dense, dim))
+        if self.cross is not None:
+            in_features = (inputs.num_vectors + (inputs.num_dense > 0)) * dim
+            cross = LowRankCross(in_features, self.cross.num_layers, self.cross.rank)
         embeddings, vector_names = inputs.pooled_embeddings()
-        return DLRM(embeddings, vector_names, inputs.embedding_dim, num_numbers, self.bottom, self.top, layer)
+        return DLRM(embeddings, vector_names, dim, num_numbers, self.bottom, self.top, layer, cross)
 
     def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
         """Returns the shapes of the networks' weights and biases; errors as :meth:`build`."""
@@ -155,7 +169,14 @@ class DLRMConfig:
         shapes = mlp_shapes("bottom", num_numbers, [*self.bottom, dim]) if num_numbers else {}
         if soft_one_hot is not None:
             shapes |= soft_one_hot.shapes("soft_one_hot", inputs.num_dense, dim)
-        return shapes | mlp_shapes("top", (dim if has_dense else 0) + num_pairs, [*self.top, 1])
+        if self.cross is None:
+            return shapes | mlp_shapes("top", (dim if has_dense else 0) + num_pairs, [*self.top, 1])
+        in_features, rank, layers = num_vectors * dim, self.cross.rank, range(self.cross.num_layers)
+        shapes |= {f"interactions.down.{layer}.weight": (rank, in_features) for layer in layers}
+        for layer in layers:
+            shapes[f"interactions.up.{layer}.weight"] = (in_features, rank)
+            shapes[f"interactions.up.{layer}.bias"] = (in_features,)
+        return shapes | mlp_shapes("top", in_features, [*self.top, 1])
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -294,14 +315,13 @@ def _dense_inputs(
 def plan_values(config: ModelConfig) -> dict[str, Any]:
     """Returns a model's section in plain values, for a plan's inputs.
 
-    Dense features as models always had them are left out, so that plans that were saved before there was a choice are
-    those of the same section now.
+    Defaults of settings that models did not always have are left out, so that plans saved before them still match.
     """
     fields = {each.name: each.default for each in dataclasses.fields(config)}
     return {
         name: value
         for name, value in dataclasses.asdict(config).items()
-        if name not in ("dense", "soft_one_hot") or value != fields[name]
+        if name not in ("dense", "soft_one_hot", "cross") or value != fields[name]
     }
 
 

@@ -2,7 +2,8 @@
 
 A bottom network embeds the dense features. Its vector and the pairwise dot products of it and all feature embeddings,
 without self-products, go into a top network that ends in one logit. The sum of the dense features' soft one-hot vectors
-takes the place of the bottom network's vector, or is added to it.
+takes the place of the bottom network's vector, or is added to it. Cross layers take the place of the dot products in
+MLPerf's DLRM-DCNv2; their output alone goes into the top network.
 """
 
 import warnings
@@ -18,6 +19,7 @@ from distembed.errors import UserError
 from distembed.models.base import Model
 from distembed.models.embedded import StackFeatures
 from distembed.models.interaction import PairwiseDots
+from distembed.models.low_rank_cross import LowRankCross
 from distembed.models.mlp import MLP
 from distembed.models.soft_one_hot import SoftOneHotSum
 
@@ -35,6 +37,7 @@ class DLRM(Model):
         top: Hidden sizes of the top network, whose output is one logit.
         soft_one_hot: Maps dense features to the sum of their vectors, with ``embedding_dim`` numbers; beside it, the
             bottom network takes 0 where a number is missing.
+        cross: Cross layers over the dense vector, if there is one, and all feature embeddings; None for dot products.
 
     Warns of a single categorical feature without dense ones: there is no pair to multiply.
 
@@ -53,6 +56,7 @@ class DLRM(Model):
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
         soft_one_hot: SoftOneHotSum | None = None,
+        cross: LowRankCross | None = None,
     ) -> None:
         super().__init__()
         has_dense = num_dense > 0 or soft_one_hot is not None
@@ -63,8 +67,9 @@ class DLRM(Model):
         self.stack = StackFeatures(vector_names, embedding_dim)
         self.bottom = MLP(num_dense, [*bottom, embedding_dim]) if num_dense else None
         self.soft_one_hot = soft_one_hot
-        self.interactions = PairwiseDots(num_vectors)
-        top_in = (embedding_dim if has_dense else 0) + self.interactions.num_pairs
+        self.interactions = cross or PairwiseDots(num_vectors)
+        self._has_dense_beside = has_dense and cross is None
+        top_in = (embedding_dim if self._has_dense_beside else 0) + self.interactions.num_outputs
         if top_in == 0:
             warnings.warn(
                 "DLRM multiplies pairs of vectors, and the data set has one categorical feature and no dense one: all "
@@ -82,8 +87,9 @@ class DLRM(Model):
         if dense is None:
             return self.top(self.interactions(vectors)).squeeze(1)
         dense = dense.to(vectors.dtype)
-        vectors = torch.cat([dense.unsqueeze(1), vectors], dim=1)
-        return self.top(torch.cat([dense, self.interactions(vectors)], dim=1)).squeeze(1)
+        interactions = self.interactions(torch.cat([dense.unsqueeze(1), vectors], dim=1))
+        beside = [dense] if self._has_dense_beside else []
+        return self.top(torch.cat([*beside, interactions], dim=1)).squeeze(1)
 
     def _dense_vector(self, dense_features: Float[Tensor, "batch dense"]) -> Float[Tensor, "batch dim"] | None:
         """Returns the vector of all dense features; None where there are none."""

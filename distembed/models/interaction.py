@@ -23,10 +23,10 @@ class PairwiseDots(nn.Module):
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
         first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.num_pairs = len(first)
+        self.num_outputs = len(first)
         # where in the flattened V x V matrix each pair stands, and which pair (or the zero after them) each cell takes
-        pair_of_cell = torch.full((num_vectors, num_vectors), self.num_pairs)
-        pair_of_cell[first, second] = pair_of_cell[second, first] = torch.arange(self.num_pairs)
+        pair_of_cell = torch.full((num_vectors, num_vectors), self.num_outputs)
+        pair_of_cell[first, second] = pair_of_cell[second, first] = torch.arange(self.num_outputs)
         self.register_buffer("_cell_of_pair", first * num_vectors + second, persistent=False)
         self.register_buffer("_pair_of_cell", pair_of_cell.flatten(), persistent=False)
 

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torchrec.models.dlrm import DLRM_DCN
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.config import load_config
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.errors import UserError
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
-from distembed.models.config import plan_values
+from distembed.models.config import LowRankCrossConfig, plan_values
 from distembed.models.dcn import CrossLayers
 from distembed.models.interaction import PairwiseDots
+from distembed.models.low_rank_cross import LowRankCross
 
 LOGIT_MODELS = [name for name, config in MODELS.items() if getattr(config, "returns", None) == "logits"]
 
@@ -55,6 +59,30 @@ def test_pairwise_dots_equal_a_loop_and_their_gradient_is_right() -> None:
     expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i + 1, 5)]
     torch.testing.assert_close(dots(vectors), torch.stack(expected, dim=1))
     assert torch.autograd.gradcheck(dots, (vectors,))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_dlrm_with_cross_layers_equals_torchrecs_dlrm_dcn(batch: int) -> None:
+    tables = [
+        EmbeddingBagConfig(name=f"t{key}", embedding_dim=4, num_embeddings=9, feature_names=[key]) for key in "abc"
+    ]
+    theirs = DLRM_DCN(EmbeddingBagCollection(tables=tables), 2, [8, 4], [6, 1], dcn_num_layers=2, dcn_low_rank_dim=3)
+    collection, crossnet = theirs.sparse_arch.embedding_bag_collection, theirs.inter_arch.crossnet
+    ours = DLRM(collection, list("abc"), 4, 2, bottom=[8], top=[6], cross=LowRankCross(16, 2, 3))
+    assert sum(own.numel() for own in ours.parameters()) == sum(own.numel() for own in theirs.parameters())
+    for own in crossnet.bias:
+        nn.init.normal_(own)
+    kernels = [
+        *crossnet.V_kernels,
+        *(each for pair in zip(crossnet.W_kernels, crossnet.bias, strict=True) for each in pair),
+    ]
+    weights = [*theirs.dense_arch.parameters(), *kernels, *theirs.over_arch.parameters()]
+    networks = [own for name, own in ours.named_parameters() if not name.startswith("embeddings.")]
+    for own, weight in zip(networks, weights, strict=True):
+        own.data.copy_(weight)
+    features = KeyedJaggedTensor(list("abc"), torch.arange(6 * batch) % 9, lengths=torch.full([3 * batch], 2))
+    dense = torch.randn(batch, 2)
+    torch.testing.assert_close(ours(dense, features), theirs(dense, features).squeeze(1))
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
@@ -211,4 +239,5 @@ def test_settings_survive_a_dump(tmp_path: Path) -> None:
 def test_saved_plans_know_nothing_of_dense_features_as_models_always_had_them() -> None:
     assert plan_values(DLRMConfig(bottom=[4], top=[3])) == {"name": "dlrm", "bottom": [4], "top": [3]}
     assert plan_values(DCNConfig(dense="both"))["dense"] == "both"
+    assert plan_values(DLRMConfig(cross=LowRankCrossConfig(2, 8)))["cross"] == {"num_layers": 2, "rank": 8}
     assert plan_values(DLRMConfig(dense="both", soft_one_hot=SETTINGS))["soft_one_hot"]["bins"] == 4
