@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 _IN_CONFIG = {
     "batch_size": "train.batch_size=NUMBER",
     "example": "its model's batches",
-    "ids_per_row": "a dataset, which knows them",
     "sparse_optimizer": "train.sparse_optimizer.name=NAME",
     "dense_optimizer": "train.dense_optimizer.name=NAME",
     "bf16": "train.precision=bf16",
@@ -49,7 +48,10 @@ class ModelOptions:
     ] = None
     ids_per_row: Annotated[
         str | None,
-        typer.Option(metavar="FEATURE=NUMBER,...", help="With --model: mean number of ids of a row, by feature."),
+        typer.Option(
+            metavar="FEATURE=NUMBER,...",
+            help="Mean number of ids of a row, by feature: of --model, or of a config without a dataset.",
+        ),
     ] = None
     sparse_optimizer: Annotated[
         str | None, typer.Option(help="With --model: optimizer of tables that declare none; sgd unless given.")

@@ -12,11 +12,13 @@ from distembed.commands.model_options import ModelOptions, plan_settings
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import OverridesArgument, console, errors, say
 from distembed.errors import UserError
+from distembed.names import one_of
 from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
     from distembed.capacity.plan_files import PlanFiles
     from distembed.capacity.plannable import Plannable
+    from distembed.data.dataset.config import DataConfig
     from distembed.planning.cluster import Cluster
 
 app = typer.Typer()
@@ -194,11 +196,31 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
     from distembed.training.initial_run import begun_config
 
     config = begun_config(load_config(Path(arguments[0]), arguments[1:]))
+    if own.ids_per_row is not None:
+        config = dataclasses.replace(config, data=_with_ids_per_row(config.data, own.ids_per_row))
     config.data.load_schema()
     to_write.require_writable()
     from distembed.capacity.configured_model import ConfiguredModel
 
     return ConfiguredModel(config)
+
+
+def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
+    """Returns the section with the counts of ``--ids-per-row`` in place of its own.
+
+    Raises:
+        UserError: The text cannot be read, names an unknown feature, or stands beside a dataset.
+    """
+    from distembed.capacity.own_step import parse_ids_per_row
+    from distembed.data.dataset.config import OWN_COUNTS
+
+    given = parse_ids_per_row(text)
+    if data.path is not None:
+        raise UserError(f"{OWN_COUNTS} --ids-per-row; leave it out, or plan with data.schema in place of data.path.")
+    means = {feature.name: feature.mean_ids_per_row for feature in data.load_schema().categorical}
+    for feature in given:
+        one_of("--ids-per-row", feature, means)
+    return dataclasses.replace(data, ids_per_row={**means, **given})
 
 
 def _own_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":

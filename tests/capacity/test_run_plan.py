@@ -22,17 +22,19 @@ from distembed.errors import RunError, UserError
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 
-KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+KAGGLE, MLPERF = CONFIGS / "criteo_kaggle.yaml", CONFIGS / "mlperf_dlrm_dcnv2.yaml"
+MLPERF_IDS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 GIB = 2**30
 LAYERS = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
 DENSE_PARAMETERS = sum(inputs * outputs + outputs for inputs, outputs in LAYERS)
 
 
-def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
+def plan(*arguments: object, config: Path = KAGGLE) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of the command, within this process."""
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = cli.app(["plan", str(KAGGLE), *map(str, arguments), "--json"], standalone_mode=False)
+        code = cli.app(["plan", str(config), *map(str, arguments), "--json"], standalone_mode=False)
     return int(code or 0), json.loads(printed.getvalue())
 
 
@@ -67,13 +69,55 @@ def test_what_is_planned_adds_up() -> None:
     ],
 )
 def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
-    settings = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"]
-    settings += ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
-    planned = assess_capacity(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
+    settings = ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
+    planned = assess_capacity(load_config(MLPERF, settings), Cluster(find_device("h100-80gb"), 1, 8))
     weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
     assert weights / GIB == pytest.approx(97.4, abs=0.05)
     assert planned.one_copy.weights == weights and planned.one_copy.total == round(weights * factor)
     assert planned.fits and not planned.one_copy.gradients
+
+
+def test_mlperf_is_planned_with_its_own_networks_and_214_ids_a_row() -> None:
+    layers = [(13, 512), (512, 256), (256, 128), (3456, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
+    parameters = sum(inputs * outputs + outputs for inputs, outputs in layers) + 3 * (2 * 3456 * 512 + 3456)
+    code, planned = plan(config=MLPERF)
+    assert code == 0 and [table["ids_per_row"] for table in planned["tables"]] == MLPERF_IDS and sum(MLPERF_IDS) == 214
+    assert {rank["memory"]["gradients"] for rank in planned["ranks"]} == {4 * parameters}
+    # every row is read, and read and written again as it is updated
+    least = 3 * 214 * 65_536 / 8 * 128 * 4 / DEVICES["h100-80gb"].lookup_bandwidth
+    assert max(rank["milliseconds"]["lookup"] for rank in planned["ranks"]) > 1e3 * least
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["data.ids_per_row=2.5"], [2.5] * 26),
+        (["data.ids_per_row={C2: 3, C26: 0.5}"], [1, 3] + [1] * 23 + [0.5]),
+        (["--ids-per-row", "C1=5"], [5, *MLPERF_IDS[1:]]),
+    ],
+)
+def test_ids_of_a_row_are_one_number_or_by_feature(options: list[str], expected: list[float]) -> None:
+    _, planned = plan("model={name: dcn}", "--gpus", 4, *options, config=MLPERF)
+    assert [table["ids_per_row"] for table in planned["tables"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *((f"data.ids_per_row={value}", "data.ids_per_row has .*; give a number above 0") for value in (0, -1, ".nan")),
+        ("data.ids_per_row=three", "data.ids_per_row has 'three'; give a number above 0"),
+        ("data.ids_per_row=[1,true]", "data.ids_per_row has True; give a number above 0"),
+        ("data.ids_per_row=[1,2]", r"has 2 numbers, and data.schema=criteo_terabyte has 26 .*\(C1, ..., C26\)"),
+        ("data.ids_per_row={C99: 3}", "feature of data.ids_per_row is 'C99', which is not known. Did you mean 'C9'"),
+        ("--ids-per-row=C99=3", "--ids-per-row is 'C99', which is not known. Did you mean 'C9'"),
+        ("--ids-per-row=C1=nan", "--ids-per-row has 'C1=nan'; give FEATURE=NUMBER"),
+        ("data.path=criteo", "a dataset .* knows how many ids its rows have, .* set data.ids_per_row=null"),
+        ("data.path=criteo|data.ids_per_row=null|--ids-per-row=C1=3", "need no --ids-per-row; leave it out"),
+    ],
+)
+def test_ids_of_a_row_that_cannot_be_are_refused(options: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan(*options.split("|"), config=MLPERF)
 
 
 def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:

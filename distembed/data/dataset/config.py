@@ -1,9 +1,11 @@
 """The ``data`` section of a config: a prepared dataset, or only the shape of one."""
 
-from typing import Annotated
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from distembed.cores import usable_cores
 from distembed.data.dataset.manifest import Manifest
@@ -14,6 +16,10 @@ from distembed.errors import UserError
 from distembed.names import STRICT, one_of
 
 _MOST_THREADS = 4
+_MOST_IDS = 2**31
+"""A number of ids that no row has."""
+OWN_COUNTS = "a dataset (data.path) knows how many ids its rows have, so that plans need no"
+"""Why counts of ids are refused beside a dataset."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -24,6 +30,8 @@ class DataConfig:
         path: Folder that ``distembed prepare`` made, relative to the working directory, or its URL, such as
             ``s3://bucket/criteo``.
         schema: Name of a known dataset's shape, to describe a model without the data; used where ``path`` is not set.
+        ids_per_row: Mean number of ids of a row, for ``schema``: by feature, 1 for features that are not named; a list,
+            in the schema's order; or one number for all features. A dataset has its own counts.
         train: Split to train on.
         validation: Split to evaluate on while training; null for none.
         test: Split of the final evaluation; null for none.
@@ -37,6 +45,7 @@ class DataConfig:
 
     path: str | None = None
     schema: str | None = None
+    ids_per_row: float | list[float] | dict[str, float] | None = None
     train: str = "train"
     validation: str | None = "validation"
     test: str | None = "test"
@@ -44,6 +53,26 @@ class DataConfig:
     skip_unreadable: Annotated[int, Field(ge=0)] = 0
     cache_dir: str | None = None
     cache_bytes: Annotated[int, Field(ge=0)] = DEFAULT_CACHE_BYTES
+
+    @field_validator("ids_per_row", mode="before")
+    @classmethod
+    def _are_counts(cls, given: Any) -> Any:
+        """Refuses anything but numbers of ids, with one mistake for all forms that the setting may have."""
+        numbers = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else [given]
+        for number in numbers if given is not None else ():
+            if type(number) not in (int, float) or not 0 < number < _MOST_IDS:
+                raise ValueError(
+                    f"ids_per_row has {number!r}; give a number above 0 and below 2**31, a list with one for each "
+                    "feature, or {FEATURE: NUMBER}"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _has_one_source_of_counts(self) -> "DataConfig":
+        """Refuses counts of ids beside a dataset."""
+        if self.path is not None and self.ids_per_row is not None:
+            raise ValueError(f"{OWN_COUNTS} ids_per_row; set data.ids_per_row=null, or leave data.path out")
+        return self
 
     def threads_of_rank(self, local_world_size: int) -> int:
         """Returns the number of threads in which a rank decodes rows ahead.
@@ -62,13 +91,37 @@ class DataConfig:
         """Returns the columns, from the dataset's manifest or from the named shape.
 
         Raises:
-            UserError: Neither is given, or what is given is not there.
+            UserError: Neither is given, or what is given is not there; or ``ids_per_row`` does not match the shape.
         """
         if self.path is None and self.schema is not None:
-            return SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)]
+            return self._with_ids_per_row(SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)])
         return Manifest.load(
             self.require_path(f" (or, to describe a model only, data.schema={next(iter(SCHEMAS))})")
         ).schema
+
+    def _with_ids_per_row(self, schema: Schema) -> Schema:
+        """Returns the named shape with as many ids a row as the setting says."""
+        given, names = self.ids_per_row, schema.categorical_names
+        if given is None:
+            return schema
+        if isinstance(given, list):
+            if len(given) != len(names):
+                raise UserError(
+                    f"data.ids_per_row has {len(given)} numbers, and data.schema={self.schema} has {len(names)} "
+                    f"categorical features ({names[0]}, ..., {names[-1]}); give a number for each, or FEATURE: NUMBER."
+                )
+            means = dict(zip(names, given, strict=True))
+        elif isinstance(given, Mapping):
+            means = {one_of("feature of data.ids_per_row", name, names): mean for name, mean in given.items()}
+        else:
+            means = dict.fromkeys(names, given)
+        features = [
+            dataclasses.replace(own, multi_hot=own.multi_hot or means[own.name] != 1, mean_ids_per_row=means[own.name])
+            if own.name in means
+            else own
+            for own in schema.categorical
+        ]
+        return dataclasses.replace(schema, categorical=tuple(features))
 
     def splits(self) -> dict[str, str | None]:
         """Returns the split that each setting names."""
