@@ -42,6 +42,9 @@ def given_rows(rows: Any, columns: TableColumns) -> RawRows:
         return _of_columns(rows, columns)
     if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
         _require_columns(rows, rows.columns)
+        if not rows.columns.is_unique:
+            repeated = rows.columns[rows.columns.duplicated()][0]
+            raise UserError(f"rows has several columns named {repeated!r}; rename them.")
         return _of_columns({str(name): rows[name] for name in rows.columns}, columns)
     if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
         return _of_dictionaries(rows, columns)

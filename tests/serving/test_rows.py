@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -137,6 +138,7 @@ def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> 
         (lambda: model.predict(rows[0]), "a single row as a list of one dictionary"),
         (lambda: model.predict({"site": ["a"], "code": ["1", "2"]}), "site 1, code 2"),
         (lambda: model.predict([{3: 4}]), "a column is named 3"),
+        (lambda: model.predict(pd.DataFrame([["a", "b"]], columns=["site", "site"])), "several columns named 'site'"),
         (lambda: model.predict([{}, {}]), "2 rows and not one column"),
         (lambda: model.predict([{**row, "site": ["a"]} for row in rows]), "row 0, column 'site': ['a'] is no text"),
         (lambda: model.predict(pa.table({k: [["a"]] for k in rows[0]})), "its type is list<"),

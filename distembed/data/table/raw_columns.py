@@ -122,9 +122,9 @@ class TableColumns:
             if not self.takes(name, type_):
                 is_of_lists = type_kind(type_) == LIST and self.takes_lists(name)
                 takes = f"lists of {' or '.join(self._entries[name])}" if is_of_lists else " or ".join(allowed)
+                hint = "; `is_list: true` takes lists" if type_kind(type_) == LIST and not is_of_lists else ""
                 raise UserError(
-                    f"{source}, column {name!r}: its type is {type_}; {self.wanted_by} takes {takes} there"
-                    f"{'' if is_of_lists else _list_hint(type_kind(type_))}."
+                    f"{source}, column {name!r}: its type is {type_}; {self.wanted_by} takes {takes} there{hint}."
                 )
 
     def _who_names(self, missing: Sequence[str]) -> str:
@@ -185,10 +185,6 @@ def type_kind(type_: pa.DataType) -> str | None:
 
 
 _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
-
-
-def _list_hint(kind: str | None) -> str:
-    return "; `is_list: true` takes lists" if kind == LIST else ""
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:

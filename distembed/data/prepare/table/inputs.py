@@ -209,7 +209,7 @@ def _described(raw: RawInput, first: bytes) -> TableInput:
     if first.startswith(_PARQUET_MAGIC):
         format = PARQUET
     elif format == PARQUET:
-        raise UserError(f"{raw.place} is named as a Parquet file and is none; write it again, or name what it is.")
+        raise UserError(f"{raw.place} is named as a Parquet file and is none; write it again, or rename it.")
     is_compressed = compression is not None or format == PARQUET
     format = format if first else TEXT
     return TableInput(replace(raw, is_compressed=is_compressed), format or TEXT, separator, compression)
