@@ -15,7 +15,6 @@ from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerpr
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn
-from distembed.data.prepare.feature_ids import BaseVocabulary
 from distembed.data.prepare.learnt_numbers import num_bins
 from distembed.data.remote import is_url
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
@@ -115,14 +114,13 @@ class Base:
         """Returns a feature that it has."""
         return next(feature for feature in self.manifest.schema.categorical if feature.name == name)
 
-    def vocabulary(self, name: str) -> BaseVocabulary:
-        """Returns the vocabulary of a feature.
+    def vocabulary(self, name: str) -> Path:
+        """Returns the file of a feature's vocabulary.
 
         Raises:
             UserError: The file is not as it was written.
         """
-        file = self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
-        return BaseVocabulary(file, self.grows)
+        return self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
 
     def learnt(self, name: str) -> dict[str, Any]:
         """Returns what a column's transform learnt.

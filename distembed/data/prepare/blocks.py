@@ -75,6 +75,15 @@ class BlockLayout:
     features: tuple[str, ...]  # the dataset's categorical features in order, each a column of ``ids`` or ``bins``
 
     @cached_property
+    def arrays(self) -> dict[tuple[str, int], int]:
+        """The place of each array in the file of a block (``spool.py``), by its kind and the number of its column."""
+        names = [("numbers", place) for place in range(len(self.numbers))]
+        for place, column in enumerate(self.ids):
+            texts = ["offsets", "texts"] if column.kind == "string" else []
+            names += [(kind, place) for kind in (*["lengths"] * column.is_list, "codes", "keys", *texts)]
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
     def feature_keys(self) -> dict[str, tuple[int, KeyColumn]]:
         """Place and column of each feature that gets ids from keys, by name."""
         return {column.name: (place, column) for place, column in enumerate(self.ids) if column.role == "feature"}

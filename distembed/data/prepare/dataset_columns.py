@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare.base import Base
 from distembed.data.prepare.blocks import BlockLayout
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, VocabularyRoom, build_vocabulary
-from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, number_change
-from distembed.data.prepare.output_columns import IdOutput, NumberOutput, OutputColumn
+from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, build_vocabulary
+from distembed.data.prepare.learnt_numbers import learn_numbers, num_bins, number_change
 from distembed.data.prepare.row_splits import RowSplits
-from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.prepare.vocabulary import HashMap, IdMap
+from distembed.data.prepare.write_parquet import OutputColumn, read_ids, read_numbers
 
 # not even one that another column's number makes
 _PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII | re.IGNORECASE)
@@ -32,7 +32,7 @@ _GROUP_KEYS = 1 << 20
 """Most keys of columns that are counted in one database: opening and closing one takes 0.1 s."""
 
 ColumnsLearnt = dict[str, dict[str, Any]]
-"""By column: ``num_embeddings``, ``mean_ids``, ``vocabulary`` and ``learnt``, each None where it has none."""
+"""By column: the fields of its ``feature`` and ``vocabulary``, and what its transform ``learnt``; None for none."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,7 @@ class DatasetColumns:
     memory_bytes: int  # memory that counting one column may take
     folder: Path  # dataset folder that is being written
     work: Path  # folder for ids of blocks and for counting
-    blocks: Sequence[SpooledBlock]  # all blocks
-    splits: RowSplits  # which rows train
-
-    @property
-    def learnt_columns(self) -> list[str]:
-        """The columns that learn ids or transforms: features with keys, and transformed numbers."""
-        return [*self.layout.feature_keys, *self._learnt_numbers]
+    splits: RowSplits  # all rows, and which of them train
 
     @property
     def _learnt_numbers(self) -> dict[str, int]:
@@ -62,7 +56,7 @@ class DatasetColumns:
         keys = dict.fromkeys(self._learnt_numbers, 0)
         for name, (place, column) in self.layout.feature_keys.items():
             owner = column.vocabulary or name
-            keys[owner] = keys.get(owner, 0) + sum(block.num_keys(place) for block in self.blocks)
+            keys[owner] = keys.get(owner, 0) + sum(block.num_keys(place) for block in self.splits.blocks)
         groups: list[list[str]] = []
         room = 0
         for name in sorted(keys, key=lambda name: -keys[name]):
@@ -83,29 +77,32 @@ class DatasetColumns:
             learnt: ColumnsLearnt = {}
             for name in names:
                 if name in self._learnt_numbers:
-                    learnt[name] = self._learn_numbers(self._learnt_numbers[name], database)
+                    learnt[name] = self._learn_numbers(name, database)
                 else:
-                    learnt |= self._map_features(name, database, Path(tempfile.mkdtemp(dir=scratch)))
+                    learnt |= self._map_features(name, database, scratch)
         shutil.rmtree(scratch)
         return learnt
+
+    def in_order(self, learnt: ColumnsLearnt) -> ColumnsLearnt:
+        """Returns the columns in the order of the manifest: features with keys, then transformed numbers."""
+        return {name: learnt[name] for name in (*self.layout.feature_keys, *self._learnt_numbers)}
 
     def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
         """Gives ids to the values of a feature and of those that share its vocabulary, and writes all blocks' ids."""
         features = [
-            FeatureValues(self.blocks, self.splits, place, column)
+            FeatureValues(self.splits, place, column)
             for place, column in self.layout.feature_keys.values()
             if name in (column.name, column.vocabulary)
         ]
         features.sort(key=lambda values: values.column.name != name)
-        owner, base, entries = features[0], self.base, dict[str, Vocabulary]()
+        owner, entries = features[0], dict[str, Vocabulary]()
         id_map: IdMap
         if owner.column.hash_size is not None:
             id_map = HashMap(owner.column.hash_size, owner.column.hash_seed)
         else:
-            (self.folder / "vocabulary").mkdir(exist_ok=True)
-            file = f"vocabulary/{_file_name(name, owner.place)}.parquet"
-            room = VocabularyRoom(self.folder, file, scratch, database)
-            id_map, entries = build_vocabulary(features, room, None if base is None else base.vocabulary(name))
+            file = self.folder / "vocabulary" / f"{_file_name(name, owner.place)}.parquet"
+            file.parent.mkdir(exist_ok=True)
+            id_map, entries = build_vocabulary(features, file, database, scratch, self.base)
         return {
             values.column.name: self._mapped(values, id_map, entries.get(values.column.name)) for values in features
         }
@@ -113,36 +110,38 @@ class DatasetColumns:
     def _mapped(self, values: FeatureValues, id_map: IdMap, vocabulary: Vocabulary | None) -> dict[str, Any]:
         """Writes the ids of a feature's codes in all blocks, and returns what is learnt of it."""
         column, base = values.column, self.base
-        lookup = self._lookup(column.name, id_map.num_embeddings)
-        lookup.write(self.blocks, values.place, id_map)
+        lookup = self._lookup(values.place, id_map.num_embeddings)
+        lookup.write(self.splits.blocks, values.place, id_map)
         if vocabulary is not None and base is not None:
             vocabulary = replace(vocabulary, rows_dropped_by_split=values.out_of_vocabulary(lookup))
-        mean_ids = None
+        mean_ids = 1.0
         if column.is_list:
-            keeps_mean = base is not None and not base.grows
-            mean_ids = (
-                base.feature(column.name).mean_ids_per_row if base and keeps_mean else values.mean_values_per_row()
-            )
-        return {
-            "num_embeddings": id_map.num_embeddings,
-            "mean_ids": mean_ids,
-            "vocabulary": None if vocabulary is None else asdict(vocabulary),
-            "learnt": None,
-        }
+            is_known = base and not base.grows
+            mean_ids = base.feature(column.name).mean_ids_per_row if base and is_known else values.mean_values_per_row()
+        feature = CategoricalFeature(
+            column.name,
+            id_map.num_embeddings,
+            column.is_list,
+            mean_ids,
+            table=column.vocabulary,
+            max_ids_per_row=column.max_length,
+        )
+        entry = None if vocabulary is None else asdict(vocabulary)
+        return {"feature": asdict(feature), "vocabulary": entry, "learnt": None}
 
-    def _learn_numbers(self, place: int, database: Database) -> dict[str, Any]:
+    def _learn_numbers(self, name: str, database: Database) -> dict[str, Any]:
         """Learns the transform of a column of numbers."""
+        place = self._learnt_numbers[name]
         column = self.layout.numbers[place]
-        if self.base is not None:
-            learnt = self.base.learnt(column.name)
-        else:
-            learnt = learn_numbers(self.splits, place, column, database)
-        num_embeddings = num_bins(learnt) if column.role == "bins" else None
-        return {"num_embeddings": num_embeddings, "mean_ids": None, "vocabulary": None, "learnt": learnt}
+        learnt = self.base.learnt(name) if self.base else learn_numbers(self.splits, place, column, database)
+        feature = asdict(CategoricalFeature(name, num_bins(learnt))) if column.role == "bins" else None
+        return {"feature": feature, "vocabulary": None, "learnt": learnt}
 
-    def _lookup(self, name: str, num_embeddings: int) -> LookupTables:
-        place, _ = self.layout.feature_keys[name]
-        return LookupTables.at(self.work / f"lookup-{place}", num_embeddings, self.blocks, place)
+    def _lookup(self, place: int, num_embeddings: int) -> LookupTables:
+        """Returns the ids of a column's keys in all blocks, given its number among those of keys."""
+        starts = np.cumsum([0, *(block.num_keys(place) for block in self.splits.blocks)])
+        dtype = np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64)
+        return LookupTables(self.work / f"lookup-{place}", dtype, starts)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
         """Returns the dataset's schema."""
@@ -152,55 +151,45 @@ class DatasetColumns:
         return Schema(
             label=None if label is None else label.name,
             dense=tuple(column.name for column in dense),
-            categorical=tuple(self._feature(name, learnt[name]) for name in self.layout.features),
+            categorical=tuple(CategoricalFeature(**learnt[name]["feature"]) for name in self.layout.features),
             label_kind="binary" if label is None or label.dtype == np.int8 else "number",
             missing_dense=any(column.keeps_missing for column in dense),
             weight=named["weight"].name if "weight" in named else None,
             time=named["time"].name if "time" in named else None,
         )
 
-    def _feature(self, name: str, learnt: dict[str, Any]) -> CategoricalFeature:
-        found = self.layout.feature_keys.get(name)
-        if found is None:
-            return CategoricalFeature(name, learnt["num_embeddings"])
-        column = found[1]
-        mean_ids = learnt["mean_ids"] if column.is_list else 1.0
-        return CategoricalFeature(
-            name,
-            learnt["num_embeddings"],
-            column.is_list,
-            mean_ids,
-            table=column.vocabulary,
-            max_ids_per_row=column.max_length,
-        )
-
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
         """Returns the columns of the files: label, weight, time, dense numbers, and the categorical features."""
+        outputs: dict[str, OutputColumn] = {}
         keeps_missing = any(column.keeps_missing for column in self.layout.numbers)
-        outputs: list[OutputColumn] = []
-        for role in ("label", "weight", "time", "dense"):
-            for place, column in enumerate(self.layout.numbers):
-                if column.role == role:
-                    found = learnt.get(column.name)
-                    change = number_change(column, None if found is None else found["learnt"])
-                    missing = keeps_missing and role == "dense"
-                    outputs.append(NumberOutput(column.name, column.dtype, place, change, missing))
-        places = self.layout.feature_keys
-        bins = {column.name: place for place, column in enumerate(self.layout.numbers) if column.role == "bins"}
-        for name in self.layout.features:
-            if name in bins:
-                change = partial(bin_ids, learnt=learnt[name]["learnt"])
-                outputs.append(NumberOutput(name, np.dtype(np.int32), bins[name], change))
-                continue
-            place, key_column = places[name]
-            lookup = self._lookup(name, learnt[name]["num_embeddings"])
-            outputs.append(IdOutput(name, place, lookup, key_column.is_list))
-        return outputs
+        for place, column in enumerate(self.layout.numbers):
+            found = learnt[column.name]["learnt"] if column.name in learnt else None
+            has_missing = keeps_missing and column.role == "dense"
+            read = partial(read_numbers, place=place, change=number_change(column, found), has_missing=has_missing)
+            type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
+            outputs[column.name] = OutputColumn(pa.field(column.name, type_), read)
+        numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
+        return [*numbers, *(outputs.get(name) or self._id_output(name, learnt) for name in self.layout.features)]
+
+    def _id_output(self, name: str, learnt: ColumnsLearnt) -> OutputColumn:
+        place, column = self.layout.feature_keys[name]
+        lookup = self._lookup(place, learnt[name]["feature"]["num_embeddings"])
+        type_ = pa.from_numpy_dtype(lookup.dtype)
+        field = pa.field(name, pa.list_(type_) if column.is_list else type_)
+        return OutputColumn(field, partial(read_ids, place=place, lookup=lookup))
+
+    def mean_values(self) -> float:
+        """Returns the mean number of values of a row in the column with the longest lists; 1 without lists."""
+        blocks, lists = (
+            self.splits.blocks,
+            [place for place, column in self.layout.feature_keys.values() if column.is_list],
+        )
+        num_rows = sum(block.num_rows for block in blocks)
+        return max((sum(block.num_values(place) for block in blocks) / num_rows for place in lists), default=1.0)
 
     def recorded(self, learnt: ColumnsLearnt) -> dict[str, Any]:
         """Returns what the manifest says of what was learnt, and of what was applied."""
-        order = [*(column.name for column in self.layout.numbers)]
-        numbers = {name: learnt[name]["learnt"] for name in order if name in learnt}
+        numbers = {name: learnt[name]["learnt"] for name in self._learnt_numbers}
         recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
         return recorded | ({} if self.base is None else {"base": self.base.recorded})
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.jagged import Jagged
+from distembed.data.prepare.base import Base
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.row_splits import Rows, RowSplits
@@ -49,13 +51,17 @@ from distembed.data.prepare.vocabulary import (
 from distembed.data.table.value_texts import value_texts
 from distembed.files import replaced_file
 
+_NEVER = 2**63 - 1
+"""A count that no value reaches."""
+_SORTED_KEY_BYTES = 32
+"""Memory that sorting takes for each key."""
+
 
 @dataclass(frozen=True)
 class FeatureValues:
     """The values of one feature in all rows."""
 
-    blocks: Sequence[SpooledBlock]  # all blocks
-    splits: RowSplits  # which rows train
+    splits: RowSplits  # all rows, and which of them train
     place: int  # index of the column among the key columns
     column: KeyColumn
 
@@ -66,12 +72,11 @@ class FeatureValues:
             schema: The columns ``key`` and ``count``.
             rows_missing: Gets the number of training rows without a value, by the column's name.
         """
-        for block in self.blocks:
+        for block in self.splits.blocks:
             rows = self.splits.train_rows(block)
-            lists = list_rows(block.lists(self.place), rows) if self.column.is_list else None
-            codes = block.codes(self.place)[rows] if lists is None else lists.values
-            counts = np.bincount(codes, minlength=block.num_keys(self.place))
-            missing = counts[MISSING_ID] if lists is None else np.count_nonzero(lists.lengths == 0)
+            counts = np.bincount(self._codes(block, rows), minlength=block.num_keys(self.place))
+            is_list = self.column.is_list
+            missing = np.count_nonzero(block.lengths(self.place)[rows] == 0) if is_list else counts[MISSING_ID]
             rows_missing[self.column.name] += int(missing)
             seen = np.flatnonzero(counts[1:]) + 1
             if len(seen):
@@ -82,24 +87,24 @@ class FeatureValues:
     def out_of_vocabulary(self, lookup: LookupTables) -> dict[str, int]:
         """Returns how often values of each split are out of vocabulary, given the ids of all blocks' codes."""
         found = dict.fromkeys(self.splits.rule.names, 0)
-        for block in self.blocks:
+        for block in self.splits.blocks:
             is_out = lookup.table(block.index) == OUT_OF_VOCABULARY_ID
             if is_out.any():
                 for split, name in enumerate(found):
-                    rows, is_list = self.splits.rows(block, split), self.column.is_list
-                    codes = (
-                        list_rows(block.lists(self.place), rows).values if is_list else block.codes(self.place)[rows]
-                    )
+                    codes = self._codes(block, self.splits.rows(block, split))
                     found[name] += int(np.count_nonzero(is_out[codes]))
         return found
 
     def mean_values_per_row(self) -> float:
-        """Returns the mean number of values of the training rows, of a column of lists."""
-        num_values = sum(
-            int(list_rows(block.lists(self.place), self.splits.train_rows(block)).lengths.sum())
-            for block in self.blocks
-        )
-        return num_values / max(1, self.splits.num_rows[0])
+        """Returns the mean number of values of the training rows."""
+        splits = self.splits
+        num_values = sum(len(self._codes(block, splits.train_rows(block))) for block in splits.blocks)
+        return num_values / max(1, splits.num_rows[0])
+
+    def _codes(self, block: SpooledBlock, rows: Rows) -> NDArray[Any]:
+        """Reads the codes of the values of some rows of a block."""
+        is_list = self.column.is_list
+        return list_rows(block.lists(self.place), rows).values if is_list else block.codes(self.place)[rows]
 
 
 def list_rows(lists: Jagged, rows: Rows) -> Jagged:
@@ -110,39 +115,17 @@ def list_rows(lists: Jagged, rows: Rows) -> Jagged:
     return Jagged(lists.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
 
-@dataclass(frozen=True)
-class BaseVocabulary:
-    """The vocabulary of another dataset."""
-
-    file: Path  # its file
-    grows: bool  # whether values that it lacks get ids
-
-
-@dataclass(frozen=True)
-class VocabularyRoom:
-    """The places of a vocabulary, and the memory for making it."""
-
-    folder: Path  # dataset folder
-    file: str  # path of the vocabulary's file in it
-    scratch: Path  # existing folder that no other vocabulary uses
-    database: Database  # a database whose tables nobody else uses
-
-
-_NEVER = 2**63 - 1
-"""A count that no value reaches."""
-_SORTED_KEY_BYTES = 32
-"""Memory that sorting takes for each key."""
-
-
 def build_vocabulary(
-    features: Sequence[FeatureValues], room: VocabularyRoom, base: BaseVocabulary | None
+    features: Sequence[FeatureValues], path: Path, database: Database, scratch: Path, base: Base | None
 ) -> tuple[VocabularyMap, dict[str, Vocabulary]]:
     """Counts the values of features that share a vocabulary over the training rows, gives ids and writes them down.
 
     Args:
-        features: The features' values; all are of one kind.
-        room: The places of the vocabulary.
-        base: Vocabulary whose ids are applied; None gives new ones.
+        features: The features' values; all are of one kind, and the vocabulary is the first one's.
+        path: The vocabulary's file to write.
+        database: A database whose tables nobody else uses.
+        scratch: Folder for ids that do not fit in memory.
+        base: Dataset whose ids are applied; None gives new ones.
 
     Returns:
         The ids, and the manifest's entry of each feature.
@@ -150,11 +133,11 @@ def build_vocabulary(
     Raises:
         UserError: Two texts have the same key, or the other vocabulary is of another kind or cannot be read.
     """
-    column, path = features[0].column, room.folder / room.file
+    column = features[0].column
+    known = None if base is None else base.vocabulary(column.name)
     counted = pa.schema([("key", KEY_TYPES[column.kind]), ("count", pa.int64())])
     rows_missing = Counter({values.column.name: 0 for values in features})
     least = column.min_count if base is None or base.grows else _NEVER
-    database = room.database
     database.add(
         "counted",
         chain.from_iterable(values.counted(counted, rows_missing) for values in features),
@@ -162,10 +145,10 @@ def build_vocabulary(
         "select key, sum(count)::bigint as count from given group by key",
     )
     unknown, queries = "counted", list[str]()
-    if base is not None:
+    if known is not None:
         # of a text, the value's own text too, which an earlier version may have written otherwise
         fields = [*counted, ("id", pa.int64()), ("own", KEY_TYPES[column.kind])]
-        database.add("known", _numbered(base.file, column), pa.schema(fields))
+        database.add("known", _numbered(known, column), pa.schema(fields))
         lacking = "select counted.* from counted anti join known on counted.key = known.own"
         database.run(f"create or replace table unknown as {lacking}")
         unknown = "unknown"
@@ -175,8 +158,8 @@ def build_vocabulary(
         )
     queries.append(f"select key, count from {unknown} where count >= {least} order by count desc, key")
     with replaced_file(path) as written:
-        if base is not None and not base.grows:
-            shutil.copyfile(base.file, written)
+        if base is not None and known is not None and not base.grows:
+            shutil.copyfile(known, written)
             (num_ids,) = database.row("select count(*) from known")
         else:
             rows = TEXTS_AT_A_TIME if column.kind == "string" else VOCABULARY_GROUP_ROWS
@@ -185,10 +168,9 @@ def build_vocabulary(
     num_dropped, rows_dropped = database.row(
         f"select count(*), coalesce(sum(count), 0)::bigint from {unknown} where count < {least}"
     )
-    id_map = _sorted_map(path, column, room, num_ids)
-    return id_map, {
-        name: Vocabulary(room.file, num_ids, num_dropped, rows_dropped, missing)
-        for name, missing in rows_missing.items()
+    file = f"{path.parent.name}/{path.name}"
+    return _sorted_map(path, column, database, scratch, num_ids), {
+        name: Vocabulary(file, num_ids, num_dropped, rows_dropped, missing) for name, missing in rows_missing.items()
     }
 
 
@@ -202,24 +184,25 @@ def _numbered(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
         next_id += len(batch)
 
 
-def _sorted_map(path: Path, column: KeyColumn, room: VocabularyRoom, num_ids: int) -> VocabularyMap:
+def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path, num_ids: int) -> VocabularyMap:
     """Returns the ids of a vocabulary by key, of a large one in files that the system may put out of memory.
 
     Raises:
         UserError: Two texts have the same key.
     """
-    if num_ids * _SORTED_KEY_BYTES <= room.database.memory_bytes:
+    if num_ids * _SORTED_KEY_BYTES <= database.memory_bytes:
         return vocabulary_map(path, column)
     schema = pa.schema([("key", pa.from_numpy_dtype(column.key_dtype)), ("id", pa.int64())])
     keys_and_ids = (
         pa.record_batch([pa.array(key_numbers(batch.column(0))), batch.column(2)], schema=schema)
         for batch in _numbered(path, column)
     )
-    room.database.add("ids", keys_and_ids, schema)
-    keys = np.memmap(room.scratch / "keys", column.key_dtype, "w+", shape=(num_ids,))
-    ids = np.memmap(room.scratch / "ids", np.int64, "w+", shape=(num_ids,))
+    database.add("ids", keys_and_ids, schema)
+    keys, ids = (
+        np.memmap(TemporaryFile(dir=scratch), dtype, "w+", shape=(num_ids,)) for dtype in (column.key_dtype, np.int64)
+    )
     place = 0
-    for batch in room.database.batches("select key, id from ids order by key, id"):
+    for batch in database.batches("select key, id from ids order by key, id"):
         keys[place : place + len(batch)] = batch.column(0).to_numpy()
         ids[place : place + len(batch)] = batch.column(1).to_numpy()
         place += len(batch)
@@ -234,12 +217,6 @@ class LookupTables:
     path: Path  # file with the ids
     dtype: np.dtype[Any]  # type of the ids there
     starts: NDArray[np.int64]  # index of each block's first id there
-
-    @classmethod
-    def at(cls, path: Path, num_embeddings: int, blocks: Sequence[SpooledBlock], place: int) -> LookupTables:
-        """Returns the tables of a column, given its number among those of keys; they may not be written yet."""
-        sizes = np.array([0, *(block.num_keys(place) for block in blocks)], np.int64)
-        return cls(path, np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64), np.cumsum(sizes))
 
     def table(self, block: int) -> NDArray[Any]:
         """Returns the id of each code of a block."""

@@ -27,9 +27,9 @@ from distembed.data.prepare.spool import SpooledBlock, write_block
 from distembed.data.prepare.work import Advance
 
 _Parsed = tuple[list[int], int, tuple[RejectedRow, ...]]
-"""The part of a block that stays in memory once it is spooled: sizes, number of lines, malformed rows."""
+"""The part of a block that stays in memory once it is spooled: its sizes, number of lines, malformed rows."""
 _SIZES = "sizes.npy"
-"""Name of the file, in a part's folder, with the sizes of all of its blocks."""
+"""Name of the file, in a part's folder, with the number of rows of each block and where its arrays begin."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PartReader:
     def _parse(self, path: Path, part: Part, raw: Any) -> _Parsed:
         block = self.source.parse(raw)
         require_known_splits(self.rule, self.source.layout, block, self.source.inputs[part.source].place)
-        return write_block(path, block, self.source.layout), block.num_lines, block.rejected
+        return [block.num_rows, *write_block(path, block, self.source.layout)], block.num_lines, block.rejected
 
 
 def _block_path(folder: Path, index: int) -> Path:
@@ -150,10 +150,10 @@ class Ingested:
         for found in self.found:
             folder = self.spool / found.folder
             for number, sizes in enumerate(np.load(folder / _SIZES)):
-                block = SpooledBlock(_block_path(folder, number), len(blocks), first_row, sizes, self.source.layout)
-                if block.num_rows:
-                    blocks.append(block)
-                    first_row += block.num_rows
+                num_rows, path = int(sizes[0]), _block_path(folder, number)
+                if num_rows:
+                    blocks.append(SpooledBlock(path, len(blocks), first_row, num_rows, sizes[1:], self.source.layout))
+                    first_row += num_rows
         return blocks
 
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:

@@ -74,12 +74,14 @@ def zero_for_missing(numbers: NDArray[Any], change: Change | None = None) -> NDA
 
 
 def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
-    """Returns the function that makes a dataset's numbers of a column's; None where they stay as they are.
+    """Returns the function that makes a dataset's numbers or bins of a column's; None where they stay as they are.
 
     Args:
-        column: A column that is not one of bins.
+        column: The column.
         learnt: The parameters of its transform; None where it learns none.
     """
+    if column.role == "bins":
+        return partial(bin_ids, learnt=learnt or {})
     standardize = None if learnt is None else partial(standardized, learnt=learnt)
     if column.role != "dense" or column.keeps_missing:
         return standardize

@@ -46,7 +46,14 @@ from distembed.data.prepare.progress import NoteCallback, ProgressCallback, igno
 from distembed.data.prepare.row_splits import RowSplits, row_splits, split_column
 from distembed.data.prepare.staging import require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work
-from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
+from distembed.data.prepare.write_parquet import (
+    FilePlan,
+    FileWriter,
+    WrittenFile,
+    plan_files,
+    rows_per_group,
+    written_split,
+)
 from distembed.errors import UserError
 
 _UNPACKED_RATIO = 8
@@ -156,11 +163,11 @@ class Preparation:
         for found in notes_on_rows(splits.blocks):
             note(found)
         memory_bytes, layout = self.limits.counting_bytes, self.source.layout
-        columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, work.folder, splits.blocks, splits)
+        columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, work.folder, splits)
         learnt, checksums = self._learn(work, columns, {part.source for part in parts if not part.is_whole})
         schema = columns.schema(learnt)
-        named = schema.label, schema.weight
-        writer = FileWriter(self.folder, self.destination, columns.outputs(learnt), *named, splits.blocks, splits)
+        outputs, group_rows = columns.outputs(learnt), rows_per_group(columns.mean_values())
+        writer = FileWriter(self.folder, self.destination, schema, outputs, splits, group_rows)
         files = self._write(work, writer)
         manifest = Manifest(
             schema=schema,
@@ -226,13 +233,12 @@ class Preparation:
     ) -> tuple[ColumnsLearnt, dict[int, str]]:
         """Returns what is learnt of each column, and the checksums of inputs that were cut into parts."""
         groups, inputs = columns.groups(), sorted(cut_sources)
-        total_bytes = sum(block.num_bytes for block in columns.blocks)
+        total_bytes = sum(block.num_bytes for block in columns.splits.blocks)
         do = partial(_learn_task, self.source, columns, groups, total_bytes)
         tasks = [("input", number) for number in inputs] + [("columns", number) for number in range(len(groups))]
         found = work.run_stage("vocabulary", tasks, do, threads=self.limits.num_counters, total_bytes=total_bytes)
         by_name = {name: learnt for group in found[len(inputs) :] for name, learnt in group.items()}
-        learnt = {name: by_name[name] for name in columns.learnt_columns}
-        return learnt, dict(zip(inputs, found, strict=False))
+        return columns.in_order(by_name), dict(zip(inputs, found, strict=False))
 
     def _write(self, work: Work, writer: FileWriter) -> dict[str, list[WrittenFile]]:
         """Writes the files of all splits, several at a time, and returns them by split."""

@@ -1,26 +1,23 @@
 """Parsed blocks in files, where they wait until the vocabulary is known, so that memory stays bounded.
 
-A file is its columns, one after the other: the numbers, then of each id column the lengths of its lists where it has
-lists, codes, keys, and where keys are hashes the texts: where each begins, and their bytes. Where a column begins
-follows from the block's sizes, so one column is read without the rest, and without a header (an Arrow file for each
-block took 0.6 ms to open, a seventh of the whole preparation).
+A file is the arrays of a block, one after the other: the numbers, then of each id column the lengths of its lists where
+it has lists, codes, keys, and where keys are hashes the texts: where each begins, and their bytes. Where each array
+begins is kept in memory, so one is read without the rest, and without a header (an Arrow file for each block took 0.6
+ms to open, a seventh of the whole preparation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.blocks import BlockLayout, ParsedBlock, code_dtype
-
-_LENGTH, _TEXT_OFFSET, _BYTE = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,13 +27,9 @@ class SpooledBlock:
     path: Path
     index: int  # among the blocks with rows
     first_row: int  # number of well-formed rows before the block, over all inputs
-    sizes: NDArray[np.int64]  # rows; then keys, values, and bytes of the texts of each id column, ``[1 + 3 * ids]``
+    num_rows: int
+    starts: NDArray[np.int64]  # byte at which each array begins, and the last one ends
     layout: BlockLayout
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return int(self.sizes[0])
 
     @property
     def stop_row(self) -> int:
@@ -46,89 +39,68 @@ class SpooledBlock:
     @property
     def num_bytes(self) -> int:
         """Size of the file in bytes."""
-        return self._numbers_offset(len(self.layout.numbers)) + sum(map(sum, self._part_bytes(len(self.layout.ids))))
+        return int(self.starts[-1])
 
     def num_keys(self, column: int) -> int:
         """Returns the number of keys of an id column, ``keys[0]`` included."""
-        return int(self.sizes[1 + 3 * column])
+        start, stop = self._range("keys", column)
+        return (stop - start) // self.layout.ids[column].key_dtype.itemsize
 
     def num_values(self, column: int) -> int:
         """Returns the number of values of an id column: that of the rows, but for lists."""
-        return int(self.sizes[2 + 3 * column])
+        start, stop = self._range("codes", column)
+        return (stop - start) // code_dtype(self.num_keys(column)).itemsize
 
     def numbers(self, column: int) -> NDArray[Any]:
         """Reads a column of numbers, in which missing values are NaN."""
-        return self._read(self.layout.numbers[column].dtype, self.num_rows, self._numbers_offset(column))
+        return self._read("numbers", column, self.layout.numbers[column].dtype)
 
     def codes(self, column: int) -> NDArray[Any]:
         """Reads the codes of an id column's values; of lists, of all rows end to end."""
-        return self._read(code_dtype(self.num_keys(column)), self.num_values(column), self._offset(column, 1))
+        return self._read("codes", column, code_dtype(self.num_keys(column)))
 
     def lists(self, column: int) -> Jagged:
         """Reads the codes of a column of lists."""
-        return Jagged.from_lengths(self.codes(column), self._read(_LENGTH, self.num_rows, self._offset(column, 0)))
+        return Jagged.from_lengths(self.codes(column), self.lengths(column))
+
+    def lengths(self, column: int) -> NDArray[Any]:
+        """Reads the number of values of each row, of a column of lists."""
+        return self._read("lengths", column, np.int32)
 
     def keys(self, column: int) -> NDArray[Any]:
         """Reads the keys of an id column; code c stands for ``keys[c]``, and 0 for a missing value."""
-        return self._read(self.layout.ids[column].key_dtype, self.num_keys(column), self._offset(column, 2))
+        return self._read("keys", column, self.layout.ids[column].key_dtype)
 
     def texts(self, column: int) -> pa.Array | None:
         """Reads the text of each key, as Arrow's large string; None where keys are no hashes."""
         if self.layout.ids[column].kind != "string":
             return None
-        offsets = self._read(_TEXT_OFFSET, self.num_keys(column) + 1, self._offset(column, 3))
-        texts = self._read(_BYTE, int(self.sizes[3 + 3 * column]), self._offset(column, 4))
-        return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(texts))
+        buffers = [pa.py_buffer(self._read(kind, column, np.uint8)) for kind in ("offsets", "texts")]
+        return pa.LargeStringArray.from_buffers(self.num_keys(column), *buffers)
 
-    def _numbers_offset(self, column: int) -> int:
-        """Returns the byte where a column of numbers begins."""
-        return self.num_rows * sum(each.dtype.itemsize for each in self.layout.numbers[:column])
+    def _range(self, kind: str, column: int) -> tuple[int, int]:
+        """Returns the bytes ``[start, stop)`` of an array."""
+        place = self.layout.arrays[kind, column]
+        return int(self.starts[place]), int(self.starts[place + 1])
 
-    def _offset(self, column: int, part: int) -> int:
-        """Returns the byte where a part of an id column begins: lengths, codes, keys, where texts begin, texts."""
-        *before, own = self._part_bytes(column + 1)
-        return self._numbers_offset(len(self.layout.numbers)) + sum(map(sum, before)) + sum(own[:part])
-
-    def _part_bytes(self, count: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yields the bytes of each part of the first id columns."""
-        num_rows, *sizes = self.sizes[: 1 + 3 * count].tolist()
-        for place, column in enumerate(self.layout.ids[:count]):
-            keys, values, text_bytes = sizes[3 * place : 3 * place + 3]
-            yield (
-                num_rows * 4 if column.is_list else 0,
-                values * (1 if keys <= 1 << 8 else 2 if keys <= 1 << 16 else 4),
-                keys * (4 if column.kind == "hexadecimal" else 8),
-                (keys + 1) * 8 if column.kind == "string" else 0,
-                text_bytes,
-            )
-
-    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
-        return np.fromfile(self.path, dtype, count, offset=offset)
+    def _read(self, kind: str, column: int, dtype: DTypeLike) -> NDArray[Any]:
+        start, stop = self._range(kind, column)
+        return np.fromfile(self.path, dtype, (stop - start) // np.dtype(dtype).itemsize, offset=start)
 
 
 def write_block(path: Path, block: ParsedBlock, layout: BlockLayout) -> list[int]:
-    """Writes a block's columns to a file, and returns its sizes."""
-    sizes = [block.num_rows]
+    """Writes a block's columns to a file, and returns where each array begins and the last one ends."""
+    arrays = [np.asarray(values, number.dtype) for number, values in zip(layout.numbers, block.numbers, strict=True)]
+    for column, ids in zip(layout.ids, block.ids, strict=True):
+        if ids.lengths is not None:
+            arrays.append(ids.lengths.astype(np.int32))
+        arrays += [np.asarray(ids.codes, code_dtype(len(ids.keys))), np.asarray(ids.keys, column.key_dtype)]
+        if column.kind == "string":
+            arrays += _text_buffers(ids.texts)
     with open(path, "wb") as file:
-        for number, values in zip(layout.numbers, block.numbers, strict=True):
-            _write(file, values, number.dtype)
-        for column, ids in zip(layout.ids, block.ids, strict=True):
-            text_bytes = 0
-            if ids.lengths is not None:
-                _write(file, ids.lengths, _LENGTH)
-            _write(file, ids.codes, code_dtype(len(ids.keys)))
-            _write(file, ids.keys, column.key_dtype)
-            if column.kind == "string":
-                offsets, texts = _text_buffers(ids.texts)
-                _write(file, offsets, _TEXT_OFFSET)
-                _write(file, texts, _BYTE)
-                text_bytes = len(texts)
-            sizes += [len(ids.keys), len(ids.codes), text_bytes]
-    return sizes
-
-
-def _write(file: BinaryIO, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    file.write(np.ascontiguousarray(values, dtype).data)  # unlike tofile, it says why it fails
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).data)  # unlike tofile, it says why it fails
+    return np.cumsum([0, *(array.nbytes for array in arrays)]).tolist()
 
 
 def _text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

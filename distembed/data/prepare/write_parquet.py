@@ -1,8 +1,7 @@
 """Writes spooled blocks, with ids for their keys, as the Parquet files of a split.
 
 Where files and row groups end depends on the rows alone, and every row group is written from whole arrays of its own,
-so the bytes do not depend on how the input was cut into blocks, on the threads or on the memory. What each column is
-filled with says ``output_columns.py``.
+so the bytes do not depend on how the input was cut into blocks, on the threads or on the memory.
 
 Byte-stream-split puts the equal high bytes of neighbouring values together; with zstd it gives smaller files, faster,
 than zstd alone, on ids as on float32 (measured).
@@ -10,19 +9,24 @@ than zstd alone, on ids as on float32 (measured).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
+from distembed.data.dataset.schema import Schema
+from distembed.data.jagged import Jagged
 from distembed.data.prepare.destination import Destination
-from distembed.data.prepare.output_columns import IdOutput, OutputColumn
-from distembed.data.prepare.row_splits import RowSplits, some_rows
+from distembed.data.prepare.feature_ids import LookupTables, list_rows
+from distembed.data.prepare.row_splits import Rows, RowSplits, some_rows
 from distembed.data.prepare.spool import SpooledBlock
 
 ROW_GROUP_ROWS = 131_072
@@ -130,53 +134,97 @@ def _leaf(field: pa.Field) -> str:
     return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
 
 
+Take: TypeAlias = Callable[[Rows], pa.Array]
+"""Returns the values of some rows of a block."""
+
+
+@dataclass(frozen=True)
+class OutputColumn:
+    """A column of a dataset's files."""
+
+    field: pa.Field  # name and type
+    read: Callable[[SpooledBlock], Take]  # reads the column of a block
+
+
+def read_numbers(
+    block: SpooledBlock, place: int, change: Callable[[NDArray[Any]], NDArray[Any]] | None, has_missing: bool
+) -> Take:
+    """Reads a column of numbers.
+
+    Args:
+        block: The block.
+        place: Number of the column among those of numbers.
+        change: Function that is applied to the numbers, if there is one.
+        has_missing: Whether NaN is a missing value; if not, there is none.
+    """
+    numbers = block.numbers(place)
+    changed = numbers if change is None else change(numbers)
+    return lambda rows: pa.array(changed[rows], from_pandas=has_missing)
+
+
+def read_ids(block: SpooledBlock, place: int, lookup: LookupTables) -> Take:
+    """Reads a column of ids, one a row, or of lists of ids, given its number among those of keys."""
+    table = lookup.table(block.index)
+    if not block.layout.ids[place].is_list:
+        codes = block.codes(place)
+        return lambda rows: pa.array(np.take(table, codes[rows], mode="clip"))
+    lists = block.lists(place)
+    ids = Jagged(table[lists.values], lists.offsets)
+
+    def take(rows: Rows) -> pa.Array:
+        found = list_rows(ids, rows)
+        return pa.ListArray.from_arrays(pa.array(found.offsets.astype(np.int32)), pa.array(found.values))
+
+    return take
+
+
 @dataclass(frozen=True, eq=False)
 class FileWriter:
-    """Writes the planned files; different files can be written at the same time."""
+    """Writes the planned files; different files can be written at the same time.
+
+    A row group takes rows of one block after the other::
+
+        take = column.read(block)
+        parts.append(take(rows))        of each block that has rows of the group
+        pa.concat_arrays(parts)
+    """
 
     folder: Path  # dataset folder
     destination: Destination  # where its files go
-    columns: Sequence[OutputColumn]  # the columns of the dataset
-    label: str | None  # name of the label's column, if there is one
-    weight: str | None  # name of the column of the rows' weights, if there is one
-    blocks: Sequence[SpooledBlock]  # all spooled blocks
-    splits: RowSplits  # which rows are in which split
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of a row group, fewer where lists are long."""
-        lists = [column for column in self.columns if isinstance(column, IdOutput) and column.is_list]
-        return rows_per_group(max((column.mean_values(self.blocks) for column in lists), default=1.0))
+    schema: Schema  # of the dataset
+    columns: Sequence[OutputColumn]
+    splits: RowSplits  # all rows, and which of them are in which split
+    group_rows: int  # of a row group
 
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
         schema = pa.schema([column.field for column in self.columns])
-        tables = (pa.table(arrays, schema=schema) for arrays in self._row_groups(plan, self.group_rows))
         with self.destination.file(self.folder, plan.path) as path:
-            return write_file(path, plan, schema, self.label, tables, self.weight)
+            groups = self._row_groups(plan, schema)
+            return write_file(path, plan, schema, self.schema.label, groups, self.schema.weight)
 
-    def _row_groups(self, plan: FilePlan, group_rows: int) -> Iterator[list[pa.Array]]:
-        """Yields the columns of one row group after the other, taken from the blocks."""
+    def _row_groups(self, plan: FilePlan, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yields one row group after the other, taken from the blocks."""
         split = self.splits.rule.names.index(plan.split)
-        room, parts = group_rows, [list[pa.Array]() for _ in self.columns]
+        room, parts = self.group_rows, list[pa.Table]()
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
-            block = self.blocks[index]
+            block = self.splits.blocks[index]
             rows = self.splits.rows(block, split)
             takes = [column.read(block) for column in self.columns]
             while first < last:
                 taken = min(room, last - first)
-                for part, take in zip(parts, takes, strict=True):
-                    part.append(take(some_rows(rows, first, first + taken)))
+                chosen = some_rows(rows, first, first + taken)
+                parts.append(pa.table([take(chosen) for take in takes], schema=schema))
                 first, room = first + taken, room - taken
                 if not room:
-                    yield self._arrays(parts)
-                    room = group_rows
-        if room < group_rows:
-            yield self._arrays(parts)
+                    yield _joined(parts)
+                    room = self.group_rows
+        if parts:
+            yield _joined(parts)
 
-    def _arrays(self, parts: Sequence[list[pa.Array]]) -> list[pa.Array]:
-        """Returns the columns of a row group, and empties the lists of their parts."""
-        arrays = [pa.concat_arrays(part) for part in parts]
-        for part in parts:
-            part.clear()
-        return arrays
+
+def _joined(parts: list[pa.Table]) -> pa.Table:
+    """Returns the rows of all parts as one table, and empties the list."""
+    table = pa.concat_tables(parts).combine_chunks()
+    parts.clear()
+    return table
