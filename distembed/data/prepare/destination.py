@@ -17,7 +17,6 @@ from distembed.checksums import checksum_of
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.rejected_rows import REJECTED_NAME
 from distembed.data.prepare.split import SPLIT_NAMES
-from distembed.data.prepare.staging import OutputExists
 from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
 from distembed.errors import UserError
 from distembed.files import replaced_file
@@ -39,12 +38,7 @@ class Destination:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], work: Path | None, overwrite: bool) -> Destination:
-        """Returns the destination that a folder or a URL names.
-
-        Args:
-            output: The folder or URL.
-            work: Folder for the work, if the output is a URL.
-            overwrite: Whether a dataset that is there is replaced.
+        """Returns the destination that a folder or a URL names, of a URL with a folder for the work.
 
         Raises:
             UserError: There is a URL without a folder for the work, or such a folder without a URL.
@@ -68,16 +62,8 @@ class Destination:
     def __str__(self) -> str:
         return self.url or str(self.path)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is a URL."""
-        return self.url is not None
-
     def begin(self, is_resumed: bool) -> None:
-        """Makes sure that nothing is at the URL but what may be replaced.
-
-        Args:
-            is_resumed: Whether this goes on with an upload of its own.
+        """Makes sure that nothing is at the URL but what may be replaced, such as an upload that is resumed.
 
         Raises:
             UserError: Something is there that may not be replaced.
@@ -86,19 +72,19 @@ class Destination:
         if self.url is None:
             return
         found = self._files_there()
-        is_dataset = MANIFEST_NAME in found
         if others := sorted(name for name in found if not _DATASET_FILE.fullmatch(name)):
             raise UserError(
                 f"{self.url} has files that are of no dataset, such as {others[0]}, which stay as they are: name "
                 "another output"
             )
-        if is_dataset and not is_resumed and not self.overwrite:
-            raise OutputExists(f"{self.url} exists already: name another output, or replace it with --overwrite")
-        if found and not is_dataset and not is_resumed and not self.overwrite:
-            raise UserError(
-                f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "
-                "another output, or replace it with --overwrite"
-            )
+        if not found or is_resumed or self.overwrite:
+            return
+        if MANIFEST_NAME in found:
+            raise UserError(f"{self.url} exists already: name another output, or replace it with --overwrite")
+        raise UserError(
+            f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "
+            "another output, or replace it with --overwrite"
+        )
 
     def remove_manifest(self) -> None:
         """Removes the manifest at the URL, if one is there: what is there is no dataset any more, or not yet."""
@@ -116,12 +102,7 @@ class Destination:
             (folder / file).unlink(missing_ok=True)
 
     def finish(self, folder: Path, moved: Sequence[str]) -> None:
-        """Uploads what is left in the dataset's folder, the manifest last, and removes what is of no dataset any more.
-
-        Args:
-            folder: The dataset's folder.
-            moved: The files that were moved.
-        """
+        """Uploads what is left in a dataset's folder, the manifest last, and removes all but these and moved files."""
         if self.url is None:
             return
         written = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -126,31 +125,21 @@ class Ingested:
     """The result of the first pass over all parts."""
 
     source: RowSource
-    parts: Sequence[Part]  # in order
-    found: Sequence[PartFound]  # of each part
     spool: Path  # folder of the blocks
-
-    @cached_property
-    def _by_source(self) -> list[list[PartFound]]:
-        """The results of the parts of each input."""
-        found: list[list[PartFound]] = [[] for _ in self.source.inputs]
-        for part, each in zip(self.parts, self.found, strict=True):
-            found[part.source].append(each)
-        return found
+    found: Sequence[Sequence[PartFound]]  # of the parts of each input, in order
 
     @property
     def source_rows(self) -> list[int]:
         """Number of well-formed rows of each input."""
-        return [sum(found.num_rows for found in parts) for parts in self._by_source]
+        return [sum(found.num_rows for found in parts) for parts in self.found]
 
     def blocks(self) -> list[SpooledBlock]:
         """Returns the blocks with at least one row, in the order of the inputs."""
         blocks: list[SpooledBlock] = []
         first_row = 0
-        for found in self.found:
-            folder = self.spool / found.folder
+        for folder in (self.spool / found.folder for parts in self.found for found in parts):
             for number, sizes in enumerate(np.load(folder / _SIZES)):
-                num_rows, path = int(sizes[0]), _block_path(folder, number)
+                path, num_rows = _block_path(folder, number), int(sizes[0])
                 if num_rows:
                     blocks.append(SpooledBlock(path, len(blocks), first_row, num_rows, sizes[1:], self.source.layout))
                     first_row += num_rows
@@ -159,18 +148,18 @@ class Ingested:
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
         """Returns the manifest's entries of the inputs, given the SHA-256 of the inputs that were cut, by number."""
         files = []
-        for number, (described, found) in enumerate(zip(self.source.inputs, self._by_source, strict=True)):
-            num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes
-            rejected = sum(each.num_rejected for each in found)
-            sha256 = found[0].sha256 or checksums.get(number, "")
+        for number, (described, parts) in enumerate(zip(self.source.inputs, self.found, strict=True)):
+            num_bytes = parts[0].bytes_read if described.num_bytes is None else described.num_bytes
+            rejected = sum(found.num_rejected for found in parts)
+            sha256 = parts[0].sha256 or checksums.get(number, "")
             files.append(SourceFile(described.name, num_bytes, sha256, self.source_rows[number] + rejected, rejected))
         return files
 
     def notes(self) -> Iterator[str]:
         """Yields what was found in the inputs besides rows, input after input."""
-        for described, found in zip(self.source.inputs, self._by_source, strict=True):
-            yield from (note for each in found for note in each.notes)
-            if not any(each.num_rows + each.num_rejected for each in found):
+        for described, parts in zip(self.source.inputs, self.found, strict=True):
+            yield from (note for found in parts for note in found.notes)
+            if not any(found.num_rows + found.num_rejected for found in parts):
                 yield f"{described.place} has no rows"
 
     def rejected(self, folder: Path, max_rejected: float) -> Rejected:
@@ -181,7 +170,7 @@ class Ingested:
         """
         source = self.source
         rows = RejectedRows(folder, source.inputs, source.reasons, max_rejected, source.wanted, source.hints)
-        for number, parts in enumerate(self._by_source):
+        for number, parts in enumerate(self.found):
             lines_before = 0
             for found in parts:
                 if found.num_rejected:
@@ -189,5 +178,5 @@ class Ingested:
                         rows.add(number, lines_before + line, reason, row)
                 lines_before += found.header_lines + found.num_lines
         rows.close()
-        rows.require_few(sum(found.num_rows + found.num_rejected for found in self.found))
+        rows.require_few(sum(self.source_rows) + rows.num_rows)
         return rows.counts()

@@ -99,7 +99,7 @@ def prepare_rows(
         base.require_fits(source.layout)
     purpose = _purpose(source, options, limits, base)
     with resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work):
-        return Preparation(source, options, limits, folder, destination, base).run(work, note)
+        return Preparation(source, options, limits, folder, destination, base, work).run(note)
 
 
 def _purpose(
@@ -143,7 +143,7 @@ def _version(described: RawInput) -> str:
 
 @dataclass(frozen=True)
 class Preparation:
-    """One preparation, whose methods run on workers of a cluster too."""
+    """One preparation."""
 
     source: RowSource
     options: PrepareOptions
@@ -151,31 +151,31 @@ class Preparation:
     folder: Path  # of the dataset that is being written
     destination: Destination
     base: Base | None  # dataset whose ids are applied
+    work: Work
 
-    def run(self, work: Work, note: NoteCallback) -> Manifest:
+    def run(self, note: NoteCallback) -> Manifest:
         """Does all stages, and returns the manifest that was written."""
         parts = self.source.parts(PART_BYTES)
-        ingested = self._read(work, parts)
+        ingested = self._read(parts)
         rejected = ingested.rejected(self.folder, self.options.max_rejected)
         for found in ingested.notes():
             note(found)
-        splits = self._splits(work, ingested)
+        splits = self._splits(ingested)
         for found in notes_on_rows(splits.blocks):
             note(found)
         memory_bytes, layout = self.limits.counting_bytes, self.source.layout
-        columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, work.folder, splits)
-        learnt, checksums = self._learn(work, columns, {part.source for part in parts if not part.is_whole})
-        schema = columns.schema(learnt)
-        outputs, group_rows = columns.outputs(learnt), rows_per_group(columns.mean_values())
-        writer = FileWriter(self.folder, self.destination, schema, outputs, splits, group_rows)
-        files = self._write(work, writer)
+        columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, self.work.folder, splits)
+        learnt, checksums = self._learn(columns, sorted({part.source for part in parts if not part.is_whole}))
+        schema, group_rows = columns.schema(learnt), rows_per_group(columns.mean_values())
+        files = self._write(
+            FileWriter(self.folder, self.destination, schema, columns.outputs(learnt), splits, group_rows)
+        )
+        entries = {name: each["vocabulary"] for name, each in learnt.items() if each["vocabulary"]}
         manifest = Manifest(
             schema=schema,
             splits={name: written_split(of_split) for name, of_split in files.items()},
             preparation={**self.options.recorded, **columns.recorded(learnt)},
-            vocabularies={
-                name: Vocabulary(**each["vocabulary"]) for name, each in learnt.items() if each["vocabulary"]
-            },
+            vocabularies={name: Vocabulary(**entry) for name, entry in entries.items()},
             sources=tuple(ingested.source_files(checksums)),
             rejected=rejected,
             tool_version=__version__,
@@ -185,75 +185,77 @@ class Preparation:
         self.destination.finish(self.folder, list(written))
         return Manifest.load(self.folder)
 
-    def _read(self, work: Work, parts: Sequence[Part]) -> Ingested:
+    def _read(self, parts: Sequence[Part]) -> Ingested:
         """Reads all parts into the spool."""
-        spool = work.folder / "blocks"
-        _remove_abandoned(work.folder, spool)
-        at_once = self._parts_at_once(parts)
+        spool = self.work.folder / "blocks"
+        _remove_abandoned(self.work.folder, spool)
+        block_bytes = _block_bytes(self.source, self.limits)
+        at_once = self._parts_at_once(parts, block_bytes)
         threads = 1 if at_once > 1 else self.limits.num_threads
-        options, block_bytes = self.options, _block_bytes(self.source, self.limits)
-        reader = PartReader(self.source, spool, options.max_rejected, options.rule, block_bytes, threads)
+        reader = PartReader(self.source, spool, self.options.max_rejected, self.options.rule, block_bytes, threads)
         sizes = [each.num_bytes for each in self.source.inputs]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-        results = work.run_stage("read", list(enumerate(parts)), reader.read, threads=at_once, total_bytes=total)
-        return Ingested(self.source, parts, [PartFound(**each) for each in results], spool)
+        results = self.work.run_stage("read", list(enumerate(parts)), reader.read, threads=at_once, total_bytes=total)
+        found: list[list[PartFound]] = [[] for _ in self.source.inputs]
+        for part, result in zip(parts, results, strict=True):
+            found[part.source].append(PartFound(**result))
+        return Ingested(self.source, spool, found)
 
-    def _parts_at_once(self, parts: Sequence[Part]) -> int:
+    def _parts_at_once(self, parts: Sequence[Part], block_bytes: int) -> int:
         """Returns how many parts are read at a time: several where each is a block or two, which threads cannot share.
 
         Two blocks of each are then in memory at a time.
         """
-        most = 2 * _block_bytes(self.source, self.limits)
         for part in parts:
             given = self.source.inputs[part.source]
             ratio = _UNPACKED_RATIO if given.is_compressed else 1
-            if not part.is_whole or given.num_bytes is None or given.num_bytes * ratio > most:
+            if not part.is_whole or given.num_bytes is None or given.num_bytes * ratio > 2 * block_bytes:
                 return 1
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
-    def _splits(self, work: Work, ingested: Ingested) -> RowSplits:
+    def _splits(self, ingested: Ingested) -> RowSplits:
         """Returns which rows are in which split.
 
         Raises:
             UserError: No row trains.
         """
-        rule, blocks = self.options.rule, ingested.blocks()
-        folder, memory_bytes = work.folder / "times", self.limits.counting_bytes
-        splits = row_splits(rule, blocks, ingested.source_rows, folder, memory_bytes)
+        rule, source_rows = self.options.rule, ingested.source_rows
+        folder, memory_bytes = self.work.folder / "times", self.limits.counting_bytes
+        splits = row_splits(rule, ingested.blocks(), source_rows, folder, memory_bytes)
         if not splits.num_rows[0] and rule.trains:  # counted here, before workers take the splits
-            total = sum(ingested.source_rows)
             raise UserError(
-                f"the training part has no rows: the input has only {total}, of which --split {self.options.split} "
-                "leaves none; give more rows, or another split"
+                f"the training part has no rows: the input has only {sum(source_rows)}, of which --split "
+                f"{self.options.split} leaves none; give more rows, or another split"
             )
         return splits
 
-    def _learn(
-        self, work: Work, columns: DatasetColumns, cut_sources: set[int]
-    ) -> tuple[ColumnsLearnt, dict[int, str]]:
+    def _learn(self, columns: DatasetColumns, cut_sources: Sequence[int]) -> tuple[ColumnsLearnt, dict[int, str]]:
         """Returns what is learnt of each column, and the checksums of inputs that were cut into parts."""
-        groups, inputs = columns.groups(), sorted(cut_sources)
+        groups = columns.groups()
         total_bytes = sum(block.num_bytes for block in columns.splits.blocks)
         do = partial(_learn_task, self.source, columns, groups, total_bytes)
-        tasks = [("input", number) for number in inputs] + [("columns", number) for number in range(len(groups))]
-        found = work.run_stage("vocabulary", tasks, do, threads=self.limits.num_counters, total_bytes=total_bytes)
-        by_name = {name: learnt for group in found[len(inputs) :] for name, learnt in group.items()}
-        return columns.in_order(by_name), dict(zip(inputs, found, strict=False))
+        tasks = [("input", number) for number in cut_sources] + [("columns", number) for number in range(len(groups))]
+        threads = self.limits.num_counters
+        found = self.work.run_stage("vocabulary", tasks, do, threads=threads, total_bytes=total_bytes)
+        learnt = {name: each for group in found[len(cut_sources) :] for name, each in group.items()}
+        return columns.in_order(learnt), dict(zip(cut_sources, found, strict=False))
 
-    def _write(self, work: Work, writer: FileWriter) -> dict[str, list[WrittenFile]]:
+    def _write(self, writer: FileWriter) -> dict[str, list[WrittenFile]]:
         """Writes the files of all splits, several at a time, and returns them by split."""
-        splits = writer.splits
-        plans: list[FilePlan] = []
-        for name, num_rows in zip(splits.rule.names, splits.num_rows, strict=True):
-            plans += plan_files(name, 0, num_rows, writer.group_rows)
+        names, counts = writer.splits.rule.names, writer.splits.num_rows
+        for name in names:
             (self.folder / name).mkdir(exist_ok=True)
-        row_bytes = sum(block.num_bytes for block in splits.blocks) // sum(splits.num_rows)
-        self.destination.remove_manifest()
+        plans = [
+            plan
+            for name, num_rows in zip(names, counts, strict=True)
+            for plan in plan_files(name, num_rows, writer.group_rows)
+        ]
         plans.sort(key=lambda plan: plan.start - plan.stop)  # the largest first
-        do = partial(_write_file, writer, row_bytes)
-        total = sum(splits.num_rows) * row_bytes
-        results = work.run_stage("write", plans, do, threads=self.limits.num_writers, total_bytes=total)
-        files: dict[str, list[WrittenFile]] = {name: [] for name in splits.rule.names}
+        row_bytes = sum(block.num_bytes for block in writer.splits.blocks) // sum(counts)
+        self.destination.remove_manifest()
+        do, total = partial(_write_file, writer, row_bytes), sum(counts) * row_bytes
+        results = self.work.run_stage("write", plans, do, threads=self.limits.num_writers, total_bytes=total)
+        files: dict[str, list[WrittenFile]] = {name: [] for name in names}
         for plan, found in sorted(zip(plans, results, strict=True), key=lambda written: written[0].start):
             pieces = np.frombuffer(bytes.fromhex(found["pieces"]), PIECE)
             files[plan.split].append(WrittenFile(**{**found, "file": DataFile(**found["file"]), "pieces": pieces}))

@@ -37,10 +37,6 @@ STAGED = "staged"
 """Name of the folder, in a kept one, that becomes the output."""
 
 
-class OutputExists(UserError):
-    """There is an output already, which is not to be replaced."""
-
-
 @dataclass(frozen=True)
 class KeptFolder:
     """A folder that outlives the process which works in it."""
@@ -82,19 +78,12 @@ def kept_folder(
 ) -> Iterator[KeptFolder]:
     """Yields a folder to work in, which exists again for the same purpose after the process was killed.
 
-    Its folder ``staged`` becomes ``output`` when the block ends. The folder is removed when the block ends or fails,
-    but not by Ctrl-C or a temporary failure. Files of before the machine was restarted may never have come to its disk,
-    and are not resumed.
+    Its folder ``staged`` becomes ``output`` when the block ends, unless the block moves the files elsewhere
+    (``is_moved``). The folder is removed when the block ends or fails, but not by Ctrl-C or a temporary failure. Files
+    of before the machine was restarted may never have come to its disk, and are not resumed.
 
-    Arguments and errors are those of :func:`staged_folder`, and:
-
-    Args:
-        output: Folder to make.
-        purpose: A short text that differs for commands which may not resume each other; None where none may.
-        overwrite: Whether a folder of the same kind is replaced.
-        is_moved: Whether the block moves the files elsewhere, so that nothing becomes ``output``.
-        kind: The kind of folder, in words.
-        marker: Name of the file that every folder of this kind has.
+    The purpose is a short text that differs for commands which may not resume each other; None where none may. The
+    other arguments and the errors are those of :func:`staged_folder`.
     """
     output = _real_path(output)
     require_text_name(output)
@@ -105,12 +94,10 @@ def kept_folder(
         shutil.rmtree(replaced, ignore_errors=True)
         own = folder / str(purpose)[:8]  # a lost worker of another command writes elsewhere
         was_begun = (folder / "purpose").is_file()
-        try:
-            _check_target(output, overwrite, kind, marker)
-        except UserError:
+        if refused := os.path.lexists(output) and _refusal(output, overwrite, kind, marker):
             if not was_begun:
                 _remove(folder)
-            raise
+            raise UserError(refused)
         is_resumed = purpose is not None and (own / STAGED).is_dir() and _is_for(folder / "purpose", purpose)
         try:
             writing = (OSError, pa.ArrowException)
@@ -187,18 +174,15 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
-    """Makes sure that nothing is at ``output``, or a folder that may be replaced.
-
-    Raises:
-        UserError: Something is there that may not be replaced.
-    """
-    if not os.path.lexists(output):
-        return
+def _refusal(output: Path, overwrite: bool, kind: str, marker: str) -> str | None:
+    """Returns why what is at ``output`` may not be replaced; None where it may."""
     if not overwrite:
-        raise OutputExists(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
-    if not (output / marker).is_file():
-        raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
+        return f"{output} exists already: name another output, remove it, or replace it with --overwrite"
+    return (
+        None
+        if (output / marker).is_file()
+        else f"{output} is no {kind} (no {marker}), so it is not overwritten: name another"
+    )
 
 
 def _put_in_place(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:

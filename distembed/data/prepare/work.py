@@ -137,8 +137,8 @@ def resumable_work(
         TemporaryFailure: A cluster has lost too many workers; finished tasks are kept.
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
-    is_remote = destination.is_remote
-    with kept_folder(destination.path, digest, overwrite=destination.overwrite, is_moved=is_remote) as kept:
+    overwrite, is_moved = destination.overwrite, destination.url is not None
+    with kept_folder(destination.path, digest, overwrite=overwrite, is_moved=is_moved) as kept:
         destination.begin(kept.is_resumed)
         if kept.is_resumed:
             note(f"{destination}: this resumes the same command, which was interrupted; finished tasks are kept")

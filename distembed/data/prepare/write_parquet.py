@@ -56,15 +56,13 @@ class FilePlan:
     stop: int  # row after the last one
 
 
-def plan_files(split: str, start: int, stop: int, group_rows: int | None = None) -> list[FilePlan]:
+def plan_files(split: str, num_rows: int, group_rows: int) -> list[FilePlan]:
     """Returns the files of a split, none where it has no rows; each but the last has whole row groups."""
-    group_rows = group_rows or ROW_GROUP_ROWS
-    groups = -(-(stop - start) // group_rows)
+    groups = -(-num_rows // group_rows)
     rows = group_rows * min(max(-(-groups // _FILES_WANTED), _FEWEST_GROUPS), _MOST_GROUPS)
-    starts = range(start, stop, rows)
     return [
-        FilePlan(split, f"{split}/part-{index:05d}.parquet", first, min(first + rows, stop))
-        for index, first in enumerate(starts)
+        FilePlan(split, f"{split}/part-{index:05d}.parquet", start, min(start + rows, num_rows))
+        for index, start in enumerate(range(0, num_rows, rows))
     ]
 
 

@@ -159,7 +159,7 @@ def write_splits(
     for name, rows in splits.items():
         (folder / name).mkdir()
         written[name] = []
-        for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
+        for plan in plan_files(name, rows.num_rows, rows.group_rows):
             starts = range(plan.start, plan.stop, rows.group_rows)
             groups = (rows.table(start, min(start + rows.group_rows, plan.stop)) for start in starts)
             written[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, label, groups))
