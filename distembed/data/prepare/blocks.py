@@ -151,23 +151,16 @@ class Part:
 
 
 class OpenPart(Protocol):
-    """A part that is being read.
-
-    Attributes:
-        bytes_read: Number of bytes of the input read so far, compressed where it is.
-        header_lines: Number of lines before the first row; of a part that does not begin its input, 0. Known once the
-            first block is there.
-        sha256: SHA-256 of the whole input, once all blocks of a part that is whole were read; None for other parts.
-    """
+    """A part that is being read."""
 
     @property
-    def bytes_read(self) -> int: ...
+    def bytes_read(self) -> int: ...  # of the input so far, compressed where it is
 
     @property
-    def header_lines(self) -> int: ...
+    def header_lines(self) -> int: ...  # before the first row, known with the first block; 0 within an input
 
     @property
-    def sha256(self) -> str | None: ...
+    def sha256(self) -> str | None: ...  # of the whole input, once all was read; None for other parts
 
     def raw_blocks(self) -> Generator[Any, None, None]:
         """Yields about a block's size of rows at a time for :meth:`RowSource.parse`, in order.

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import duckdb
@@ -39,8 +39,9 @@ class Database:
         memory_bytes: Memory that tables and queries may take; 64 MiB or more.
         threads: Threads of a query.
 
-    Attributes:
-        memory_bytes: The memory.
+    Raises:
+        RunError: Of every method: the memory limit does not suffice.
+        OSError: Of every method: the disk does not suffice.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, threads: int = 1) -> None:
@@ -57,9 +58,7 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     def add(self, table: str, batches: Iterable[pa.RecordBatch], schema: pa.Schema, query: str | None = None) -> None:
@@ -73,7 +72,6 @@ class Database:
 
         Raises:
             Exception: What ``batches`` raised.
-            RunError: The disk is full.
         """
         raised: list[BaseException] = []
 
@@ -95,51 +93,34 @@ class Database:
             self._connection.unregister("given")
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Adds rows to a table that has the same columns in the same order.
-
-        Raises:
-            RunError: The memory limit or the disk does not suffice.
-        """
+        """Adds rows to a table that has the same columns in the same order."""
         self._connection.register("given", batch)
         self.run(f"insert into {table} select * from given")
         self._connection.unregister("given")
 
     def run(self, query: str, *values: Any) -> None:
-        """Runs a statement, with values in place of its question marks.
-
-        Raises:
-            RunError: The memory limit or the disk does not suffice.
-        """
+        """Runs a statement, with values in place of its question marks."""
         with _explained():
             self._connection.execute(query, list(values))
 
     def row(self, query: str, *values: Any) -> tuple[Any, ...]:
-        """Returns the only row of a query's result.
-
-        Raises:
-            RunError: The memory limit or the disk does not suffice.
-        """
+        """Returns the only row of a query's result."""
         with _explained():
             (found,) = self._connection.execute(query, list(values)).fetchall()
         return tuple(found)
 
     def batches(self, query: str, *values: Any, rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of a query's result, at most so many at a time; other queries wait until all were taken.
-
-        Raises:
-            RunError: The memory limit or the disk does not suffice.
-        """
+        """Yields the rows of a query's result, at most so many at a time; other queries wait until all were taken."""
         with _explained():
             yield from self._connection.sql(query, params=list(values) or None).to_arrow_reader(rows)
 
 
-class _explained:
+@contextmanager
+def _explained() -> Iterator[None]:
     """Within the block, DuckDB's errors of memory and disk become errors that say what to do."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    try:
+        yield
+    except (duckdb.Error, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "interrupted" in str(error):
             raise KeyboardInterrupt from error
         said = str(error).partition("\n")[0]  # the lines after it advise on DuckDB's own settings
@@ -151,3 +132,4 @@ class _explained:
             ) from error
         if isinstance(error, duckdb.IOException):
             raise OSError(errno.EIO, said) from error
+        raise

@@ -62,15 +62,11 @@ def _values(database: Database) -> Iterator[tuple[float, int]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def standardized(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Returns numbers less the mean, divided by the standard deviation; NaN stays NaN."""
-    result: NDArray[np.float32] = ((numbers.astype(np.float64) - learnt["mean"]) / learnt["std"]).astype(np.float32)
-    return result
-
-
-def zero_for_missing(numbers: NDArray[Any], change: Change | None = None) -> NDArray[Any]:
-    """Returns numbers, changed where that is asked for, with 0 for NaN."""
-    return np.nan_to_num(numbers if change is None else change(numbers), copy=False, nan=0.0)
+def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_missing: bool) -> NDArray[Any]:
+    """Returns numbers, less the mean and divided by the deviation where these are learnt; NaN may become 0."""
+    if learnt is not None:
+        numbers = ((numbers.astype(np.float64) - learnt["mean"]) / learnt["std"]).astype(np.float32)
+    return numbers if keeps_missing else np.nan_to_num(numbers, copy=False, nan=0.0)
 
 
 def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
@@ -82,10 +78,8 @@ def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Cha
     """
     if column.role == "bins":
         return partial(bin_ids, learnt=learnt or {})
-    standardize = None if learnt is None else partial(standardized, learnt=learnt)
-    if column.role != "dense" or column.keeps_missing:
-        return standardize
-    return partial(zero_for_missing, change=standardize)
+    keeps_missing = column.role != "dense" or column.keeps_missing
+    return None if learnt is None and keeps_missing else partial(_changed, learnt=learnt, keeps_missing=keeps_missing)
 
 
 def bin_ids(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.int32]:

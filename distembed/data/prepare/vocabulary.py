@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -48,32 +48,17 @@ def reserved_ids(manifest: Manifest, table: str) -> tuple[int, ...]:
     return (MISSING_ID,) if is_prepared else ()  # of hashed values, and of bins
 
 
-class IdMap(Protocol):
-    """A function from a feature's raw keys to the ids of its table."""
-
-    @property
-    def num_embeddings(self) -> int:
-        """Number of ids: they lie in ``[0, num_embeddings)``."""
-
-    def ids(self, keys: NDArray[Any]) -> NDArray[np.int64]:
-        """Returns the id of each key: uint32 of hexadecimal digits, int64 of integers, uint64 of texts."""
-
-
 @dataclass(frozen=True)
 class HashMap:
     """Ids by hashing, which needs no data."""
 
-    hash_size: int  # number of ids, of which 0 is for missing values
+    num_embeddings: int  # number of ids, of which 0 is for missing values
     seed: int  # seed of the hash
 
-    @property
-    def num_embeddings(self) -> int:
-        return self.hash_size
-
     def ids(self, keys: NDArray[Any]) -> NDArray[np.int64]:
-        """Returns ``1 + mix(key, seed) % (hash_size - 1)`` of each key."""
+        """Returns ``1 + mix(key, seed) % (num_embeddings - 1)`` of each key."""
         mixed = mix64_array(keys.astype(np.uint64) + mix64_array(np.array([self.seed], np.uint64)))
-        return (mixed % np.uint64(self.hash_size - 1)).astype(np.int64) + 1
+        return (mixed % np.uint64(self.num_embeddings - 1)).astype(np.int64) + 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +83,10 @@ class VocabularyMap:
         known = self.keys[found] == ascending
         result[order[known]] = self.key_ids[found[known]]
         return result
+
+
+IdMap: TypeAlias = HashMap | VocabularyMap
+"""A function from a feature's keys (uint32 of hexadecimal digits, int64 of integers, uint64 of texts) to ids."""
 
 
 def sort_keys(keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
