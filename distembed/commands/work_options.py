@@ -9,7 +9,7 @@ import typer
 from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
-    from distembed.data.prepare.limits import ResourceLimits
+    from distembed.data.prepare.options import ResourceLimits
 
 OutputOption = Annotated[
     str,
@@ -43,7 +43,7 @@ class WorkOptions:
         Raises:
             UserError: An option is not of its form, or out of its range.
         """
-        from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, ResourceLimits
+        from distembed.data.prepare.options import LEAST_MEMORY_BYTES, ResourceLimits
 
         memory_limit_bytes = parse_bytes("--memory-limit", self.memory_limit, LEAST_MEMORY_BYTES)
         return ResourceLimits(memory_limit_bytes, self.threads, self.work, self.engine)

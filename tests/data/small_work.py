@@ -10,7 +10,7 @@ from typing import Any
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.destination import Destination
-from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.options import ResourceLimits
 from distembed.data.prepare.work import Advance, resumable_work
 from distembed.errors import UserError
 

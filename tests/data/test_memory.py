@@ -13,7 +13,7 @@ PREPARE = """
 import sys
 from pathlib import Path
 from distembed.data.prepare import ResourceLimits, prepare_criteo
-from distembed.data.prepare.limits import LEAST_MEMORY_BYTES
+from distembed.data.prepare.options import LEAST_MEMORY_BYTES
 from distembed.data.prepare.table import prepare_table
 from distembed.data.table.schema import TableSchema
 

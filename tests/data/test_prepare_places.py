@@ -19,7 +19,7 @@ from distembed.data.prepare import (
     staging,
     synthesize_criteo,
 )
-from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, MOST_THREADS
+from distembed.data.prepare.options import LEAST_MEMORY_BYTES, MOST_THREADS
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
 from distembed.files import nearest_folder, require_free_space

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.options import PrepareOptions
+from distembed.data.prepare.options import PrepareOptions, ResourceLimits
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.split import SplitRule

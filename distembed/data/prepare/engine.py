@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from distembed import __version__
-from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.options import ResourceLimits
 from distembed.errors import RunError, TemporaryFailure, UserError, one_line
 from distembed.units import format_bytes
 
@@ -68,7 +68,7 @@ def run_tasks(
     """Yields the results of tasks as they are done, and an empty list now and then.
 
     Args:
-        engine: One of :data:`distembed.data.prepare.limits.ENGINES`.
+        engine: One of :data:`distembed.data.prepare.options.ENGINES`.
         function: Runs a task; pickled for ``ray`` and ``spark``, where a task may run twice.
         tasks: The tasks, in the order in which they begin.
         limits: Memory and threads that a task of a cluster may use.

@@ -1,14 +1,95 @@
-"""What a dataset's bytes depend on besides its rows, whatever the kind of rows."""
+"""The options of a preparation: what a dataset's bytes depend on besides its rows, and what a preparation may use."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from distembed.cores import usable_cores
 from distembed.data.prepare.split import SplitRule
 from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.units import format_bytes
+
+INTERPRETER_BYTES = 224 << 20
+"""Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""
+LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (96 << 20)
+"""The least that a process can work in, everything included."""
+MOST_THREADS = 1024
+ENGINES = ("threads", "ray", "spark")
+"""Who can run the tasks (``engine.py``)."""
+
+# Each thread has one block, one is being read and one waits. Parsing takes so many times a block's size.
+_MEMORY_PER_BLOCK_BYTE, _MEMORY_PER_BYTE_OF_LISTS = 10, 20
+_OTHER_BLOCKS = 2
+_LEAST_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ResourceLimits:
+    """How much memory and how many threads a preparation may use; on a cluster, each of its tasks.
+
+    The figures in the properties are upper bounds, measured on Criteo rows.
+
+    Raises:
+        UserError: A limit is too small, a number is not in its range, or there is no such engine.
+    """
+
+    memory_limit_bytes: int = 2 << 30  # of the process, everything included; 320 MiB or more
+    threads: int | None = None  # 1 to 1024; None for as many as this process has processors, and for 1 on a cluster
+    work: Path | None = None  # folder for the work, where the output is a URL; the workers of a cluster share it
+    engine: str = "threads"  # who runs the tasks: threads of this process, or a ``ray`` or ``spark`` cluster
+
+    def __post_init__(self) -> None:
+        one_of("engine (--engine)", self.engine, ENGINES)
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise UserError(f"threads (--threads) is {self.threads}: it must be in 1 to {MOST_THREADS}")
+        if self.memory_limit_bytes < LEAST_MEMORY_BYTES:
+            raise UserError(
+                f"memory_limit_bytes (--memory-limit) is {self.memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} "
+                f"({format_bytes(LEAST_MEMORY_BYTES)}) are needed, Python's own memory included"
+            )
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether tasks run in other processes than this one."""
+        return self.engine != "threads"
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that may be used above what the interpreter takes."""
+        return self.memory_limit_bytes - INTERPRETER_BYTES
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads that parse: as many as was asked for, else one for each core; fewer where memory is."""
+        most = self.working_bytes // (_MEMORY_PER_BYTE_OF_LISTS * _LEAST_BLOCK_BYTES) - _OTHER_BLOCKS
+        threads = self.threads or (1 if self.is_cluster else usable_cores())
+        return min(threads, most, MOST_THREADS)
+
+    def block_bytes(self, has_lists: bool) -> int:
+        """Bytes of text in a block of rows with or without lists."""
+        memory_per_byte = _MEMORY_PER_BYTE_OF_LISTS if has_lists else _MEMORY_PER_BLOCK_BYTE
+        most = self.working_bytes // (memory_per_byte * (self.num_threads + _OTHER_BLOCKS))
+        return min(16 << 20, max(_LEAST_BLOCK_BYTES, most))
+
+    @property
+    def num_counters(self) -> int:
+        """Databases at a time in which columns are counted; each takes up to 80 MB more than its limit."""
+        return max(1, min(self.num_threads, self.working_bytes // (160 << 20)))
+
+    @property
+    def counting_bytes(self) -> int:
+        """Memory limit of each database."""
+        return self.working_bytes // (2 * self.num_counters)
+
+    @property
+    def num_writers(self) -> int:
+        """Files written at a time; two row groups and Parquet's buffers take up to 128 MiB for each."""
+        return max(1, min(self.num_threads, self.working_bytes // (128 << 20)))
 
 
 @dataclass(frozen=True)

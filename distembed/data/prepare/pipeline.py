@@ -39,9 +39,8 @@ from distembed.data.prepare.blocks import Part, RawInput, RowSource
 from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
-from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
-from distembed.data.prepare.options import PrepareOptions
+from distembed.data.prepare.options import PrepareOptions, ResourceLimits
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.row_splits import RowSplits, row_splits, split_column
 from distembed.data.prepare.staging import require_outside

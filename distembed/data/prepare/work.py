@@ -26,7 +26,7 @@ import pyarrow as pa
 from distembed.checksums import checksum_of
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.engine import run_tasks
-from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.options import ResourceLimits
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.prepare.staging import STAGED, kept_folder
 from distembed.files import write_text
