@@ -37,20 +37,19 @@ class Database:
     Args:
         folder: Folder for what does not fit in memory; it is made when it is needed.
         memory_bytes: Memory that tables and queries may take; 64 MiB or more.
-        threads: Threads of a query.
 
     Raises:
         RunError: Of every method: the memory limit does not suffice.
         OSError: Of every method: the disk does not suffice.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int, threads: int = 1) -> None:
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
         self.memory_bytes = min(max(_LEAST_BYTES, memory_bytes), _MOST_BYTES)
         self._connection = duckdb.connect(
             config={
                 "memory_limit": f"{self.memory_bytes >> 20}MiB",
                 "temp_directory": str(folder),
-                "threads": threads,
+                "threads": 1,
                 "preserve_insertion_order": False,  # of a table: it would be kept in memory
             }
         )

@@ -34,7 +34,6 @@ from distembed.data.prepare.count import Database
 from distembed.data.prepare.row_splits import Rows, RowSplits
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.prepare.vocabulary import (
-    FIRST_ID,
     KEY_TYPES,
     MISSING_ID,
     OUT_OF_VOCABULARY_ID,
@@ -147,8 +146,8 @@ def build_vocabulary(
     unknown, queries = "counted", list[str]()
     if known is not None:
         # of a text, the value's own text too, which an earlier version may have written otherwise
-        fields = [*counted, ("id", pa.int64()), ("own", KEY_TYPES[column.kind])]
-        database.add("known", _numbered(known, column), pa.schema(fields))
+        fields = [("id", pa.int64()), *counted, ("own", counted.field("key").type)]
+        database.add("known", _with_own_text(known, column), pa.schema(fields))
         lacking = "select counted.* from counted anti join known on counted.key = known.own"
         database.run(f"create or replace table unknown as {lacking}")
         unknown = "unknown"
@@ -174,14 +173,11 @@ def build_vocabulary(
     }
 
 
-def _numbered(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
-    """Yields keys, counts and ids of a vocabulary, and the text that each value has now."""
-    next_id = FIRST_ID
+def _with_own_text(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
+    """Yields ids, keys and counts of a vocabulary, and the text that each value has now."""
     for batch in vocabulary_batches(path, column.kind):
-        ids, keys = pa.array(np.arange(next_id, next_id + len(batch))), batch.column("key")
-        own = value_texts(keys) if column.kind == "string" else keys
-        yield pa.record_batch([*batch.columns, ids, own], names=["key", "count", "id", "own"])
-        next_id += len(batch)
+        keys = batch.column("key")
+        yield batch.append_column("own", value_texts(keys) if column.kind == "string" else keys)
 
 
 def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path, num_ids: int) -> VocabularyMap:
@@ -194,8 +190,8 @@ def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path
         return vocabulary_map(path, column)
     schema = pa.schema([("key", pa.from_numpy_dtype(column.key_dtype)), ("id", pa.int64())])
     keys_and_ids = (
-        pa.record_batch([pa.array(key_numbers(batch.column(0))), batch.column(2)], schema=schema)
-        for batch in _numbered(path, column)
+        pa.record_batch([pa.array(key_numbers(batch.column("key"))), batch.column("id")], schema=schema)
+        for batch in vocabulary_batches(path, column.kind)
     )
     database.add("ids", keys_and_ids, schema)
     keys, ids = (

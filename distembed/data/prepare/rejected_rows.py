@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,32 +26,21 @@ _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
 _HOPELESS_ROWS = 1000
 
 
+@dataclass
 class RejectedRows:
-    """Takes the malformed rows as they are found; the file is made with the first one.
+    """Takes the malformed rows as they are found; the file is made with the first one."""
 
-    Args:
-        folder: Folder that gets ``rejected.tsv``.
-        inputs: The inputs of the rows.
-        reasons: Reasons for which a row can be malformed, in the order of the manifest; other reasons come last.
-        max_rejected: Largest share of malformed rows that is no error.
-        wanted: Describes a well-formed row in a sentence, for errors.
-        hints: By reason: a sentence on the likely cause, where most malformed rows have that reason.
-    """
+    folder: Path  # that gets ``rejected.tsv``
+    inputs: Sequence[RawInput]  # of the rows
+    reasons: Sequence[str]  # why a row can be malformed, in the order of the manifest; other reasons come last
+    max_rejected: float  # largest share of malformed rows that is no error
+    wanted: str  # describes a well-formed row in a sentence, for errors
+    hints: Mapping[str, str] = field(default_factory=dict)  # by reason: a likely cause, where most rows have it
 
-    def __init__(
-        self,
-        folder: Path,
-        inputs: Sequence[RawInput],
-        reasons: Sequence[str],
-        max_rejected: float,
-        wanted: str,
-        hints: Mapping[str, str] = {},
-    ) -> None:
-        self.by_source = [0] * len(inputs)  # number of malformed rows of each input
-        self._path, self._inputs = folder / REJECTED_NAME, inputs
+    def __post_init__(self) -> None:
+        self.by_source = [0] * len(self.inputs)  # number of malformed rows of each input
         self._file: BinaryIO | None = None
-        self._reasons = Counter(dict.fromkeys(reasons, 0))
-        self._max_rejected, self._wanted, self._hints = max_rejected, wanted, hints
+        self._counts = Counter(dict.fromkeys(self.reasons, 0))
         self._examples: list[str] = []
 
     @property
@@ -61,16 +51,16 @@ class RejectedRows:
     def add(self, source: int, line: int, reason: str, row: bytes) -> None:
         """Lists a malformed row: the number of its input, its line counted from 1, why, and its bytes."""
         if self._file is None:
-            self._file = open(self._path, "wb")
+            self._file = open(self.folder / REJECTED_NAME, "wb")
             self._file.write(_HEADER)
         row = row.replace(b"\n", b"\\n")  # within the quotes of a field
-        name = self._inputs[source].name.translate(_ESCAPED).encode(errors="backslashreplace")
+        name = self.inputs[source].name.translate(_ESCAPED).encode(errors="backslashreplace")
         self._file.write(name + f"\t{line}\t{reason}\t".encode() + row + b"\n")
-        self._reasons[reason] += 1
+        self._counts[reason] += 1
         self.by_source[source] += 1
         if len(self._examples) < _EXAMPLES:
             text = row.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
-            self._examples.append(f"{self._inputs[source].place}:{line}: {reason}: {text!r}")
+            self._examples.append(f"{self.inputs[source].place}:{line}: {reason}: {text!r}")
 
     def close(self) -> None:
         """Closes the file."""
@@ -79,7 +69,7 @@ class RejectedRows:
 
     def counts(self) -> Rejected:
         """Returns what the manifest says of the malformed rows."""
-        by_reason = {reason: count for reason, count in self._reasons.items() if count}
+        by_reason = {reason: count for reason, count in self._counts.items() if count}
         return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
 
     def require_hope(self, num_rows: int) -> None:
@@ -88,7 +78,7 @@ class RejectedRows:
         Raises:
             UserError: So many rows are malformed that the rest need not be read.
         """
-        if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self._max_rejected) * num_rows:
+        if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self.max_rejected) * num_rows:
             raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
 
     def require_few(self, num_rows: int) -> None:
@@ -98,19 +88,19 @@ class RejectedRows:
             UserError: There is no row, too many are malformed, or all are.
         """
         if not num_rows:
-            raise UserError(f"the input has no rows: {', '.join(each.place for each in self._inputs[:_EXAMPLES])}")
-        if self.num_rows > self._max_rejected * num_rows:
+            raise UserError(f"the input has no rows: {', '.join(each.place for each in self.inputs[:_EXAMPLES])}")
+        if self.num_rows > self.max_rejected * num_rows:
             raise UserError(self._complaint(num_rows))
         if self.num_rows == num_rows:
             raise UserError(f"no row of the input is well-formed: {self._complaint(num_rows)}")
 
     def _complaint(self, num_rows: int) -> str:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.items() if count)
-        commonest = max(self._reasons, key=self._reasons.__getitem__)
-        hint = f"{self._hints[commonest]} " if commonest in self._hints else ""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._counts.items() if count)
+        commonest = max(self._counts, key=self._counts.__getitem__)
+        hint = f"{self.hints[commonest]} " if commonest in self.hints else ""
         return (
             f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
-            f"{self._max_rejected:g}; nothing was written. {self._wanted} {hint}Mend the rows or allow more "
+            f"{self.max_rejected:g}; nothing was written. {self.wanted} {hint}Mend the rows or allow more "
             "(--max-rejected). The first ones:\n  " + "\n  ".join(self._examples)
         )
 

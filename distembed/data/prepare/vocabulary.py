@@ -141,7 +141,7 @@ def _regrouped(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) 
 
 
 def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
-    """Yields the columns ``key`` and ``count`` of a vocabulary, in the order of ids.
+    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids.
 
     Args:
         path: The vocabulary's file.
@@ -158,11 +158,8 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
                     f"the vocabulary {path} has keys of the type {found}, and the column has {kind} values: name a "
                     "dataset whose column is of that kind"
                 )
-            # ids are their places; they are read all the same, by which damage to them is found
-            for batch in file.iter_batches(
-                TEXTS_AT_A_TIME if kind == "string" else VOCABULARY_GROUP_ROWS, columns=["id", "key", "count"]
-            ):
-                yield batch.select(["key", "count"])
+            rows = TEXTS_AT_A_TIME if kind == "string" else VOCABULARY_GROUP_ROWS
+            yield from file.iter_batches(rows, columns=["id", "key", "count"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
 
