@@ -120,11 +120,11 @@ import sys; from pathlib import Path
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.engine import run_tasks
 from distembed.errors import UserError
-results = run_tasks("ray", str, [1, 2], ResourceLimits(320 << 20), 1)
+results = run_tasks(str, [1, 2], ResourceLimits(320 << 20, engine="ray"), 1)
 assert sorted(each for some in results for each in some) == ["1", "2"]
 import ray
 assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
-try: list(run_tasks("ray", str, [1], ResourceLimits(1 << 50, 900), 1))
+try: list(run_tasks(str, [1], ResourceLimits(1 << 50, 900, engine="ray"), 1))
 except UserError as error: assert "no machine of the Ray cluster has as much" in str(error)
 else: assert False
 """
@@ -136,7 +136,7 @@ def test_a_spark_master_that_does_not_answer_is_said_soon(monkeypatch: pytest.Mo
     pytest.importorskip("pyspark")
     monkeypatch.setenv("MASTER", "spark://127.0.0.1:1,127.0.0.1:2")
     with pytest.raises(UserError, match="MASTER=spark://127.0.0.1:1,127.0.0.1:2 does not answer: .*refused"):
-        list(run_tasks("spark", str, [1], ResourceLimits(), 1))
+        list(run_tasks(str, [1], ResourceLimits(engine="spark"), 1))
     assert one_line(RuntimeError("\x1b[36mray::task()\x1b[39m\nis lost")) == "RuntimeError: ray::task() is lost"
 
 

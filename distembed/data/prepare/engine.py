@@ -59,7 +59,6 @@ class _Failed:
 
 
 def run_tasks(
-    engine: str,
     function: Callable[[Task], Result],
     tasks: Sequence[Task],
     limits: ResourceLimits,
@@ -68,10 +67,9 @@ def run_tasks(
     """Yields the results of tasks as they are done, and an empty list now and then.
 
     Args:
-        engine: One of :data:`distembed.data.prepare.options.ENGINES`.
         function: Runs a task; pickled for ``ray`` and ``spark``, where a task may run twice.
         tasks: The tasks, in the order in which they begin.
-        limits: Memory and threads that a task of a cluster may use.
+        limits: The engine, and the memory and threads that a task of a cluster may use.
         threads: Tasks that ``threads`` run at a time; 1 runs all in the caller's thread first.
 
     Raises:
@@ -84,7 +82,7 @@ def run_tasks(
         "ray": lambda: _ray(function, limits),
         "spark": lambda: _spark(function),
     }
-    with pools[engine]() as submit:
+    with pools[limits.engine]() as submit:
         waiting = {submit(task) for task in tasks}
         while waiting:
             done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)

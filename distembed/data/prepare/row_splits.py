@@ -117,17 +117,10 @@ def split_column(rule: SplitRule, layout: BlockLayout) -> int:
 def row_splits(
     rule: SplitRule, blocks: Sequence[SpooledBlock], source_rows: Sequence[int], folder: Path, memory_bytes: int
 ) -> RowSplits:
-    """Returns which rows are in which split.
+    """Returns which rows are in which split, given the number of well-formed rows of each input.
 
     By shares in the order of time, a split begins at the time of the row with which its share begins, so that rows of
-    equal times stay together.
-
-    Args:
-        rule: How rows are divided.
-        blocks: All blocks.
-        source_rows: Number of well-formed rows of each input, in order.
-        folder: Folder for what counting times cannot keep in memory.
-        memory_bytes: Memory for counting times.
+    equal times stay together. Times are counted in the memory, and in the folder where that does not suffice.
     """
     if rule.kind == "column":
         return RowSplits(rule, blocks, tuple(text_keys(_values(rule)).tolist()))
@@ -146,13 +139,7 @@ def _values(rule: SplitRule) -> pa.Array:
 
 
 def require_known_splits(rule: SplitRule, layout: BlockLayout, block: ParsedBlock, place: str) -> None:
-    """Makes sure that each row of a block is in a split, of a rule by column.
-
-    Args:
-        rule: How rows are divided.
-        layout: The columns of the block.
-        block: The block.
-        place: The block's input, for the error.
+    """Makes sure that each row of a block, from the input ``place``, is in a split of a rule by column.
 
     Raises:
         UserError: A value is missing or is none of the rule's.
@@ -183,13 +170,7 @@ def count_numbers(database: Database, parts: Iterable[NDArray[Any]], type_: pa.D
 
 
 def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType) -> NDArray[Any]:
-    """Returns the values at some places, from 0, of all values of the table ``counted`` in rising order.
-
-    Args:
-        database: The table's database.
-        ranks: Places in rising order, below the number of all values.
-        type_: Type of the values.
-    """
+    """Returns the values at some places, from 0 and in rising order, of the sorted values of the table ``counted``."""
     found, before = [np.zeros(0, type_.to_pandas_dtype())], 0
     for batch in database.batches("select value, count from counted order by value"):
         ends = before + np.cumsum(batch.column(1).to_numpy())

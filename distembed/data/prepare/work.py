@@ -87,7 +87,7 @@ class Work:
         is_cluster = self.limits.is_cluster
         run = functools.partial(_run_task, do, None if is_cluster else advance)
         waiting = [(file, task) for file, task in zip(files, tasks, strict=True) if file not in found]
-        for records in run_tasks(self.limits.engine, run, waiting, self.limits, threads):
+        for records in run_tasks(run, waiting, self.limits, threads):
             for file, record in records:
                 found[file] = record
                 if is_cluster:
