@@ -84,11 +84,6 @@ def _num_rows(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
-def some_rows(rows: Rows, start: int, stop: int) -> Rows:
-    """Returns the rows from the ``start``-th to the one before the ``stop``-th."""
-    return slice(rows.start + start, rows.start + stop) if isinstance(rows, slice) else rows[start:stop]
-
-
 def split_column(rule: SplitRule, layout: BlockLayout) -> int:
     """Returns the number of the column that says which split a row is in; -1 where the order of the input does.
 

@@ -121,22 +121,23 @@ def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKin
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
     next_id = FIRST_ID
+    tables = (pa.table(batch.columns, schema=columns) for batch in batches)
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for table in _regrouped(batches, columns, _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS):
+        for table in regrouped(tables, columns, _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS):
             ids = pa.array(np.arange(next_id, next_id + len(table)))
             writer.write_table(pa.table([ids, *table.columns], schema=schema))
             next_id += len(table)
     return next_id - FIRST_ID
 
 
-def _regrouped(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
     """Yields the same rows in tables of a row group's size, and the rest, which may be empty."""
     waiting = schema.empty_table()
-    for batch in batches:
-        waiting = pa.concat_tables([waiting, pa.table(batch.columns, schema=schema)])
+    for table in tables:
+        waiting = pa.concat_tables([waiting, table])
         while len(waiting) >= rows:
-            yield waiting.slice(0, rows).combine_chunks()
-            waiting = waiting.slice(rows)
+            group, waiting = waiting.slice(0, rows).combine_chunks(), waiting.slice(rows)
+            yield group
     yield waiting.combine_chunks()
 
 

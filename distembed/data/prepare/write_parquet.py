@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
 from distembed.data.dataset.schema import Schema
-from distembed.data.jagged import Jagged
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.feature_ids import LookupTables, list_rows
-from distembed.data.prepare.row_splits import Rows, RowSplits, some_rows
+from distembed.data.prepare.row_splits import Rows, RowSplits
 from distembed.data.prepare.spool import SpooledBlock
+from distembed.data.prepare.vocabulary import regrouped
 
 ROW_GROUP_ROWS = 131_072
 
@@ -132,60 +132,46 @@ def _leaf(field: pa.Field) -> str:
     return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
 
 
-Take: TypeAlias = Callable[[Rows], pa.Array]
-"""Returns the values of some rows of a block."""
-
-
 @dataclass(frozen=True)
 class OutputColumn:
     """A column of a dataset's files."""
 
     field: pa.Field  # name and type
-    read: Callable[[SpooledBlock], Take]  # reads the column of a block
+    read: Callable[[SpooledBlock, Rows], pa.Array]  # reads some rows of a block
 
 
 def read_numbers(
-    block: SpooledBlock, place: int, change: Callable[[NDArray[Any]], NDArray[Any]] | None, has_missing: bool
-) -> Take:
-    """Reads a column of numbers.
+    block: SpooledBlock,
+    rows: Rows,
+    place: int,
+    change: Callable[[NDArray[Any]], NDArray[Any]] | None,
+    has_missing: bool,
+) -> pa.Array:
+    """Reads rows of a column of numbers.
 
     Args:
         block: The block.
+        rows: The rows.
         place: Number of the column among those of numbers.
         change: Function that is applied to the numbers, if there is one.
         has_missing: Whether NaN is a missing value; if not, there is none.
     """
-    numbers = block.numbers(place)
-    changed = numbers if change is None else change(numbers)
-    return lambda rows: pa.array(changed[rows], from_pandas=has_missing)
+    numbers = block.numbers(place)[rows]
+    return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
 
 
-def read_ids(block: SpooledBlock, place: int, lookup: LookupTables) -> Take:
-    """Reads a column of ids, one a row, or of lists of ids, given its number among those of keys."""
+def read_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
+    """Reads rows of a column of ids, one a row, or of lists of ids, given its number among those of keys."""
     table = lookup.table(block.index)
     if not block.layout.ids[place].is_list:
-        codes = block.codes(place)
-        return lambda rows: pa.array(np.take(table, codes[rows], mode="clip"))
-    lists = block.lists(place)
-    ids = Jagged(table[lists.values], lists.offsets)
-
-    def take(rows: Rows) -> pa.Array:
-        found = list_rows(ids, rows)
-        return pa.ListArray.from_arrays(pa.array(found.offsets.astype(np.int32)), pa.array(found.values))
-
-    return take
+        return pa.array(np.take(table, block.codes(place)[rows], mode="clip"))
+    found = list_rows(block.lists(place), rows)
+    return pa.ListArray.from_arrays(pa.array(found.offsets.astype(np.int32)), pa.array(table[found.values]))
 
 
 @dataclass(frozen=True, eq=False)
 class FileWriter:
-    """Writes the planned files; different files can be written at the same time.
-
-    A row group takes rows of one block after the other::
-
-        take = column.read(block)
-        parts.append(take(rows))        of each block that has rows of the group
-        pa.concat_arrays(parts)
-    """
+    """Writes the planned files; different files can be written at the same time."""
 
     folder: Path  # dataset folder
     destination: Destination  # where its files go
@@ -197,32 +183,15 @@ class FileWriter:
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
         schema = pa.schema([column.field for column in self.columns])
+        groups = filter(len, regrouped(self._tables(plan, schema), schema, self.group_rows))
         with self.destination.file(self.folder, plan.path) as path:
-            groups = self._row_groups(plan, schema)
             return write_file(path, plan, schema, self.schema.label, groups, self.schema.weight)
 
-    def _row_groups(self, plan: FilePlan, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yields one row group after the other, taken from the blocks."""
+    def _tables(self, plan: FilePlan, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yields the rows of a file, block after block."""
         split = self.splits.rule.names.index(plan.split)
-        room, parts = self.group_rows, list[pa.Table]()
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
             block = self.splits.blocks[index]
             rows = self.splits.rows(block, split)
-            takes = [column.read(block) for column in self.columns]
-            while first < last:
-                taken = min(room, last - first)
-                chosen = some_rows(rows, first, first + taken)
-                parts.append(pa.table([take(chosen) for take in takes], schema=schema))
-                first, room = first + taken, room - taken
-                if not room:
-                    yield _joined(parts)
-                    room = self.group_rows
-        if parts:
-            yield _joined(parts)
-
-
-def _joined(parts: list[pa.Table]) -> pa.Table:
-    """Returns the rows of all parts as one table, and empties the list."""
-    table = pa.concat_tables(parts).combine_chunks()
-    parts.clear()
-    return table
+            table = pa.table([column.read(block, rows) for column in self.columns], schema=schema)
+            yield table.slice(first, last - first)
