@@ -6,7 +6,6 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from distembed.data.prepare.work import Advance
 
 _Parsed = tuple[list[int], int, tuple[RejectedRow, ...]]
 """The part of a block that stays in memory once it is spooled: its sizes, number of lines, malformed rows."""
-_SIZES = "sizes.npy"
+_SIZES = "sizes.bin"
 """Name of the file, in a part's folder, with the number of rows of each block and where its arrays begin."""
 
 
@@ -87,9 +86,7 @@ class PartReader:
         finally:
             rejected.close()
         advance(opened.bytes_read - bytes_before, 0)
-        buffer = io.BytesIO()  # as numpy may lose the error of a full disk
-        np.save(buffer, np.array(sizes, np.int64))
-        (folder / _SIZES).write_bytes(buffer.getvalue())
+        (folder / _SIZES).write_bytes(np.array(sizes, np.int64).tobytes())
         found = (opened.header_lines, opened.bytes_read, opened.sha256, rejected.num_rows, opened.notes())
         return PartFound(folder.name, num_rows, num_lines, *found)
 
@@ -136,12 +133,13 @@ class Ingested:
     def blocks(self) -> list[SpooledBlock]:
         """Returns the blocks with at least one row, in the order of the inputs."""
         blocks: list[SpooledBlock] = []
-        first_row = 0
+        layout, first_row = self.source.layout, 0
         for folder in (self.spool / found.folder for parts in self.found for found in parts):
-            for number, sizes in enumerate(np.load(folder / _SIZES)):
+            rows_and_starts = np.fromfile(folder / _SIZES, np.int64).reshape(-1, 2 + len(layout.arrays))
+            for number, sizes in enumerate(rows_and_starts):
                 path, num_rows = _block_path(folder, number), int(sizes[0])
                 if num_rows:
-                    blocks.append(SpooledBlock(path, len(blocks), first_row, num_rows, sizes[1:], self.source.layout))
+                    blocks.append(SpooledBlock(path, len(blocks), first_row, num_rows, sizes[1:], layout))
                     first_row += num_rows
         return blocks
 

@@ -72,12 +72,9 @@ class RowSplits:
         """Returns where rows ``[start, stop)`` of a split lie: blocks, and which rows of the split in the block."""
         stops = np.cumsum(self.counts[:, split])
         starts = stops - self.counts[:, split]
-        first, last = np.searchsorted(stops, start, "right"), np.searchsorted(starts, stop, "left")
-        return [
-            (index, max(0, start - int(starts[index])), min(int(self.counts[index, split]), stop - int(starts[index])))
-            for index in range(int(first), int(last))
-            if self.counts[index, split]
-        ]
+        first, last = np.maximum(starts, start), np.minimum(stops, stop)
+        here = np.flatnonzero(first < last)
+        return list(zip(here.tolist(), (first - starts)[here].tolist(), (last - starts)[here].tolist(), strict=True))
 
 
 def _num_rows(rows: Rows) -> int:
