@@ -65,11 +65,9 @@ class FeatureValues:
     column: KeyColumn
 
     def counted(self, schema: pa.Schema, rows_missing: Counter[str]) -> Iterator[pa.RecordBatch]:
-        """Yields the distinct keys of the training rows of each block, with their counts.
+        """Yields the columns ``key`` and ``count`` of the distinct keys of the training rows of each block.
 
-        Args:
-            schema: The columns ``key`` and ``count``.
-            rows_missing: Gets the number of training rows without a value, by the column's name.
+        ``rows_missing`` gets the number of training rows without a value, by the column's name.
         """
         for block in self.splits.blocks:
             rows = self.splits.train_rows(block)

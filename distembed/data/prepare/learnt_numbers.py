@@ -32,13 +32,7 @@ def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database:
     """Returns the parameters of a column's transform, learnt of the training rows.
 
     They are ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
-    ``{"edges": [float, ...]}`` of ``quantile_bins``.
-
-    Args:
-        splits: All rows, and which of them train.
-        place: Number of the column among those of numbers.
-        column: The column.
-        database: A database without tables.
+    ``{"edges": [float, ...]}`` of ``quantile_bins``. The column is given with its number among those of numbers.
     """
 
     def training() -> Iterator[NDArray[np.float32]]:
@@ -72,9 +66,7 @@ def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_miss
 def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
     """Returns the function that makes a dataset's numbers or bins of a column's; None where they stay as they are.
 
-    Args:
-        column: The column.
-        learnt: The parameters of its transform; None where it learns none.
+    ``learnt`` has the parameters of the column's transform; it is None where the transform learns none.
     """
     if column.role == "bins":
         return partial(bin_ids, learnt=learnt or {})

@@ -147,14 +147,9 @@ def read_numbers(
     change: Callable[[NDArray[Any]], NDArray[Any]] | None,
     has_missing: bool,
 ) -> pa.Array:
-    """Reads rows of a column of numbers.
+    """Reads rows of a column of numbers, given its number among these, and changes them by a function, if there is one.
 
-    Args:
-        block: The block.
-        rows: The rows.
-        place: Number of the column among those of numbers.
-        change: Function that is applied to the numbers, if there is one.
-        has_missing: Whether NaN is a missing value; if not, there is none.
+    With ``has_missing``, NaN becomes a missing value; without, there is no NaN.
     """
     numbers = block.numbers(place)[rows]
     return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
