@@ -47,9 +47,9 @@ from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.files import write_json
 from distembed.planning import describe_plan
-from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.estimated_plan import plan_placements
+from distembed.planning.planned_rank import SentBytes
 from distembed.ranks import Collectives, Ranks, process_group
 from distembed.training.build import Blueprint, build_training_state, table_optimizers
 

@@ -45,8 +45,7 @@ from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import placed_tables, plan_placements
-from distembed.planning.memory import rank_memories
+from distembed.planning.estimated_plan import plan_placements
 from distembed.planning.plan import find_plan
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.planning.times import step_times
@@ -162,22 +161,15 @@ def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
     """Returns what any plan of a model comes to."""
     cluster = request.cluster
     placements = plan_placements(request.model, plan, cluster.world_size)
-    times = step_times(placed_tables(request, plan, placements), PlacementCosts(request), cluster)
-    memories = rank_memories(
-        placements,
-        cluster.world_size,
-        request.workload,
-        request.table_optimizers,
-        cluster.device.kind,
-        cache_ratio=request.cache_ratio,
-    )
-    sent = [sum(dataclasses.astuple(memory.sent)) for memory in memories]
+    times = step_times(placements, PlacementCosts(request), cluster)
+    ranks = request.step(placements).ranks()
+    sent = [rank.sent.total for rank in ranks]
     return Estimate(
         milliseconds=max(time.total for time in times),
         sent_bytes=sum(sent),
         most_sent_bytes=max(sent),
-        fits=max(memory.total for memory in memories) <= request.plannable_bytes
-        and max(memory.host for memory in memories) <= cluster.host_bytes_per_rank,
+        fits=max(rank.total_bytes for rank in ranks) <= request.plannable_bytes
+        and max(rank.storage.host for rank in ranks) <= cluster.host_bytes_per_rank,
     )
 
 

@@ -6,11 +6,12 @@ Sizes are in bytes, times in milliseconds.
 import dataclasses
 from typing import Any
 
-from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
+from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.smallest import Smallest
-from distembed.planning.alternatives import Alternative
 from distembed.planning.cluster import Cluster
+from distembed.planning.other_placements import Alternative
+from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.planning.storage import TableStorage
 from distembed.planning.workload import pipeline_depth
@@ -66,12 +67,12 @@ def _cluster_values(cluster: Cluster) -> dict[str, int]:
     return {"nodes": cluster.nodes, "gpus": cluster.ranks_per_node}
 
 
-def _rank_values(rank: AssessedRank) -> dict[str, Any]:
+def _rank_values(rank: PlannedRank) -> dict[str, Any]:
     """Returns the values of one rank."""
     return {
         "rank": rank.rank,
-        "memory": {**rank.memory.items(), "allocator": rank.allocator_bytes},
-        "fullest_moment": rank.memory.step.moment,
+        "memory": rank.memory,
+        "fullest_moment": rank.moment,
         "total": rank.total_bytes,
         "capacity": rank.capacity_bytes,
         "host_memory": {
@@ -80,14 +81,13 @@ def _rank_values(rank: AssessedRank) -> dict[str, Any]:
         },
         "host_capacity": rank.host_capacity_bytes,
         "milliseconds": rank.times.as_json(),
-        "sent_bytes": dataclasses.asdict(rank.memory.sent),
-        "tables": {name: _storage_values(storage) for name, storage in rank.memory.tables.items()},
+        "sent_bytes": dataclasses.asdict(rank.sent),
+        "tables": {name: _storage_values(storage) for name, storage in rank.tables.items()},
     }
 
 
 def _table_values(table: AssessedTable) -> dict[str, Any]:
     """Returns the values of one table; those of its place are empty where there is no plan."""
-    placement = table.placement
     return {
         "name": table.name,
         "scheme": table.scheme,
@@ -99,12 +99,12 @@ def _table_values(table: AssessedTable) -> dict[str, Any]:
         "bytes_on_all_ranks": table.storage.total,
         "host_bytes": table.storage.host,
         "cache_bytes": table.storage.cache,
-        "sharding_type": None if placement is None else placement.sharding_type,
-        "compute_kernel": None if placement is None else placement.compute_kernel,
-        "ranks": [] if placement is None else list(placement.ranks),
-        "columns": [] if placement is None else [list(columns) for columns in placement.columns],
-        "why": "" if placement is None else placement.reason,
-        "alternatives": [] if placement is None else list(map(_alternative_values, placement.alternatives)),
+        "sharding_type": table.sharding_type,
+        "compute_kernel": table.compute_kernel,
+        "ranks": list(table.ranks),
+        "columns": list(map(list, table.columns)),
+        "why": table.why,
+        "alternatives": list(map(_alternative_values, table.alternatives)),
     }
 
 

@@ -4,9 +4,8 @@ The plan of a config is the one that ``distembed train`` would make there. It is
 the meta device: no GPU, no other process, no memory for the tables.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
@@ -17,16 +16,15 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning import Workload
-from distembed.planning.alternatives import Alternative
+from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.estimated_plan import EstimatedPlan
-from distembed.planning.memory import RankMemory
+from distembed.planning.other_placements import Alternative
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.storage import TableStorage, total, whole_table_storage
-from distembed.planning.times import StepTime
-from distembed.sharding.placement import Placement, place_tables
+from distembed.planning.planned_rank import PlannedRank
+from distembed.planning.storage import TableStorage, whole_table_storage
+from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
 from distembed.units import enumerate_names
 
@@ -34,125 +32,40 @@ _MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
-class AssessedRank:
-    """What one rank holds, and how long a step takes it, under a plan.
-
-    Attributes:
-        rank: Number of the rank.
-        memory: Memory at the fullest moment of a step, item by item; the allocator's reserve is not among it.
-        allocator_bytes: Memory of the device that is kept free for the allocator.
-        capacity_bytes: Memory of the device.
-        host_capacity_bytes: Share of the node's host memory in which this rank's tables may lie.
-        times: Estimated times of a step.
-    """
-
-    rank: int
-    memory: RankMemory
-    allocator_bytes: int
-    capacity_bytes: int
-    host_capacity_bytes: int
-    times: StepTime
-
-    @cached_property
-    def storage(self) -> TableStorage:
-        """Storage of all tables on this rank."""
-        return total(self.memory.tables)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the device's memory that are in use or kept free."""
-        return self.memory.total + self.allocator_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device and the host have room."""
-        return self.total_bytes <= self.capacity_bytes and self.storage.host <= self.host_capacity_bytes
-
-
-@dataclass(frozen=True)
-class TablePlacement:
-    """Where a plan puts a table.
-
-    Attributes:
-        sharding_type: TorchRec's name of the way in which the table is divided.
-        compute_kernel: TorchRec's name of the kernel that looks rows up.
-        ranks: Rank of each shard; empty where every rank holds the whole table.
-        columns: First column of each shard, and the one behind its last.
-        storage: Storage of the table on all ranks together.
-        reason: Why the planner chose this placement.
-        alternatives: The best other placements of the table, the best first.
-    """
-
-    sharding_type: str
-    compute_kernel: str
-    ranks: tuple[int, ...]
-    columns: tuple[tuple[int, int], ...]
-    storage: TableStorage
-    reason: str
-    alternatives: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True)
 class AssessedTable:
-    """A table of the model, and where it goes.
-
-    Attributes:
-        name: Name of the table.
-        scheme: Name of its partition scheme.
-        composition: Name of its composition.
-        num_embeddings: Number of ids.
-        num_rows: Number of rows of each partition.
-        ids_per_row: Mean number of ids that a row of the batch looks up.
-        one_copy: Storage of the table if one rank held it whole.
-        placement: Where the plan puts it; None where there is no plan.
-    """
+    """A table of the model, and where it goes; places are empty where there is no plan."""
 
     name: str
     scheme: str
     composition: str
     num_embeddings: int
-    num_rows: tuple[int, ...]
-    ids_per_row: float
-    one_copy: TableStorage
-    placement: TablePlacement | None
-
-    @property
-    def storage(self) -> TableStorage:
-        """Storage of the table on all ranks together; zero where there is no plan."""
-        return TableStorage() if self.placement is None else self.placement.storage
+    num_rows: tuple[int, ...]  # of each partition
+    ids_per_row: float  # mean number of ids that a row of the batch looks up
+    one_copy: TableStorage  # if one rank held the table whole
+    storage: TableStorage = TableStorage()  # on all ranks together
+    sharding_type: str | None = None
+    compute_kernel: str | None = None
+    ranks: tuple[int, ...] = ()  # of each shard; empty where every rank holds the whole table
+    columns: tuple[tuple[int, int], ...] = ()  # first column of each shard, and last column + 1
+    why: str = ""  # why the planner chose this place
+    alternatives: tuple[Alternative, ...] = ()  # the best other places, the best first
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """Whether and how a model fits a cluster.
-
-    Attributes:
-        cluster: Cluster that is planned for.
-        workload: Rows, ids and networks of a training step.
-        reserve: Share of a device's memory that is kept free for the allocator.
-        tables: Tables of the model.
-        ranks: Ranks of the cluster; empty where there is no plan.
-        plan: TorchRec's plan; None where the planner finds none.
-        planner_error: Why the planner finds no plan; empty where it finds one.
-        plan_inputs: What the plan was made for, to compare when it is used again.
-        notes: What else the reader should know of the plan, a sentence each.
-        lower_bound_ms: Milliseconds of the slowest rank's step that no plan that fits can go below; None where no bound
-            is known.
-        is_search_complete: Whether the search for the plan ended by itself; else it was stopped after its last allowed
-            try.
-    """
+    """Whether and how a model fits a cluster."""
 
     cluster: Cluster
     workload: Workload
-    reserve: float
+    reserve: float  # share of a device's memory that is kept free for the allocator
     tables: tuple[AssessedTable, ...]
-    ranks: tuple[AssessedRank, ...]
+    ranks: tuple[PlannedRank, ...]  # empty where there is no plan
     plan: ShardingPlan | None
-    planner_error: str
-    plan_inputs: PlanInputs
-    notes: tuple[str, ...] = ()
-    lower_bound_ms: float | None = None
-    is_search_complete: bool = True
+    planner_error: str  # why the planner finds no plan; empty where it finds one
+    plan_inputs: PlanInputs  # to compare when the plan is used again
+    notes: tuple[str, ...] = ()  # sentences for the reader
+    lower_bound_ms: float | None = None  # of the slowest rank's step; no plan that fits goes below it
+    is_search_complete: bool = True  # else the search was stopped after its last allowed try
 
     @property
     def fits(self) -> bool:
@@ -208,87 +121,55 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
             "known: say so with --host-memory, such as --host-memory 1TiB, or set plan.host_memory=false."
         )
     to_plan = plannable.on_cluster(cluster)
-    request = to_plan.request
-    workload, optimizers = request.workload, request.table_optimizers
-    collections = {path: table_configs(module) for path, module in embedding_modules(request.model).items()}
-    tables = [table for own in collections.values() for table in own]
-    planned, planner_error, placements = None, "", list[Placement]()
+    request, planned, planner_error = to_plan.request, None, ""
     try:
         planned = find_plan(request)
-        placements = [
-            placement
-            for path, own in collections.items()
-            for placement in place_tables(own, planned.plan.plan[path], cluster.world_size, collection=path)
-        ]
     except RunError as error:
         planner_error = str(error)
-    one_copies = [whole_table_storage(table, optimizers) for table in tables]
-    reserve = request.reserved_share
+    notes = () if planned is None else _notes(request.table_optimizers.sparse, planned.placements)
     return Assessment(
         cluster=cluster,
-        workload=workload,
-        reserve=reserve,
-        tables=_assessed_tables(tables, one_copies, workload, _table_placements(planned, placements)),
-        ranks=() if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
+        workload=request.workload,
+        reserve=request.reserved_share,
+        tables=_assessed_tables(request, planned),
+        ranks=() if planned is None else tuple(planned.ranks),
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
         plan_inputs=to_plan.plan_inputs,
-        notes=(*_notes(optimizers.sparse, placements), *to_plan.notes),
+        notes=(*notes, *to_plan.notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
     )
 
 
-def _assessed_ranks(planned: EstimatedPlan, cluster: Cluster, allocator_bytes: int) -> tuple[AssessedRank, ...]:
-    """Returns every rank with what the plan gives it."""
-    return tuple(
-        AssessedRank(rank, memory, allocator_bytes, cluster.rank_bytes, cluster.host_bytes_per_rank, times)
-        for rank, (memory, times) in enumerate(zip(planned.memory, planned.times, strict=True))
-    )
+def _assessed_tables(request: PlanRequest, planned: EstimatedPlan | None) -> tuple[AssessedTable, ...]:
+    """Returns every table of the model in its order, with its place where there is a plan."""
 
-
-def _assessed_tables(
-    tables: Sequence[CompositionalEmbeddingConfig],
-    one_copies: Sequence[TableStorage],
-    workload: Workload,
-    placements: Mapping[str, TablePlacement],
-) -> tuple[AssessedTable, ...]:
-    """Returns every table with its place, where the plan says one."""
-    return tuple(
-        AssessedTable(
-            name=table.name,
-            scheme=table.scheme.name,
-            composition=table.combine.name,
-            num_embeddings=table.num_embeddings,
-            num_rows=tuple(table.scheme.num_rows),
-            ids_per_row=sum(workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
-            one_copy=one_copy,
-            placement=placements.get(table.name),
+    def assessed(table: CompositionalEmbeddingConfig, placement: Placement | None) -> AssessedTable:
+        one_copy = whole_table_storage(table, request.table_optimizers)
+        ids_per_row = sum(request.workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
+        scheme, num_rows = table.scheme.name, tuple(table.scheme.num_rows)
+        own = (table.name, scheme, table.combine.name, table.num_embeddings, num_rows, ids_per_row, one_copy)
+        if planned is None or placement is None:
+            return AssessedTable(*own)
+        columns, unit = _column_ranges(placement), placement.unit
+        return AssessedTable(
+            *own,
+            storage=sum(
+                [rank.tables[table.name] for rank in planned.ranks if table.name in rank.tables], TableStorage()
+            ),
+            sharding_type=unit.sharding_type,
+            compute_kernel=unit.compute_kernel,
+            ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
+            columns=columns,
+            why=planned.why[table.name],
+            alternatives=tuple(planned.alternatives[table.name]),
         )
-        for table, one_copy in zip(tables, one_copies, strict=True)
-    )
 
-
-def _table_placements(planned: EstimatedPlan | None, placements: Sequence[Placement]) -> dict[str, TablePlacement]:
-    """Returns by table where it goes and what it takes there; nothing where there is no plan."""
-    if planned is None:
-        return {}
-    return {placement.table.name: _table_placement(placement, planned) for placement in placements}
-
-
-def _table_placement(placement: Placement, planned: EstimatedPlan) -> TablePlacement:
-    """Returns where a table goes, and what it takes there."""
-    name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
-    storages = [memory.tables[name] for memory in planned.memory if name in memory.tables]
-    return TablePlacement(
-        sharding_type=unit.sharding_type,
-        compute_kernel=unit.compute_kernel,
-        ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
-        columns=columns,
-        storage=sum(storages, TableStorage()),
-        reason=planned.why[name],
-        alternatives=tuple(planned.alternatives.get(name, ())),
-    )
+    if planned is not None:
+        return tuple(assessed(placement.table, placement) for placement in planned.placements)
+    modules = embedding_modules(request.model).values()
+    return tuple(assessed(table, None) for module in modules for table in table_configs(module))
 
 
 def _column_ranges(placement: Placement) -> tuple[tuple[int, int], ...]:
@@ -304,7 +185,8 @@ def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> tuple[str,
     divided_by_columns = [
         placement.table.name
         for placement in placements
-        if placement.divided is None and 0 < _widest_range(placement) < width(placement.table)
+        if placement.divided is None
+        and any(stop - start < width(placement.table) for start, stop in _column_ranges(placement))
     ]
     if not divided_by_columns or not OPTIMIZERS[sparse_optimizer].has_row_states:
         return ()
@@ -312,8 +194,3 @@ def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> tuple[str,
         f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
         f"train a little otherwise than whole ones: {enumerate_names(divided_by_columns, _MAX_NAMES)}",
     )
-
-
-def _widest_range(placement: Placement) -> int:
-    """Returns the number of columns of a table's widest shard; 0 where every rank holds the whole table."""
-    return max((stop - start for start, stop in _column_ranges(placement)), default=0)

@@ -16,11 +16,18 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.memory_by_rank import MemoryByRank
-from distembed.capacity.rank_quantity import RankItem, RankQuantity
-from distembed.capacity.texts import quantities_by_rank, verdict
+from distembed.capacity.assessment import Assessment
+from distembed.capacity.by_rank import (
+    MEMORY_ITEMS,
+    TIME_ITEMS,
+    RankItem,
+    RankQuantity,
+    memory_by_rank,
+    time_by_rank,
+)
+from distembed.capacity.texts import verdict
 from distembed.outputs import MADE_BY
+from distembed.planning.planned_rank import PlannedRank
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.units import binary_unit, format_bytes
 
@@ -31,24 +38,8 @@ MAX_STEPS = 1024
 RED, GREEN = "#d1495b", "#2a9d78"
 
 _COLOURS = {
-    "tables": COLOURS[0],
-    "optimizer": COLOURS[1],
-    "cache": COLOURS[3],
-    "SSE graphs": "#7f9a3a",
-    "networks": COLOURS[2],
-    "gradients": COLOURS[4],
-    "step buffers": COLOURS[6],
-    "lookups": COLOURS[7],
-    "activations": COLOURS[5],
-    "allocator": "#9a9a9a",
-}
-# the times that go with what takes memory have its colours
-_COLOURS |= {
-    "lookup": _COLOURS["lookups"],
-    "exchange": _COLOURS["step buffers"],
-    "all-reduce": _COLOURS["gradients"],
-    "starts": COLOURS[3],
-    "waiting for cores": _COLOURS["allocator"],
+    item.name: item.colour if isinstance(item.colour, str) else COLOURS[item.colour]
+    for item in (*MEMORY_ITEMS, *TIME_ITEMS)
 }
 _DEMAND_COLOURS = {
     "weights": _COLOURS["tables"],
@@ -63,7 +54,8 @@ def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
     Up to :data:`MAX_BARS` ranks have a bar each. More are an area, from the rank with most to that with least.
     """
     limit, highest = quantity.limit, max(*map(quantity.bar, quantity.ranks), quantity.limit or 0.0) or 1.0
-    unit = _label_bytes(axes, highest, "y") if isinstance(quantity, MemoryByRank) else _label_milliseconds(axes)
+    label, unit = quantity.axis(highest)
+    axes.set_ylabel(label)
     if len(quantity.ranks) <= MAX_BARS:
         _draw_bars(quantity, axes, unit)
     else:
@@ -100,7 +92,7 @@ def _draw_area(quantity: RankQuantity, axes: Axes, unit: float) -> None:
 
 
 def _stacked(
-    quantity: RankQuantity, ranks: Sequence[AssessedRank], unit: float
+    quantity: RankQuantity, ranks: Sequence[PlannedRank], unit: float
 ) -> Iterator[tuple[RankItem, np.ndarray, np.ndarray]]:
     """Yields each item with its lower and its upper end on each rank."""
     bottom = np.zeros(len(ranks))
@@ -115,7 +107,8 @@ def draw_demand(assessment: Assessment, axes: Axes) -> None:
     storage, left = assessment.one_copy, assessment.bytes_left_for_tables
     needed = {"weights": storage.weights, "optimizer_state": storage.optimizer_state, "gradients": storage.gradients}
     total = sum(needed.values())
-    unit = _label_bytes(axes, max(total, left, 1), axis="x")
+    label, unit = binary_unit(max(total, left, 1))
+    axes.set_xlabel(label)
     start = 0.0
     for name, size in needed.items():
         (bar,) = axes.barh([0], [size / unit], left=[start], color=_DEMAND_COLOURS[name])
@@ -166,7 +159,8 @@ def _draw_chart(assessment: Assessment, figure: Figure) -> None:
         _draw_legend(figure, demand_colours())
         return
     parts: Any = figure.subfigures(2)
-    for part, quantity in zip(parts, quantities_by_rank(assessment), strict=True):
+    for part, by_rank in zip(parts, (memory_by_rank, time_by_rank), strict=True):
+        quantity = by_rank(assessment)
         axes = part.subplots()
         draw_ranks(quantity, axes)
         axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
@@ -184,19 +178,3 @@ def _draw_capacity(axes: Axes, height: float, text: str) -> None:
     axes.axhline(height, color=matplotlib.rcParams["text.color"], linestyle=(0, (4, 3)), linewidth=1.4)
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(text, (1, height), (0, 3), ha="right", va="bottom", **place)
-
-
-def _label_bytes(axes: Axes, highest: float, axis: str) -> int:
-    """Labels an axis with the unit of :func:`format_bytes` for the highest value, and returns the unit's bytes."""
-    name, unit_bytes = binary_unit(int(highest))
-    if axis == "y":
-        axes.set_ylabel(f"{name} a rank")
-    else:
-        axes.set_xlabel(name)
-    return unit_bytes
-
-
-def _label_milliseconds(axes: Axes) -> int:
-    """Labels the upright axis, and returns the unit's milliseconds."""
-    axes.set_ylabel("ms a step")
-    return 1

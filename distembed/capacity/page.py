@@ -4,21 +4,29 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from distembed.capacity.assessment import AssessedRank, Assessment
+from distembed.capacity.assessment import Assessment
+from distembed.capacity.by_rank import (
+    LineT,
+    PlanColumn,
+    RankGroup,
+    RankItem,
+    RankQuantity,
+    memory_by_rank,
+    time_by_rank,
+)
 from distembed.capacity.chart import GREEN, MAX_BARS, RED, demand_colours, draw_demand, draw_ranks, item_colours
-from distembed.capacity.rank_quantity import LineT, PlanColumn, RankGroup, RankItem, RankQuantity
-from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternatives_text, bound_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
+    ALTERNATIVES_LEGEND,
     cluster_text,
     host_lines,
     is_in_host_memory,
-    quantities_by_rank,
     shortage_lines,
     step_lines,
     table_columns,
     verdict,
 )
+from distembed.planning.planned_rank import PlannedRank
 from distembed.runs.pages import figure, page, render_svg, section, swatch
 
 
@@ -26,9 +34,9 @@ def render_capacity_page(report: CapacityReport) -> str:
     """Returns the page's HTML, which fetches nothing."""
     assessment = report.assessment
     kind = "fits" if assessment.fits else "short"
-    quantities = quantities_by_rank(assessment) if assessment.ranks else None
+    quantities = (memory_by_rank(assessment), time_by_rank(assessment)) if assessment.ranks else None
     lines = [*shortage_lines(assessment), *host_lines(assessment)]
-    lines += [*step_lines(*quantities), *bound_lines(assessment)] if quantities else []
+    lines += step_lines(assessment, *quantities) if quantities else []
     lines += report.smallest.lines if report.smallest is not None else []
     lines += [f"fits with {argument}" for argument in report.remedies.arguments]
     sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs(lines)}']
@@ -79,31 +87,26 @@ def _with_tooltips(svg: str, quantity: RankQuantity) -> str:
 def _rank_table(quantity: RankQuantity) -> str:
     """Returns the table by rank, a line for ranks that are alike; of too many lines an excerpt."""
     groups, left_out = quantity.shown_groups(MAX_BARS)
+
+    def column(heading: str, text: Callable[[PlannedRank], str], is_number: bool = True) -> PlanColumn[RankGroup]:
+        return PlanColumn(heading, lambda group: text(group.first), is_number)
+
+    def item_text(item: RankItem) -> Callable[[PlannedRank], str]:
+        return lambda rank: quantity.text(item.amount(rank))
+
     columns = [PlanColumn[RankGroup]("rank", lambda group: group.text, is_number=False)]
-    columns += [PlanColumn(item.name, _amount_text(quantity, item)) for item in quantity.items]
-    columns.append(PlanColumn(quantity.total_heading, lambda group: quantity.text(quantity.total(group.first))))
-    columns += [
-        PlanColumn(column.heading, _first_text(column), column.is_number)
-        for column in [*quantity.columns_beside, *quantity.remarks]
-    ]
+    columns += [column(item.name, item_text(item)) for item in quantity.items]
+    columns.append(column(quantity.total_heading, lambda rank: quantity.text(quantity.total(rank))))
+    beside = [*quantity.columns_beside, *quantity.remarks]
+    columns += [column(own.heading, own.text, own.is_number) for own in beside]
     table = _table(columns, groups, lambda group: quantity.is_too_much(group.first))
     return table + _paragraphs([left_out] if left_out else [])
-
-
-def _amount_text(quantity: RankQuantity, item: RankItem) -> Callable[[RankGroup], str]:
-    """Returns the function that writes an item of ranks that are alike."""
-    return lambda group: quantity.text(item.amount(group.first))
-
-
-def _first_text(column: PlanColumn[AssessedRank]) -> Callable[[RankGroup], str]:
-    """Returns the function that writes a rank's column of ranks that are alike."""
-    return lambda group: column.text(group.first)
 
 
 def _table_section(assessment: Assessment) -> str:
     """Returns the tables and where they lie, with what other placements would cost."""
     table = _table(table_columns(assessment), assessment.tables, is_in_host_memory)
-    has_alternatives = any(map(alternatives_text, assessment.tables))
+    has_alternatives = any(own.alternatives for own in assessment.tables)
     return section("Tables", table + _paragraphs([ALTERNATIVES_LEGEND] * has_alternatives))
 
 

@@ -1,12 +1,17 @@
-"""The files that ``distembed plan`` is asked to write, and what can be known of them before anything is planned."""
+"""The files that ``distembed plan`` is asked to write; what can be known before anything is planned needs no torch."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distembed.errors import UserError
+from distembed.files import whole_file
 from distembed.outputs import require_file
+
+if TYPE_CHECKING:
+    from distembed.capacity.report import CapacityReport
 
 REPORT_SUFFIXES = (".html", ".png", ".svg")
 """How the name of a report may end: a page, or the chart alone."""
@@ -14,19 +19,12 @@ REPORT_SUFFIXES = (".html", ".png", ".svg")
 
 @dataclass(frozen=True)
 class PlanFiles:
-    """Files to write; None for those that were not asked for.
+    """Files to write; None for those that were not asked for."""
 
-    Attributes:
-        output: File of the plan, for ``distembed train --plan``.
-        compress: File of the config, compressed as little as the cluster asks for.
-        report: File of the page or chart of the plan; one that distembed made is replaced.
-        overwrite: Whether any file that is there is replaced.
-    """
-
-    output: Path | None = None
-    compress: Path | None = None
-    report: Path | None = None
-    overwrite: bool = False
+    output: Path | None = None  # the plan, for `distembed train --plan`
+    compress: Path | None = None  # the config, compressed as little as the cluster asks for
+    report: Path | None = None  # page or chart of the plan; one that distembed made is replaced
+    overwrite: bool = False  # whether any file that is there is replaced
 
     def requested(self) -> Iterator[tuple[str, Path]]:
         """Yields the option and the file of each that was asked for."""
@@ -49,15 +47,29 @@ class PlanFiles:
                 raise UserError(f"{other} and {option} both name {file}; name two files.")
             require_file(option, file, self.overwrite, may_replace_own=option == "--report")
         if self.report is not None:
-            require_known_suffix(self.report)
+            _require_known_suffix(self.report)
 
 
-def require_known_suffix(file: Path) -> None:
-    """Refuses a file that no report can be written to.
+def write_capacity_report(report: "CapacityReport", file: Path) -> None:
+    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all.
 
     Raises:
         UserError: The file has another suffix, or is a folder.
+        RunError: The file cannot be written.
     """
+    from distembed.capacity.chart import render_chart  # matplotlib takes a second to load
+    from distembed.capacity.page import render_capacity_page
+
+    _require_known_suffix(file)
+    suffix = file.suffix.lower()
+    is_page = suffix == ".html"
+    content = render_capacity_page(report).encode() if is_page else render_chart(report.assessment, suffix[1:])
+    with whole_file(file) as temporary:
+        Path(temporary).write_bytes(content)
+
+
+def _require_known_suffix(file: Path) -> None:
+    """Refuses a file that no report can be written to."""
     if file.suffix.lower() not in REPORT_SUFFIXES:
         found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
         raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")

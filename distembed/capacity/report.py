@@ -1,6 +1,5 @@
 """All that ``distembed plan`` finds out: an assessment, and what would make the model fit."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from distembed.capacity.assessment import Assessment, assess
@@ -14,17 +13,11 @@ UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long 
 
 @dataclass(frozen=True)
 class CapacityReport:
-    """Whether a model fits a cluster, and what would make it fit.
-
-    Attributes:
-        assessment: How the model fits the cluster.
-        remedies: Changes that make it fit; none where it fits.
-        smallest: How the cluster was found, where the smallest one was asked for.
-    """
+    """Whether a model fits a cluster, and what would make it fit."""
 
     assessment: Assessment
-    remedies: Remedies = Remedies()
-    smallest: Smallest | None = None
+    remedies: Remedies = Remedies()  # none where it fits
+    smallest: Smallest | None = None  # how the cluster was found, where the smallest one was asked for
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -32,35 +25,25 @@ class CapacityReport:
         return (*self.assessment.notes, *(() if self.remedies.is_complete else (UNFINISHED_SEARCH,)))
 
 
-def report_capacity(plannable: Plannable, cluster: Cluster, memory_is_given: bool) -> CapacityReport:
+def report_capacity(
+    plannable: Plannable, cluster: Cluster, memory_is_given: bool, find_cluster: bool = False
+) -> CapacityReport:
     """Plans a model for a cluster and, where it does not fit, looks for remedies.
 
     Args:
         plannable: Model to plan, with its step and settings.
         cluster: Cluster to plan for.
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
+        find_cluster: Whether the smallest cluster that the model fits is planned, with at most as many ranks a node;
+            where none is found, the one given is.
 
     Raises:
         UserError: The settings cannot be planned at all.
     """
+    smallest = find_smallest(plannable, cluster) if find_cluster else None
+    if smallest is not None and smallest.assessment is not None:
+        return CapacityReport(smallest.assessment, smallest=smallest)
     assessment = assess(plannable, cluster)
     if assessment.fits:
-        return CapacityReport(assessment)
-    return CapacityReport(assessment, find_remedies(plannable, cluster, memory_is_given, assessment))
-
-
-def report_smallest(plannable: Plannable, cluster: Cluster, memory_is_given: bool) -> CapacityReport:
-    """Plans a model for the smallest cluster that it fits; where none is found, for the one given, with remedies.
-
-    Args:
-        plannable: Model to plan, with its step and settings.
-        cluster: Device of each rank, and the most ranks of a node.
-        memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
-
-    Raises:
-        UserError: The settings cannot be planned at all.
-    """
-    smallest = find_smallest(plannable, cluster)
-    if smallest.assessment is not None:
-        return CapacityReport(smallest.assessment, smallest=smallest)
-    return dataclasses.replace(report_capacity(plannable, cluster, memory_is_given), smallest=smallest)
+        return CapacityReport(assessment, smallest=smallest)
+    return CapacityReport(assessment, find_remedies(plannable, cluster, memory_is_given, assessment), smallest)

@@ -11,9 +11,9 @@ from rich.console import Console
 from distembed.capacity.as_json import report_as_json
 from distembed.capacity.compression import compress_config
 from distembed.capacity.configured_model import ConfiguredModel
-from distembed.capacity.plan_files import PlanFiles
+from distembed.capacity.plan_files import PlanFiles, write_capacity_report
 from distembed.capacity.plannable import Plannable
-from distembed.capacity.report import CapacityReport, report_capacity, report_smallest
+from distembed.capacity.report import CapacityReport, report_capacity
 from distembed.capacity.terminal import print_capacity_report
 from distembed.errors import InsufficientMemory
 from distembed.files import write_text
@@ -54,7 +54,7 @@ def run_plan(
             plannable = ConfiguredModel(compress_config(plannable.config, cluster))
         except InsufficientMemory as error:
             reason = str(error)  # then the config is planned as it is
-    report = (report_smallest if smallest else report_capacity)(plannable, cluster, memory_is_given)
+    report = report_capacity(plannable, cluster, memory_is_given, smallest)
     if as_json:
         print(_json_text(report), flush=True)
     else:
@@ -77,8 +77,6 @@ def _write(files: PlanFiles, plannable: Plannable, report: CapacityReport) -> No
     if files.output is not None and fits:
         write_text(files.output, _json_text(report) + "\n", make_folder=True)
     if files.report is not None:
-        from distembed.capacity.report_file import write_capacity_report  # matplotlib takes a second to load
-
         write_capacity_report(report, files.report)
 
 

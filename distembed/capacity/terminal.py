@@ -15,51 +15,40 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.rank_quantity import RankGroup, RankItem, RankQuantity
-from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternative_lines, bound_lines, reason_lines
+from distembed.capacity.assessment import Assessment
+from distembed.capacity.by_rank import RankGroup, RankItem, RankQuantity, memory_by_rank, time_by_rank
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
+    ALTERNATIVES_LEGEND,
+    alternative_lines,
     host_lines,
     is_in_host_memory,
-    quantities_by_rank,
+    reason_lines,
     shortage_lines,
     step_lines,
     table_columns,
     verdict,
 )
+from distembed.planning.planned_rank import PlannedRank
 
 _MAX_LINES = 16
 _MAX_TABLES = 200
 _GAP = 2
 _BAR_WIDTHS = 8, 24
-_MIN_REASON_WIDTH, _MAX_NAME_WIDTH = 40, 32
-
-# what a narrow terminal leaves out, in this order; items that are left out are added up as "others"
-_DISPENSABLE_BY_RANK = (
-    *("allocator", "gradients", "lookups", "step buffers", "activations", "SSE graphs", "networks", "optimizer"),
-    *("waiting for cores", "starts", "all-reduce", "sent a step", "host memory"),
-    *("cache", "lookup", "tables", "exchange"),
-)
-_DISPENSABLE_BY_TABLE = ("instead", "why", "scheme", "rows", "cache")
-_FOLDABLE = {"rank": 10, "placed": 20, "ranks": 12, "table": 8}  # to so many characters
+_MAX_WIDTHS = {"table": 32, "why": 40}
+_TOLD_BELOW = {"why": reason_lines, "instead": alternative_lines}
+"""Columns whose texts stand below the table where a terminal has no room for them."""
 
 
 @dataclass(frozen=True)
 class _PrintedColumn:
-    """A column as it is printed.
-
-    Attributes:
-        heading: Text above the column.
-        cells: Text of each line.
-        is_number: Whether the cells stand to the right.
-        max_width: Characters beyond which a cell is folded.
-    """
+    """A column as it is printed."""
 
     heading: str
     cells: Sequence[str]
-    is_number: bool = True
-    max_width: int = 10_000
+    is_number: bool = True  # whether the cells stand to the right
+    max_width: int = 10_000  # characters beyond which a cell is folded
+    least_width: int | None = None  # to which a narrow terminal folds it
 
     @cached_property
     def width(self) -> int:
@@ -78,11 +67,13 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     assessment = report.assessment
     if assessment.ranks:
         _print_tables(_with_largest_tables(assessment), console)
-        _print_lines(console, _tables_left_out(assessment), "dim")
-        quantities = quantities_by_rank(assessment)
-        for quantity in quantities:
-            _print_ranks(quantity, console)
-        _print_lines(console, [*step_lines(*quantities), *bound_lines(assessment)])
+        if (num_tables := len(assessment.tables)) > _MAX_TABLES:
+            left_out = f"the {_MAX_TABLES} tables with most bytes of {num_tables:,}; --json and --report have all"
+            _print_lines(console, [left_out, ""], "dim")
+        memory, time = memory_by_rank(assessment), time_by_rank(assessment)
+        _print_ranks(memory, console)
+        _print_ranks(time, console)
+        _print_lines(console, step_lines(assessment, memory, time))
     _print_lines(console, host_lines(assessment), "bold yellow")
     _print_lines(console, [verdict(assessment)], "bold green" if assessment.fits else "bold red")
     _print_lines(console, [f"  {line}" for line in shortage_lines(assessment)])
@@ -97,14 +88,6 @@ def _with_largest_tables(assessment: Assessment) -> Assessment:
     return replace(assessment, tables=tuple(assessment.tables[index] for index in sorted(by_size[:_MAX_TABLES])))
 
 
-def _tables_left_out(assessment: Assessment) -> list[str]:
-    """Returns the line that says which tables are not shown, if there are any."""
-    num_tables = len(assessment.tables)
-    if num_tables <= _MAX_TABLES:
-        return []
-    return [f"the {_MAX_TABLES} tables with most bytes of {num_tables:,}; --json and --report have all", ""]
-
-
 def _print_lines(console: Console, lines: Iterable[str], style: str = "") -> None:
     """Prints lines as they are, however long."""
     for line in lines:
@@ -113,35 +96,31 @@ def _print_lines(console: Console, lines: Iterable[str], style: str = "") -> Non
 
 def _print_tables(assessment: Assessment, console: Console) -> None:
     """Prints a line for each table, and below why it lies there where the column has no room."""
-    columns = []
-    for column in table_columns(assessment):
-        cells = [column.text(table) for table in assessment.tables]
-        max_width = {"table": _MAX_NAME_WIDTH, "why": _MIN_REASON_WIDTH}.get(column.heading, console.width)
-        columns.append(_PrintedColumn(column.heading, cells, column.is_number, max_width))
+    columns, printed = table_columns(assessment), {}
+    for column in columns:
+        cells, max_width = list(map(column.text, assessment.tables)), _MAX_WIDTHS.get(column.heading, console.width)
+        printed[column.heading] = _PrintedColumn(column.heading, cells, column.is_number, max_width, column.least_width)
     left_out = []
-    for heading in _DISPENSABLE_BY_TABLE:
-        if _total_width(columns) <= console.width:
+    dispensable = sorted((own.dispensable, own.heading) for own in columns if own.dispensable is not None)
+    for _, heading in dispensable:
+        if _total_width(list(printed.values())) <= console.width:
             break
-        left_out += [column.heading for column in columns if column.heading == heading]
-        columns = [column for column in columns if column.heading != heading]
-    columns = _with_wide_reasons(_folded(columns, console.width), console.width)
-    grid = _grid("tables", columns)
+        left_out.append(heading)
+        del printed[heading]
+    shown = _folded(list(printed.values()), console.width)
+    room = console.width - _total_width(shown)  # which reasons may have
+    shown = [replace(own, max_width=own.width + room) if own.heading == "why" else own for own in shown]
+    grid = _grid("tables", shown)
     for index, table in enumerate(assessment.tables):
-        texts = [Text(column.cells[index]) for column in columns]
+        texts = [Text(column.cells[index]) for column in shown]
         grid.add_row(*texts, style="bold yellow" if is_in_host_memory(table) else None)
     console.print(grid)
-    _print_lines(console, reason_lines(assessment) if "why" in left_out else [])
-    if alternatives := alternative_lines(assessment):
-        _print_lines(console, alternatives if "instead" in left_out else [])
+    for heading, lines in _TOLD_BELOW.items():
+        _print_lines(console, lines(assessment) if heading in left_out else [])
+    if any(column.heading == "instead" for column in columns):
         _print_lines(console, [ALTERNATIVES_LEGEND], "dim")
-    _print_omitted_columns(console, [heading for heading in left_out if heading not in ("why", "instead")])
+    _print_omitted_columns(console, [heading for heading in left_out if heading not in _TOLD_BELOW])
     console.print()
-
-
-def _with_wide_reasons(columns: Sequence[_PrintedColumn], width: int) -> list[_PrintedColumn]:
-    """Returns the columns with the reasons as wide as there is room."""
-    room = width - _total_width(columns)
-    return [replace(column, max_width=column.width + room) if column.heading == "why" else column for column in columns]
 
 
 def _print_ranks(quantity: RankQuantity, console: Console) -> None:
@@ -171,7 +150,7 @@ def _print_ranks(quantity: RankQuantity, console: Console) -> None:
     console.print()
 
 
-def _bar(quantity: RankQuantity, rank: AssessedRank, width: int) -> Bar:
+def _bar(quantity: RankQuantity, rank: PlannedRank, width: int) -> Bar:
     """Returns the bar of a rank, which is full where it has more than it may."""
     full, colour = quantity.full_bar or 1.0, "red" if quantity.is_too_much(rank) else "default"
     return Bar(full, 0, min(quantity.bar(rank), full), width=width, color=colour)
@@ -180,8 +159,9 @@ def _bar(quantity: RankQuantity, rank: AssessedRank, width: int) -> Bar:
 def _dispensable_by_rank(quantity: RankQuantity) -> list[str]:
     """Returns what a narrow terminal leaves out of the table by rank: first what is zero on every rank."""
     empty = [item.name for item in quantity.items if not any(map(item.amount, quantity.ranks))]
-    shown = {*(item.name for item in quantity.items), *(column.heading for column in quantity.columns_beside)}
-    return [*empty, *(name for name in _DISPENSABLE_BY_RANK if name in shown and name not in empty)]
+    shown = [(item.dispensable, item.name) for item in quantity.items if item.name not in empty]
+    shown += [(own.dispensable, own.heading) for own in quantity.columns_beside if own.dispensable is not None]
+    return [*empty, *(name for _, name in sorted(shown))]
 
 
 def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out: Sequence[str]) -> list[_PrintedColumn]:
@@ -191,7 +171,7 @@ def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out:
     def amounts(items: Sequence[RankItem]) -> list[str]:
         return [quantity.text(sum(item.amount(rank) for item in items)) for rank in ranks]
 
-    columns = [_PrintedColumn("rank", [group.text for group in groups])]
+    columns = [_PrintedColumn("rank", [group.text for group in groups], least_width=10)]
     columns += [_PrintedColumn(item.name, amounts([item])) for item in quantity.items if item.name not in left_out]
     others = [item for item in quantity.items if item.name in left_out]
     if len(others) < len(quantity.items) and any(item.amount(rank) for item in others for rank in ranks):
@@ -203,12 +183,13 @@ def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out:
 
 def _folded(columns: Sequence[_PrintedColumn], width: int) -> list[_PrintedColumn]:
     """Returns the columns with those made narrower, as far as is needed, that can go on in a next line."""
-    folded = list(columns)
-    for heading, least in _FOLDABLE.items():
-        excess = _total_width(folded) - width
-        for index, column in enumerate(folded):
-            if excess > 0 and column.heading == heading:
-                folded[index] = replace(column, max_width=max(least, column.width - excess))
+    folded, excess = list(columns), _total_width(columns) - width
+    foldable = [index for index, column in enumerate(columns) if column.least_width is not None]
+    for index in sorted(foldable, key=lambda index: -(columns[index].least_width or 0)):
+        if excess > 0:
+            column = columns[index]
+            folded[index] = replace(column, max_width=max(column.least_width or 0, column.width - excess))
+            excess -= column.width - folded[index].width
     return folded
 
 

@@ -1,26 +1,33 @@
-"""What is said of an assessment: columns of its tables, and sentences below them.
+"""Columns of the tables of an assessment, and sentences below them, as the terminal and the page show them.
 
-The terminal (:mod:`distembed.capacity.terminal`) and the page (:mod:`distembed.capacity.page`) show the same texts.
-They are plain: what shows them escapes them.
+The texts are plain: a renderer escapes them.
 """
 
-from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
-from distembed.capacity.memory_by_rank import MemoryByRank
-from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds
-from distembed.capacity.rank_quantity import PlanColumn
-from distembed.capacity.reasons import alternatives_text, reason, sharding_text
-from distembed.capacity.time_by_rank import TimeByRank, sent_bytes
-from distembed.planning.buffers import SentBytes
+import math
+from collections.abc import Callable
+
+from distembed.capacity.assessment import AssessedTable, Assessment
+from distembed.capacity.by_rank import (
+    PlanColumn,
+    RankQuantity,
+    bytes_or_dash,
+    format_milliseconds,
+    memory_by_rank,
+    milliseconds_decimals,
+    percent_at_most,
+)
 from distembed.planning.cluster import Cluster
+from distembed.planning.other_placements import Alternative
+from distembed.planning.planned_rank import PlannedRank, SentBytes
 from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes, format_ranges
 
-_MAX_REASON_CHARACTERS = 300
-
-
-def quantities_by_rank(assessment: Assessment) -> tuple[MemoryByRank, TimeByRank]:
-    """Returns what is shown of each rank of an assessment that has a plan."""
-    return MemoryByRank(assessment), TimeByRank(assessment)
+ALTERNATIVES_LEGEND = (
+    "instead: other placements of a table, the others staying where they are, with what they would add: milliseconds "
+    "of the slowest rank's step, bytes of the fullest rank, bytes that all ranks send in a step"
+)
+_MAX_LINES, _MAX_REASON_CHARACTERS = 32, 300
+_ROUNDING = 1e-9
 
 
 def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
@@ -29,24 +36,25 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
     Where there is no plan they say sizes alone; host memory is a column only where some table lies there.
     """
     columns = [
-        PlanColumn[AssessedTable]("table", lambda table: table.name, is_number=False),
-        PlanColumn[AssessedTable]("scheme", lambda table: table.scheme, is_number=False),
-        PlanColumn[AssessedTable]("rows", lambda table: " + ".join(f"{rows:,}" for rows in table.num_rows)),
+        PlanColumn[AssessedTable]("table", lambda table: table.name, is_number=False, least_width=8),
+        PlanColumn[AssessedTable]("scheme", lambda table: table.scheme, is_number=False, dispensable=2),
+        PlanColumn[AssessedTable]("rows", lambda table: " + ".join(f"{n:,}" for n in table.num_rows), dispensable=3),
     ]
     if not assessment.ranks:
         return [*columns, PlanColumn("memory, one copy", lambda table: format_bytes(table.one_copy.total))]
     world_size = assessment.cluster.world_size
     columns += [
-        PlanColumn("placed", _placed_text, is_number=False),
-        PlanColumn("ranks", lambda table: _ranks_text(table, world_size), is_number=False),
+        PlanColumn("placed", _placed_text, is_number=False, least_width=20),
+        PlanColumn("ranks", lambda table: _ranks_text(table, world_size), is_number=False, least_width=12),
         PlanColumn("memory, all ranks", lambda table: format_bytes(table.storage.total)),
     ]
     if any(map(is_in_host_memory, assessment.tables)):
         columns.append(PlanColumn("host memory", lambda table: bytes_or_dash(table.storage.host)))
-        columns.append(PlanColumn("cache", lambda table: bytes_or_dash(table.storage.cache)))
-    columns.append(PlanColumn("why", reason, is_number=False))
-    if any(map(alternatives_text, assessment.tables)):
-        columns.append(PlanColumn("instead", lambda table: alternatives_text(table) or "none", is_number=False))
+        columns.append(PlanColumn("cache", lambda table: bytes_or_dash(table.storage.cache), dispensable=4))
+    columns.append(PlanColumn("why", lambda table: table.why, is_number=False, dispensable=1))
+    if any(table.alternatives for table in assessment.tables):
+        text = PlanColumn[AssessedTable]("instead", lambda table: alternatives_text(table) or "none", False, 0)
+        columns.append(text)
     return columns
 
 
@@ -66,40 +74,36 @@ def cluster_text(cluster: Cluster) -> str:
     return f"{cluster.nodes} x {cluster.ranks_per_node} {cluster.device.name}"
 
 
-def step_lines(memory: MemoryByRank, time: TimeByRank) -> list[str]:
-    """Returns the fullest rank, the slowest rank, and what a step is taken to be."""
-    cluster, workload = memory.assessment.cluster, memory.assessment.workload
-    fullest = memory.most.first
+def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
+    """Returns the fullest rank, the slowest rank, the size of a step, and how near the plan is to the fastest."""
+    cluster, fullest = assessment.cluster, memory.most.first
     depth = pipeline_depth(cluster.device.kind, cluster.world_size)
     return [
         f"fullest: {memory.most.sentence_text}, {format_bytes(fullest.total_bytes)} of "
-        f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.memory.step.moment}",
+        f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.moment}",
         _slowest_line(time),
-        f"a step has {workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
+        f"a step has {assessment.workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
         "device at once; times are estimates",
+        *_bound_lines(assessment),
     ]
 
 
-def _slowest_line(time: TimeByRank) -> str:
-    """Returns the slowest rank, what its step is made of, what it sends, and how long the others wait for it."""
-    slowest, total = time.most.first, time.full_bar
+def _slowest_line(time: RankQuantity) -> str:
+    """Returns the slowest rank, the parts of its step, the bytes it sends, and how long the others wait for it."""
+    slowest = time.most.first
+    total, sent = slowest.times.total, slowest.sent
     parts = sorted(((item.amount(slowest), item.name) for item in time.items), reverse=True)
     shown = ", ".join(f"{name} {time.text(amount)}" for amount, name in parts if amount)
     largest, name = parts[0]
     line = f"slowest: {time.most.sentence_text}, {time.text(total)} ms a step"
     line += f", {largest / total:.0%} of it {name} ({shown})" if total else ""
-    if sent_bytes(slowest):
+    if sent.total:
         who = "it" if len(time.most.ranks) == 1 else "each"
-        line += f"; {who} sends {format_bytes(sent_bytes(slowest))} ({_sent_text(slowest.memory.sent)})"
-    wait = format_milliseconds(_mean_wait_ms(time))
-    return line if float(wait.replace(",", "")) == 0 else f"{line}; the others wait {wait} ms on average"
-
-
-def _mean_wait_ms(time: TimeByRank) -> float:
-    """Returns how long ranks wait for the slowest ones, on average over all but these; 0 where all are alike."""
+        line += f"; {who} sends {format_bytes(sent.total)} ({_sent_text(sent)})"
     others = time.sorted_groups[1:]
-    waits = (len(group.ranks) * (time.full_bar - time.total(group.first)) for group in others)
-    return sum(waits) / (sum(len(group.ranks) for group in others) or 1)
+    waits = sum(len(group.ranks) * (total - group.first.times.total) for group in others)
+    wait = format_milliseconds(waits / (sum(len(group.ranks) for group in others) or 1))
+    return line if float(wait.replace(",", "")) == 0 else f"{line}; the others wait {wait} ms on average"
 
 
 def _sent_text(sent: SentBytes) -> str:
@@ -108,8 +112,79 @@ def _sent_text(sent: SentBytes) -> str:
     return ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
 
 
+def _bound_lines(assessment: Assessment) -> list[str]:
+    """Returns how far the plan is from the fastest one there can be, and whether the search was stopped early.
+
+    Nothing is said where no plan fits, and of the bound where none is known.
+    """
+    if not assessment.fits:
+        return []
+    slowest, bound = max(rank.times.total for rank in assessment.ranks), assessment.lower_bound_ms or 0.0
+    if 0 < slowest <= bound * (1 + _ROUNDING):
+        return ["bound: no plan that fits is faster"]
+    lines = []
+    if bound > 0:
+        scale = 10 ** milliseconds_decimals(bound)
+        at_least = format_milliseconds(math.floor(bound * scale) / scale)
+        lines.append(
+            f"bound: no plan that fits takes less than {at_least} ms; this one is at most "
+            f"{percent_at_most(slowest / bound - 1)} above what any plan could reach"
+        )
+    if not assessment.is_search_complete:
+        lines.append("the search was stopped early, after its last allowed try; a faster plan may be there")
+    return lines
+
+
+def alternatives_text(table: AssessedTable) -> str:
+    """Returns the other placements of a table with what they would cost, a line each; empty where there are none."""
+    return "\n".join(map(_alternative_text, table.alternatives))
+
+
+def reason_lines(assessment: Assessment) -> list[str]:
+    """Returns a line for each reason why tables are placed as they are, with their names."""
+    return _lines_by_text(assessment, "why", lambda table: table.why)
+
+
+def alternative_lines(assessment: Assessment) -> list[str]:
+    """Returns a line for all tables whose other placements would cost the same."""
+    return _lines_by_text(assessment, "instead", lambda table: alternatives_text(table).replace("\n", "; "))
+
+
+def _lines_by_text(assessment: Assessment, title: str, text: Callable[[AssessedTable], str]) -> list[str]:
+    """Returns such as ``why (C1, C2): whole: fastest``, a line for each text; of too many texts the first ones."""
+    names_by_text: dict[str, list[str]] = {}
+    for table in assessment.tables:
+        if own := text(table):
+            names_by_text.setdefault(own, []).append(table.name)
+    num_tables = len(assessment.tables)
+    lines = [
+        f"{title} ({'all tables' if 1 < num_tables == len(names) else enumerate_names(names)}): {shared}"
+        for shared, names in names_by_text.items()
+    ]
+    num_unshown = sum(len(names) for names in list(names_by_text.values())[_MAX_LINES:])
+    rest = [f"{title} ({num_unshown:,} more tables): --report and --json say it"] if num_unshown else []
+    return lines[:_MAX_LINES] + rest
+
+
+def _alternative_text(own: Alternative) -> str:
+    """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
+    shards = f" in {own.num_shards:,} shards" if own.num_shards > 1 else ""
+    sent = f", {_signed(own.sent_bytes, format_bytes)} sent" if own.sent_bytes else ""
+    milliseconds = _signed(own.milliseconds, format_milliseconds)
+    milliseconds = "+0" if float(milliseconds.replace(",", "")) == 0 else milliseconds
+    return (
+        f"{_sharding_text(own.sharding_type, own.compute_kernel)}{shards} {milliseconds} ms, "
+        f"{_signed(own.memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
+    )
+
+
+def _signed(difference: float, text: Callable[[int], str]) -> str:
+    """Returns a difference with its sign; plus for none."""
+    return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"  # type: ignore[arg-type]
+
+
 def host_lines(assessment: Assessment) -> list[str]:
-    """Returns which tables lie in host memory, with their bytes there; [] where none does."""
+    """Returns the tables in host memory, with their bytes there; [] where none lies there."""
     tables = list(filter(is_in_host_memory, assessment.tables))
     if not tables:
         return []
@@ -121,36 +196,28 @@ def host_lines(assessment: Assessment) -> list[str]:
 
 
 def shortage_lines(assessment: Assessment) -> list[str]:
-    """Returns what is short, in bytes, and what the planner says; [] where the config fits."""
+    """Returns what is short, in bytes, and the planner's message; [] where the config fits."""
     if assessment.fits:
         return []
-    if sum(assessment.bytes_beside_tables.values()) > assessment.cluster.rank_bytes:
+    beside, capacity = assessment.bytes_beside_tables, assessment.cluster.rank_bytes
+    by_size = sorted(beside.items(), key=lambda item: -item[1])
+    items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in by_size if count)
+    if sum(beside.values()) > capacity:
         # then tables have no part in it, whatever the planner says
-        return [_shortage_without_tables(assessment)]
+        needed = sum(beside.values())
+        return [
+            f"without any tables each rank needs {format_bytes(needed)}, {format_bytes(needed - capacity)} more "
+            f"than it has: {items}"
+        ]
     reason = assessment.planner_error.strip()
     if len(reason) > _MAX_REASON_CHARACTERS:
         reason = reason.splitlines()[0]
     planner = [f"the planner: {' '.join(reason.split())}"] if reason else []
-    return [_table_demand(assessment), *_overfull_ranks(assessment), *planner]
+    return [_table_demand(assessment, items), *_overfull_ranks(assessment), *planner]
 
 
-def _shortage_without_tables(assessment: Assessment) -> str:
-    """Returns by how much each rank lacks memory before it has any tables."""
-    beside, capacity = sum(assessment.bytes_beside_tables.values()), assessment.cluster.rank_bytes
-    return (
-        f"without any tables each rank needs {format_bytes(beside)}, {format_bytes(beside - capacity)} more "
-        f"than it has: {_items_beside_tables(assessment)}"
-    )
-
-
-def _items_beside_tables(assessment: Assessment) -> str:
-    """Returns what each rank needs beside tables, item by item, the largest first."""
-    items = sorted(assessment.bytes_beside_tables.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in items if count)
-
-
-def _table_demand(assessment: Assessment) -> str:
-    """Returns what all tables take, and what is left for them."""
+def _table_demand(assessment: Assessment, items_beside: str) -> str:
+    """Returns the bytes of all tables, and those that are left for them."""
     world_size, left = assessment.cluster.world_size, assessment.bytes_left_for_tables
     largest = max(assessment.tables, key=lambda table: table.one_copy.total)
     host_bytes = assessment.cluster.host_bytes_per_rank * world_size
@@ -159,47 +226,47 @@ def _table_demand(assessment: Assessment) -> str:
     return (
         f"tables with their optimizer take {format_bytes(needed.total + needed.host)}, the largest ({largest.name}) "
         f"{format_bytes(largest.one_copy.total)}; {format_bytes(left)} are left for them on {world_size} rank(s)"
-        f"{host}, beside on each: {_items_beside_tables(assessment)}; what a step looks up and exchanges comes on top"
+        f"{host}, beside on each: {items_beside}; what a step looks up and exchanges comes on top"
     )
 
 
 def _overfull_ranks(assessment: Assessment) -> list[str]:
     """Returns a line for the memory of devices, and one for host memory, where some rank has too little of it."""
-    lines = []
-    over = [rank for rank in assessment.ranks if rank.total_bytes > rank.capacity_bytes]
-    if over:
-        fullest = max(over, key=lambda rank: rank.total_bytes - rank.capacity_bytes)
-        memory = MemoryByRank(assessment)
-        items = sorted(memory.items, key=lambda item: -item.amount(fullest))[:3]
-        largest = ", ".join(f"{item.name} {memory.text(item.amount(fullest))}" for item in items)
-        shortage = _shortage(fullest, fullest.total_bytes, fullest.capacity_bytes, "memory", len(over) - 1)
-        lines.append(f"{shortage}; most: {largest}")
-    over = [rank for rank in assessment.ranks if rank.storage.host > rank.host_capacity_bytes]
-    if over:
-        fullest = max(over, key=lambda rank: rank.storage.host - rank.host_capacity_bytes)
-        used, capacity = fullest.storage.host, fullest.host_capacity_bytes
-        lines.append(_shortage(fullest, used, capacity, "host memory", len(over) - 1))
-    return lines
+
+    def shortage(memory: str, used: Callable[[PlannedRank], int], capacity: Callable[[PlannedRank], int]) -> list[str]:
+        over = [rank for rank in assessment.ranks if used(rank) > capacity(rank)]
+        if not over:
+            return []
+        rank = max(over, key=lambda rank: used(rank) - capacity(rank))
+        others = f" (and {len(over) - 1:,} other rank(s) by less or as much)" if over[1:] else ""
+        line = (
+            f"rank {rank.rank} needs {format_bytes(used(rank))} of {memory}, "
+            f"{format_bytes(used(rank) - capacity(rank))} more than the {format_bytes(capacity(rank))} it has{others}"
+        )
+        if memory == "host memory":
+            return [line]
+        items = sorted(memory_by_rank(assessment).items, key=lambda item: -item.amount(rank))[:3]
+        largest = ", ".join(f"{item.name} {format_bytes(round(item.amount(rank)))}" for item in items)
+        return [f"{line}; most: {largest}"]
+
+    return [
+        *shortage("memory", lambda rank: rank.total_bytes, lambda rank: rank.capacity_bytes),
+        *shortage("host memory", lambda rank: rank.storage.host, lambda rank: rank.host_capacity_bytes),
+    ]
 
 
-def _shortage(rank: AssessedRank, used_bytes: int, capacity_bytes: int, memory: str, num_others: int) -> str:
-    """Returns by how much a rank lacks a kind of memory, and how many others do."""
-    others = f" (and {num_others:,} other rank(s) by less or as much)" if num_others else ""
-    return (
-        f"rank {rank.rank} needs {format_bytes(used_bytes)} of {memory}, {format_bytes(used_bytes - capacity_bytes)} "
-        f"more than the {format_bytes(capacity_bytes)} it has{others}"
-    )
+def _sharding_text(sharding_type: str, compute_kernel: str | None) -> str:
+    """Returns a sharding type, with the kernel where that is not the usual one; of replicated tables it is torch's."""
+    is_usual = compute_kernel == "fused" or sharding_type == "data_parallel"
+    return sharding_type if is_usual else f"{sharding_type} ({compute_kernel})"
 
 
 def _placed_text(table: AssessedTable) -> str:
     """Returns how a table is divided; empty where there is no plan."""
-    placement = table.placement
-    return "" if placement is None else sharding_text(placement.sharding_type, placement.compute_kernel)
+    return "" if table.sharding_type is None else _sharding_text(table.sharding_type, table.compute_kernel)
 
 
 def _ranks_text(table: AssessedTable, world_size: int) -> str:
     """Returns the ranks that hold a table."""
-    ranks = sorted(set(table.placement.ranks)) if table.placement is not None else []
-    if not ranks:
-        return "all"
-    return "all" if len(ranks) == world_size > 1 else format_ranges(ranks)
+    ranks = sorted(set(table.ranks))
+    return "all" if not ranks or len(ranks) == world_size > 1 else format_ranges(ranks)

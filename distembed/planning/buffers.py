@@ -30,6 +30,8 @@ from distembed.optim.declared import TableOptimizers
 from distembed.planning.exchange_memory import Exchange, fullest_lookup
 from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
+from distembed.planning.planned_rank import PlannedRank, SentBytes
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, storage_by_rank, total
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.groups import Group, GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
@@ -67,41 +69,17 @@ class StepBuffers:
         return self.inputs + self.outputs + self.lookups + self.activations + self.gradients
 
 
-@dataclass(frozen=True)
-class SentBytes:
-    """What a rank sends to others in a step, in bytes.
-
-    Attributes:
-        ids: Bytes of ids, with how many of them each row has.
-        vectors: Bytes of composed vectors, to the ranks that have the rows.
-        gradients: Bytes of the gradients of these vectors, back again.
-        all_reduce: Bytes of the gradients of weights that every rank has, around a ring.
-    """
-
-    ids: int = 0
-    vectors: int = 0
-    gradients: int = 0
-    all_reduce: int = 0
-
-    def __add__(self, other: "SentBytes") -> "SentBytes":
-        return SentBytes(
-            self.ids + other.ids,
-            self.vectors + other.vectors,
-            self.gradients + other.gradients,
-            self.all_reduce + other.all_reduce,
-        )
-
-
 class Step:
-    """One training step on any rank of a plan.
+    """One training step on any rank of a plan, whose tables can be placed anew one by one.
 
     Args:
-        placements: Placements of all compositional tables.
+        placements: Placements of all tables, TorchRec's own as the full tables that they are.
         world_size: Number of ranks.
         workload: Rows, ids and networks of the step.
         optimizers: Optimizers of the tables.
         device_kind: ``cuda`` or ``cpu``.
         exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
 
     def __init__(
@@ -112,9 +90,10 @@ class Step:
         optimizers: TableOptimizers,
         device_kind: str,
         exchanges: Mapping[str, VectorExchange] | None = None,
+        cache_ratio: float = DEFAULT_CACHE_RATIO,
     ) -> None:
         self._world_size, self._device_kind, self._exchanges_of = world_size, device_kind, exchanges or {}
-        self._optimizers = optimizers
+        self._optimizers, self._cache_ratio = optimizers, cache_ratio
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._lookups = RankLookups(placements, world_size, workload)
@@ -124,6 +103,7 @@ class Step:
             for path in {placement.collection for placement in placements}
         }
         self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
+        self._storage = {name: self._storage_by_rank(placement) for name, placement in self._placements.items()}
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
         self._totals: _Totals | None = None
 
@@ -133,7 +113,34 @@ class Step:
         self._lookups.remove(self._placements[name])
         self._lookups.add(placement)
         self._placements[name], self._shares[name] = placement, self._share(placement)
+        self._storage[name] = self._storage_by_rank(placement)
         self._totals = None
+
+    def ranks(self) -> list[PlannedRank]:
+        """Returns the memory of every rank."""
+        return [self.rank(rank) for rank in range(self._world_size)]
+
+    def rank(self, rank: int) -> PlannedRank:
+        """Returns the memory of one rank, which is counted when it is asked for."""
+        held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
+        tables, network, step = total(held), self._network, self.buffers(rank)
+        memory = {
+            "table_weights": tables.weights,
+            "table_optimizer_state": tables.optimizer_state,
+            "table_cache": tables.cache,
+            "sse_graphs": sum(self._workload.graph_bytes.values()),
+            "network_weights": network.parameters + network.buffers,
+            "network_optimizer_state": network.optimizer_state,
+            "gradients": step.gradients,
+            "inputs": step.inputs,
+            "outputs": step.outputs,
+            "lookups": step.lookups,
+            "activations": step.activations,
+        }
+        return PlannedRank(rank, held, memory, step.moment, self.sent_bytes(rank))
+
+    def _storage_by_rank(self, placement: Placement) -> dict[int, TableStorage]:
+        return storage_by_rank(placement, self._world_size, self._optimizers, self._cache_ratio)
 
     def buffers(self, rank: int) -> StepBuffers:
         """Returns the fullest moment of a step on one rank."""

@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from distembed.planning.buffers import Step
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment, Floats
-from distembed.planning.memory import PlanMemory, RankMemory
+from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
 from distembed.sharding.placement import Placement, place_table
@@ -20,7 +21,7 @@ class CountedMemory:
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
         self._request, self._tables = request, tables
-        self._counted: PlanMemory | None = None
+        self._counted: Step | None = None
         self._assignment = Assignment.empty(len(tables.tables))
 
     @property
@@ -30,10 +31,9 @@ class CountedMemory:
         resting = ("sse_graphs", "network_weights", "network_optimizer_state")
         return self._request.plannable_bytes - sum(beside[name] for name in resting)
 
-    def ranks(self, assignment: Assignment) -> list[RankMemory]:
+    def ranks(self, assignment: Assignment) -> list[PlannedRank]:
         """Returns the memory of every rank."""
-        counted = self._placed(assignment)
-        return [counted.rank(rank) for rank in range(self._request.cluster.world_size)]
+        return self._placed(assignment).ranks()
 
     def excess(self, assignment: Assignment) -> tuple[float, float]:
         """Returns the bytes that the fullest rank lacks, and the capacity at which it would not.
@@ -41,30 +41,21 @@ class CountedMemory:
         Bytes are negative where there is room; those of host memory count likewise. The capacity is one for the sums
         of shards' bytes that a search adds up, infinite where there is room.
         """
-        request, counted = self._request, self._placed(assignment)
-        ranks = [counted.rank(rank) for rank in range(request.cluster.world_size)]
-        totals: Floats = np.array([rank.total for rank in ranks], np.float64)
-        host = max(rank.host for rank in ranks) - request.cluster.host_bytes_per_rank
+        request, ranks = self._request, self.ranks(assignment)
+        totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)
+        host = max(rank.storage.host for rank in ranks) - request.cluster.host_bytes_per_rank
         added = Loads(self._tables.problem, assignment.copy()).num_bytes
         excess = totals - request.plannable_bytes
         over = excess > 0
         capacity = float((request.plannable_bytes - (totals - added))[over].min()) if over.any() else np.inf
         return max(float(excess.max()), float(host)), capacity
 
-    def _placed(self, assignment: Assignment) -> PlanMemory:
+    def _placed(self, assignment: Assignment) -> Step:
         """Returns the count with all tables where the assignment has them."""
         request, before = self._request, self._assignment
         if self._counted is None:
             placements = [self._placement(assignment, table) for table in range(len(self._tables.tables))]
-            self._counted = PlanMemory(
-                placements,
-                request.cluster.world_size,
-                request.workload,
-                request.table_optimizers,
-                request.cluster.device.kind,
-                request.cache_ratio,
-                request.exchanges,
-            )
+            self._counted = request.step(placements)
         else:
             for table in range(len(self._tables.tables)):
                 is_same = before.option[table] == assignment.option[table]

@@ -1,67 +1,100 @@
-"""What each table would cost if it were placed in another way, with all others where they are."""
+"""Why each table of a plan lies where it does: what other places would cost, with all other tables where they are."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from distembed.planning.alternatives import Alternative
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.costs import Layout, PlacementCost
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment
 from distembed.planning.lookups import is_on_every_rank
-from distembed.planning.placement_reasons import ChosenPlacement, TriedPlacement, is_whole
+from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
+from distembed.planning.transfers import is_divided_within_nodes
 from distembed.sharding.groups.load import FLOAT_BYTES
+from distembed.sharding.placement import IN_HOST_MEMORY
+from distembed.units import format_bytes
 
 _PER_TABLE = 2
 _TRIED = 4
 """Options of a table that are tried, those that take ranks least together; beside the whole table."""
+_ROUNDING_MS = 1e-9
+"""Milliseconds up to which two times are equal."""
 
 
-class OtherPlacements:
-    """Other placements of the tables of a plan.
+@dataclass(frozen=True)
+class Alternative:
+    """Another placement of one table, with what it would add; negative numbers where it would save."""
+
+    sharding_type: str
+    compute_kernel: str
+    num_shards: int  # 0 where every rank would hold the whole table
+    milliseconds: float  # of the slowest rank's step
+    memory_bytes: int  # of the fullest rank
+    sent_bytes: int  # by all ranks together in a step
+    fits: bool  # whether every rank would have room
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Another placement of a table that was tried."""
+
+    layout: Layout
+    cost: PlacementCost
+    alternative: Alternative
+    is_slowest: bool  # whether a rank with one of its shards would be the slowest
+
+
+def explain(
+    request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim
+) -> tuple[dict[str, str], Mapping[str, Sequence[Alternative]]]:
+    """Returns the reason of each table's place, and its best other places, the best first; by table.
 
     Args:
+        request: Model, cluster and workload.
         tables: The tables.
         assignment: The plan.
-        limits: Bytes of each rank for tables.
-        tolerance: Share of a step's time by which the plan may be slower, to have fewer bytes on the fullest rank.
+        aim: Bytes of each rank for tables.
     """
+    others = _OtherPlacements(request, tables, assignment, aim)
+    why, alternatives = {}, {}
+    for number, planned in enumerate(tables.tables):
+        tried, name = others.tried(number), planned.table.name
+        why[name] = others.why(number, tried) + others.note(number)
+        alternatives[name] = [own.alternative for own in tried[:_PER_TABLE]]
+    return why, alternatives
 
-    def __init__(self, tables: TableProblem, assignment: Assignment, limits: Aim, tolerance: float) -> None:
-        self._tables, self._problem, self._tolerance = tables, tables.problem, tolerance
-        self._aim = limits
+
+class _OtherPlacements:
+    """Moves one table of a plan at a time."""
+
+    def __init__(self, request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim) -> None:
+        self._request, self._tables, self._problem, self._aim = request, tables, tables.problem, aim
         self._loads = Loads(self._problem, assignment.copy())
         self._ms = float(self._loads.milliseconds().max())
         self._num_bytes = float(self._loads.num_bytes.max())
-        self._tried = [self._of_table(table) for table in range(len(tables.tables))]
 
-    def best(self) -> Mapping[str, Sequence[Alternative]]:
-        """Returns the best of each table, the best first, by table."""
-        names = [own.table.name for own in self._tables.tables]
-        return {
-            name: [own.alternative for own in tried[:_PER_TABLE]]
-            for name, tried in zip(names, self._tried, strict=True)
-        }
-
-    def why(self) -> dict[str, str]:
-        """Returns the reason of each table's placement, by table."""
-        return {own.table.name: self._why(table) for table, own in enumerate(self._tables.tables)}
-
-    def _why(self, table: int) -> str:
-        planned, option = self._tables.tables[table], int(self._loads.assignment.option[table])
+    def why(self, table: int, tried: Sequence[_Tried]) -> str:
+        """Returns such as ``in 4 ranges of columns: whole it would not fit``."""
+        planned, option = self._tables.tables[table], self._option(table)
         only = self._tables.layouts.only_type_because(planned.table)
         if len({layout.sharding_type for layout in planned.layouts}) == 1 and only:
             return only
-        num_parameters = sum(part.num_parameters for part in planned.table.partition_tables())
-        chosen = ChosenPlacement(
-            self._tables.layout(table, option),
-            self._tables.cost(table, option),
-            FLOAT_BYTES * num_parameters,
-            self._tolerance * self._ms,
-        )
-        return chosen.reason(self._tried[table])
+        layout, cost = self._tables.layout(table, option), self._tables.cost(table, option)
+        allowed_ms = self._request.config.time_tolerance * self._ms
+        return f"{_in_words(layout)}: {_because(planned.table, layout, cost, allowed_ms, tried)}"
 
-    def _of_table(self, table: int) -> list[TriedPlacement]:
+    def note(self, table: int) -> str:
+        """Returns how FBGEMM or the memory of devices decides a table's kernel; empty where they do not."""
+        optimizers, kernel = self._request.table_optimizers, self._tables.layout(table, self._option(table))
+        dense = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
+        if self._tables.tables[table].table.dense_gradient:
+            dense = "; dense kernel: all rows have gradients"
+        return dense + ("; host memory: no device has room" if kernel.compute_kernel in IN_HOST_MEMORY else "")
+
+    def tried(self, table: int) -> list[_Tried]:
         """Returns other placements, the best first."""
-        loads, own = self._loads, int(self._loads.assignment.option[table])
+        loads, own = self._loads, self._option(table)
         options, places = self._options_to_try(table, own), loads.assignment.places[table]
         loads.take(table)
         found = [self._try(table, option, own) for option in options]
@@ -71,10 +104,13 @@ class OtherPlacements:
             key=lambda it: (not it.alternative.fits, it.alternative.milliseconds, it.alternative.memory_bytes),
         )
 
+    def _option(self, table: int) -> int:
+        return int(self._loads.assignment.option[table])
+
     def _options_to_try(self, table: int, own: int) -> list[int]:
         """Returns options that take ranks least together, and those that leave the table whole."""
         options = sorted((option for option in self._problem.options_of(table) if option != own), key=self._in_all)
-        return options[:_TRIED] + [it for it in options[_TRIED:] if is_whole(self._tables.layout(table, it))]
+        return options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
 
     def _in_all(self, option: int) -> float:
         """Returns the milliseconds that an option takes of all ranks together."""
@@ -84,7 +120,7 @@ class OtherPlacements:
         on_all = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum()
         return float(ms.sum() + on_all * problem.world_size)
 
-    def _try(self, table: int, option: int, own: int) -> TriedPlacement:
+    def _try(self, table: int, option: int, own: int) -> _Tried:
         loads, layout = self._loads, self._tables.layout(table, option)
         places, _ = loads.try_option(option, self._aim)
         loads.put(table, option, places)
@@ -96,15 +132,84 @@ class OtherPlacements:
         alternative = Alternative(
             sharding_type=layout.sharding_type,
             compute_kernel=layout.compute_kernel,
-            num_shards=0 if layout.sharding_type == "data_parallel" else self._num_shards(table, option),
+            num_shards=self._num_shards(layout, option),
             milliseconds=float(by_rank.max()) - self._ms,
             memory_bytes=round(num_bytes - self._num_bytes),
             sent_bytes=round(cost.sent_bytes - before.sent_bytes),
             fits=fits,
         )
-        return TriedPlacement(layout, cost, alternative, is_slowest)
+        return _Tried(layout, cost, alternative, is_slowest)
 
-    def _num_shards(self, table: int, option: int) -> int:
-        if is_on_every_rank(self._tables.layout(table, option).sharding_type):
+    def _num_shards(self, layout: Layout, option: int) -> int:
+        if layout.sharding_type == "data_parallel":
+            return 0
+        if is_on_every_rank(layout.sharding_type):
             return self._problem.world_size
         return int(self._problem.num_shards[self._problem.option_blocks[option]].sum())
+
+
+def _because(
+    table: CompositionalEmbeddingConfig,
+    layout: Layout,
+    cost: PlacementCost,
+    allowed_ms: float,
+    tried: Sequence[_Tried],
+) -> str:
+    """Returns the reason of a placement that the figures of others bear out.
+
+    Args:
+        table: The table.
+        layout: How it is divided.
+        cost: What that costs.
+        allowed_ms: Milliseconds by which the plan may be slower, to have fewer bytes on the fullest rank.
+        tried: Other placements of the table, one that leaves it whole among them if there is one.
+    """
+    if not tried:
+        return "nothing else is possible"
+    others, is_replicated = [own.alternative for own in tried], layout.sharding_type == "data_parallel"
+    faster = [other for other in others if other.milliseconds < -_ROUNDING_MS]
+    if fitting := [other for other in faster if other.fits]:
+        if all(-other.milliseconds <= allowed_ms and other.memory_bytes > 0 for other in fitting):
+            return "hardly slower than others, with fewer bytes on the fullest rank"
+        return "fastest that was found"
+    alike = (own for own in tried if _is_whole(own.layout) and own.layout.compute_kernel == layout.compute_kernel)
+    whole = None if _is_whole(layout) or is_replicated else next(alike, None)
+    if whole is not None and not whole.alternative.fits:
+        return "whole it would not fit"
+    if faster:
+        return "others that are faster do not fit"
+    if whole is not None and whole.alternative.milliseconds > _ROUNDING_MS:
+        return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
+    if is_replicated and cost.all_reduce_ms < min(_exchange_ms(own.cost) for own in tried):
+        num_parameters = sum(part.num_parameters for part in table.partition_tables())
+        return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
+    equal = [other for other in others if other.fits and other.milliseconds <= _ROUNDING_MS]
+    if not equal:
+        return "fastest" if any(other.fits for other in others) else "others do not fit"
+    if all(other.memory_bytes > 0 for other in equal):
+        return "as fast as others, with fewer bytes on the fullest rank"
+    return "no other is faster"
+
+
+def _is_whole(layout: Layout) -> bool:
+    """Returns whether one rank has the whole table."""
+    is_in_rows = is_on_every_rank(layout.sharding_type) or is_divided_within_nodes(layout.sharding_type)
+    return len(layout.columns) == 1 and not is_in_rows
+
+
+def _exchange_ms(cost: PlacementCost) -> float:
+    """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
+    shards = (*cost.shards, *([cost.everywhere] if cost.everywhere is not None else []))
+    return max(sum(transfer.owner_ms for transfer in shard.transfers.values()) for shard in shards)
+
+
+def _in_words(layout: Layout) -> str:
+    """Returns how a table is divided."""
+    if layout.sharding_type == "data_parallel":
+        return "replicated"
+    if is_on_every_rank(layout.sharding_type):
+        return "by rows"
+    if _is_whole(layout):
+        return "whole"
+    ranges = [f"in {len(layout.columns)} ranges of columns"] if len(layout.columns) > 1 else []
+    return ", ".join([*ranges, *(["by rows within a node"] if is_divided_within_nodes(layout.sharding_type) else [])])

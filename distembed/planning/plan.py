@@ -14,7 +14,7 @@ from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here, find_device
-from distembed.planning.estimated_plan import EstimatedPlan, estimate_plan
+from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import Search
 from distembed.planning.workload import Workload
@@ -95,7 +95,7 @@ def find_plan(request: PlanRequest) -> EstimatedPlan:
         UserError: The config names a table that does not exist, or allows no way for one that does.
     """
     _require_room_beside_tables(request)
-    return estimate_plan(request, Search(request).best())
+    return Search(request).best()
 
 
 def require_room(request: PlanRequest) -> None:
@@ -126,13 +126,14 @@ def _require_room_beside_tables(request: PlanRequest) -> None:
 
 def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
     """Returns the error of a plan whose tables have room and whose step has not, with the remedy."""
-    rank, memory = max(enumerate(estimated.memory), key=lambda it: it[1].total)
-    largest = sorted(memory.items().items(), key=lambda it: -it[1])[:3]
-    items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in largest)
-    lacking = [f"{estimated.excess:,} bytes of memory"] * (estimated.excess > 0)
-    lacking += [f"{estimated.host_excess:,} bytes of host memory"] * (estimated.host_excess > 0)
+    fullest = max(estimated.ranks, key=lambda rank: rank.total_bytes)
+    by_size = sorted(fullest.memory.items(), key=lambda item: -item[1])
+    items = ", ".join([f"{name} {num_bytes:,}" for name, num_bytes in by_size if name != "allocator"][:3])
+    excess, host_excess = map(max, zip(*(rank.excess_bytes for rank in estimated.ranks), strict=True))
+    lacking = [f"{excess:,} bytes of memory"] * (excess > 0)
+    lacking += [f"{host_excess:,} bytes of host memory"] * (host_excess > 0)
     return InsufficientMemory(
-        f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Take "
+        f"A step does not fit: rank {fullest.rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Take "
         "fewer rows a step (train.batch_size of a config), compress tables further (embedding.default.collisions), "
         "use more ranks, or keep less free with plan.reserve; `distembed plan` shows each rank."
     )

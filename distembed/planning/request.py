@@ -15,11 +15,13 @@ from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
+from distembed.planning.buffers import Step
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
 from distembed.planning.workload import Workload
 from distembed.sharding.exchange import exchange_of
+from distembed.sharding.placement import Placement
 
 _UNKNOWN_NETWORKS = 0.1
 """Share of a device's memory left to networks and activations of which nothing is known."""
@@ -109,6 +111,19 @@ class PlanRequest:
     def plannable_bytes(self) -> int:
         """Bytes of each rank's memory that a plan may fill."""
         return self.cluster.rank_bytes - round(self.reserved_share * self.cluster.rank_bytes)
+
+    def step(self, placements: Sequence[Placement]) -> Step:
+        """Returns a step where tables are placed so."""
+        cluster = self.cluster
+        return Step(
+            placements,
+            cluster.world_size,
+            self.workload,
+            self.table_optimizers,
+            cluster.device.kind,
+            self.exchanges,
+            self.cache_ratio,
+        )
 
     @property
     def cache_ratio(self) -> float:

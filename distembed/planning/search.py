@@ -2,51 +2,27 @@
 
 The tables become a problem in numbers (:mod:`distembed.planning.table_problem`), which is solved by the estimate of
 time (:mod:`distembed.planning.fastest`). Bytes of shards add up there, while a step's fullest moment is no sum: each
-solution is counted as it will be reported (:mod:`distembed.planning.memory`), and where a rank has too much the search
+solution is counted as it will be reported (:mod:`distembed.planning.buffers`), and where a rank has too much the search
 goes on with as much less capacity.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from torchrec.distributed.types import ShardingPlan
 
 from distembed.errors import InsufficientMemory
-from distembed.planning.alternatives import Alternative
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.counted_memory import CountedMemory
+from distembed.planning.estimated_plan import EstimatedPlan, estimated_ranks, plan_placements
 from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import Assignment
 from distembed.planning.fastest.solver import Solution, Solver
-from distembed.planning.memory import RankMemory
-from distembed.planning.other_placements import OtherPlacements
+from distembed.planning.other_placements import explain
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
 
 _TRIES = 6
 """Capacities that are tried where solutions have too much by the count of a whole step."""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Outcome of a search.
-
-    Attributes:
-        plan: The fastest plan that fits; where none does, one with few bytes on the fullest rank.
-        memory: Memory of each rank.
-        lower_bound_ms: Milliseconds that the slowest rank of no plan that fits goes below.
-        is_complete: Whether the fastest plan is known, within the config's tolerance; else the search was stopped.
-        why: The reason why each table is placed as it is, by table.
-        alternatives: The best other placements of each table, the best first, by table.
-    """
-
-    plan: ShardingPlan
-    memory: list[RankMemory]
-    lower_bound_ms: float
-    is_complete: bool
-    why: Mapping[str, str]
-    alternatives: Mapping[str, Sequence[Alternative]]
 
 
 class Search:
@@ -61,7 +37,8 @@ class Search:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        self._tables = TableProblem(request, PlacementCosts(request))
+        self._costs = PlacementCosts(request)
+        self._tables = TableProblem(request, self._costs)
         self._memory = CountedMemory(request, self._tables)
         self._solver = Solver(
             self._tables.problem,
@@ -70,7 +47,7 @@ class Search:
             request.config.time_tolerance,
         )
 
-    def best(self) -> SearchResult:
+    def best(self) -> EstimatedPlan:
         """Returns the plan to take.
 
         Raises:
@@ -81,15 +58,18 @@ class Search:
         fits = solution is not None
         if solution is None:
             solution = self._least_excess
-        limits = Aim(self._memory.capacity, self._request.cluster.host_bytes_per_rank)
-        others = OtherPlacements(self._tables, solution.assignment, limits, self._request.config.time_tolerance)
-        return SearchResult(
-            plan=self._tables.plan(solution.assignment),
-            memory=self._memory.ranks(solution.assignment),
+        request, assignment = self._request, solution.assignment
+        plan, aim = self._tables.plan(assignment), Aim(self._memory.capacity, request.cluster.host_bytes_per_rank)
+        placements = plan_placements(request.model, plan, request.cluster.world_size)
+        why, alternatives = explain(request, self._tables, assignment, aim)
+        return EstimatedPlan(
+            plan=plan,
+            placements=placements,
+            ranks=estimated_ranks(request, self._costs, placements, self._memory.ranks(assignment)),
+            why=why,
+            alternatives=alternatives,
             lower_bound_ms=solution.lower_bound_ms,
             is_complete=fits and solution.is_complete,
-            why=others.why(),
-            alternatives=others.best(),
         )
 
     def require_room(self) -> None:

@@ -2,7 +2,7 @@
 
 Tables that differ in names alone are one class, whose options are costed once. Bytes of a shard are those of its
 weights, states and gradients, exact, and a guess of the buffers that it needs; what the whole plan needs is counted in
-the end (:mod:`distembed.planning.memory`).
+the end (:mod:`distembed.planning.buffers`).
 """
 
 from collections.abc import Hashable, Sequence

@@ -6,74 +6,28 @@ What a placement costs is said in :mod:`distembed.planning.costs`, and where the
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
-from torchrec.distributed.types import ParameterSharding
-
-from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts, ShardCost, layout
 from distembed.planning.lookups import ExchangeKey
+from distembed.planning.planned_rank import StepTime
 from distembed.planning.transfers import Phase
+from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Estimated time of a step on one rank, in milliseconds.
-
-    Attributes:
-        lookup: Time of looking tables up, of their gradients and their update.
-        exchange: Time of exchanging ids, vectors and their gradients.
-        networks: Time of the networks' forward and backward passes.
-        all_reduce: Time of averaging the gradients of what every rank has.
-        starts: Time of starting kernels and exchanges.
-        waiting: Time of waiting for cores that other ranks of the node use.
-    """
-
-    lookup: float
-    exchange: float
-    networks: float
-    all_reduce: float
-    starts: float = 0.0
-    waiting: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all times, as if nothing overlapped."""
-        return sum(asdict(self).values())
-
-    def as_json(self) -> dict[str, float]:
-        """Returns the times by name, in milliseconds."""
-        return {**asdict(self), "total": self.total}
-
-
-@dataclass(frozen=True)
-class PlacedTable:
-    """A table and a plan's answer for it.
-
-    Attributes:
-        table: The table; one of TorchRec's own is described as the full table that it is.
-        unit: The plan's answer for the table as a whole.
-        collection: Path of the table's collection within the model.
-    """
-
-    table: CompositionalEmbeddingConfig
-    unit: ParameterSharding
-    collection: str = ""
-
-
-def step_times(placed: Iterable[PlacedTable], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
+def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
     """Returns the times of every rank.
 
     Args:
-        placed: All tables of the model.
+        placements: Placements of all tables, TorchRec's own as the full tables that they are.
         costs: What placements cost.
         cluster: Ranks that the tables are placed on.
     """
     added = _Added(costs, cluster.world_size)
-    for own in placed:
-        added.add(own)
+    for placement in placements:
+        added.add(placement)
     times = [added.step_time(rank) for rank in range(cluster.world_size)]
     return _sharing_cores(times, cluster)
 
@@ -93,7 +47,7 @@ class _Added:
         self._common, self._ranks = _Shards(), [_Shards() for _ in range(world_size)]
         self._others: dict[Phase, float] = defaultdict(float)
 
-    def add(self, placed: PlacedTable) -> None:
+    def add(self, placed: Placement) -> None:
         """Adds what a table costs."""
         own_layout, ranks = layout(placed.unit, width(placed.table))
         cost = self._costs.cost(placed.table, own_layout, placed.collection)

@@ -2,22 +2,19 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment, TablePlacement
+from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
-from distembed.planning.buffers import SentBytes, StepBuffers
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
-from distembed.planning.memory import RankMemory
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.planned_rank import PlannedRank, SentBytes, StepTime
 from distembed.planning.storage import TableStorage
-from distembed.planning.times import StepTime
 from distembed.planning.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -45,7 +42,7 @@ def plan_assessment(
     )
     if host_memory:
         storage = TableStorage(draw.randrange(MIB, GIB), 0, 0, 2 * GIB, 10 * GIB, GIB)
-        found = with_placement(found, -1, storage=storage, compute_kernel="fused_uvm_caching")
+        found = with_table(found, -1, storage=storage, compute_kernel="fused_uvm_caching")
     return found
 
 
@@ -53,7 +50,10 @@ def without_plan(found: Assessment, planner_error: str = "no room for a shard\np
     """The same, where the planner found none, with remedies; 6 GiB of all ranks are left for tables."""
     peak = CAPACITY - GIB - ALLOCATOR - 6 * GIB // found.cluster.world_size
     workload = dataclasses.replace(found.workload, network=NetworkEstimate(parameters=GIB, peak=peak))
-    tables = tuple(dataclasses.replace(table, placement=None) for table in found.tables)
+    tables = tuple(
+        dataclasses.replace(table, storage=TableStorage(), sharding_type=None, ranks=(), alternatives=())
+        for table in found.tables
+    )
     found = dataclasses.replace(
         found, workload=workload, tables=tables, ranks=(), plan=None, planner_error=planner_error
     )
@@ -63,9 +63,8 @@ def without_plan(found: Assessment, planner_error: str = "no room for a shard\np
 def overfull(found: Assessment, rank: int, by: int) -> Assessment:
     """The same with one rank over its capacity by so many bytes, for its activations."""
     own = found.ranks[rank]
-    activations = own.memory.step.activations + own.capacity_bytes + by - own.total_bytes
-    step = dataclasses.replace(own.memory.step, activations=activations)
-    return with_rank(found, rank, memory=dataclasses.replace(own.memory, step=step))
+    activations = own.memory["activations"] + own.capacity_bytes + by - own.total_bytes
+    return with_rank(found, rank, memory={**own.memory, "activations": activations})
 
 
 def with_rank(found: Assessment, index: int, **changes: Any) -> Assessment:
@@ -82,46 +81,22 @@ def with_table(found: Assessment, index: int, **changes: Any) -> Assessment:
     return dataclasses.replace(found, tables=tuple(tables))
 
 
-def with_placement(found: Assessment, index: int, **changes: Any) -> Assessment:
-    """The same with one table placed in another way."""
-    placement = found.tables[index].placement
-    assert placement is not None
-    return with_table(found, index, placement=dataclasses.replace(placement, **changes))
-
-
 def with_device(found: Assessment, **changes: Any) -> Assessment:
     """The same for other devices."""
     device = dataclasses.replace(found.cluster.device, **changes)
     return dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, device=device))
 
 
-def mostly_free(rank: AssessedRank) -> AssessedRank:
+def mostly_free(rank: PlannedRank) -> PlannedRank:
     """The same rank with a 99th in use, beside the allocator's reserve."""
 
-    def divided(values: Sequence[int]) -> list[int]:
-        return [value // 99 for value in values]
-
-    memory = rank.memory
-    moment, *step_buffers = dataclasses.astuple(memory.step)
-    network = memory.network
-    parameters, buffers, optimizer_state = divided([network.parameters, network.buffers, network.optimizer_state])
-    memory = dataclasses.replace(
-        memory,
-        tables={name: TableStorage(*divided(dataclasses.astuple(own))) for name, own in memory.tables.items()},
-        network=NetworkEstimate(parameters, buffers, optimizer_state=optimizer_state),
-        step=StepBuffers(moment, *divided(step_buffers)),
-    )
+    memory = {item: size if item == "allocator" else size // 99 for item, size in rank.memory.items()}
     return dataclasses.replace(rank, memory=memory)
 
 
-def memory_values(rank: AssessedRank) -> dict[str, int]:
-    """Bytes of a rank by item, as the JSON has them."""
-    return {**rank.memory.items(), "allocator": rank.allocator_bytes}
-
-
-def sent_bytes(rank: AssessedRank) -> int:
-    """Of a step, to other ranks."""
-    return sum(vars(rank.memory.sent).values())
+def used_bytes(rank: PlannedRank) -> int:
+    """Bytes of a rank beside the allocator's reserve."""
+    return sum(num_bytes for item, num_bytes in rank.memory.items() if item != "allocator")
 
 
 def milliseconds(time: float) -> str:
@@ -129,7 +104,7 @@ def milliseconds(time: float) -> str:
     return f"{time:.3f}" if time < 10 else f"{time:.2f}"
 
 
-def times(rank: AssessedRank) -> list[str]:
+def times(rank: PlannedRank) -> list[str]:
     """Of a step, item by item, and their sum."""
     parts = rank.times
     amounts = [parts.lookup, parts.exchange, parts.all_reduce, parts.networks, parts.starts, parts.waiting]
@@ -144,26 +119,27 @@ def with_ranks_alike(found: Assessment, num_kinds: int) -> Assessment:
     return dataclasses.replace(found, ranks=ranks)
 
 
-def reason(table: AssessedTable) -> str:
-    """Why a table of a plan is placed as it is."""
-    assert table.placement is not None
-    return table.placement.reason
-
-
-def _rank(rank: int, draw: random.Random, host_memory: bool) -> AssessedRank:
+def _rank(rank: int, draw: random.Random, host_memory: bool) -> PlannedRank:
     def size() -> int:
         return draw.randrange(GIB // 4, 5 * GIB)
 
     host = (draw.randrange(GIB, 9 * GIB), draw.randrange(GIB, 9 * GIB)) if host_memory else (0, 0)
-    memory = RankMemory(
-        tables={"C1": TableStorage(size() + size(), size(), 0, size() if host_memory else 0, *host)},
-        network=NetworkEstimate(parameters=size(), buffers=size(), optimizer_state=size()),
-        graph_bytes=0,
-        step=StepBuffers("output gradients", size(), size(), size(), size(), size()),
+    items = ("table_weights", "table_optimizer_state", "table_cache", "sse_graphs", "network_weights")
+    items += ("network_optimizer_state", "gradients", "inputs", "outputs", "lookups", "activations")
+    memory = {item: size() for item in items}
+    memory["table_weights"] += 9 * GIB  # so that the rank is not nearly empty
+    memory |= {"sse_graphs": 0, "allocator": ALLOCATOR} | ({} if host_memory else {"table_cache": 0})
+    storage = TableStorage(memory["table_weights"], memory["table_optimizer_state"], 0, memory["table_cache"], *host)
+    return PlannedRank(
+        rank=rank,
+        tables={"C1": storage},
+        memory=memory,
+        moment="output gradients",
         sent=SentBytes(*(draw.randrange(MIB, GIB) for _ in range(4))),
+        times=StepTime(**{field.name: draw.uniform(0.1, 9) for field in dataclasses.fields(StepTime)}),
+        capacity_bytes=CAPACITY,
+        host_capacity_bytes=200 * GIB if host_memory else 0,
     )
-    times = StepTime(**{field.name: draw.uniform(0.1, 9) for field in dataclasses.fields(StepTime)})
-    return AssessedRank(rank, memory, ALLOCATOR, CAPACITY, 200 * GIB if host_memory else 0, times)
 
 
 def _table(name: str, world_size: int, draw: random.Random, one_copy: TableStorage | None = None) -> AssessedTable:
@@ -177,12 +153,10 @@ def _table(name: str, world_size: int, draw: random.Random, one_copy: TableStora
         num_rows=(draw.randrange(100, 99_999), 4),
         ids_per_row=1.0,
         one_copy=one_copy,
-        placement=TablePlacement(
-            sharding_type="table_wise",
-            compute_kernel="fused",
-            ranks=(draw.randrange(world_size),),
-            columns=((0, 16),),
-            storage=TableStorage(draw.randrange(MIB, GIB)),
-            reason="as TorchRec's planner finds fastest",
-        ),
+        storage=TableStorage(draw.randrange(MIB, GIB)),
+        sharding_type="table_wise",
+        compute_kernel="fused",
+        ranks=(draw.randrange(world_size),),
+        columns=((0, 16),),
+        why="as TorchRec's planner finds fastest",
     )

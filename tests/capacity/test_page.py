@@ -15,29 +15,24 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from distembed.capacity.assessment import Assessment
+from distembed.capacity.by_rank import RankQuantity, memory_by_rank, time_by_rank
 from distembed.capacity.chart import draw_demand, draw_ranks
-from distembed.capacity.memory_by_rank import MemoryByRank
-from distembed.capacity.rank_quantity import RankQuantity
+from distembed.capacity.plan_files import write_capacity_report
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
-from distembed.capacity.report_file import write_capacity_report
-from distembed.capacity.time_by_rank import TimeByRank
 from distembed.errors import RunError, UserError
-from distembed.planning.alternatives import Alternative
+from distembed.planning.other_placements import Alternative
 from distembed.units import format_bytes
 from tests.capacity.plan_values import (
     GIB,
     MIB,
-    memory_values,
     milliseconds,
     mostly_free,
     overfull,
     plan_assessment,
-    reason,
-    sent_bytes,
     times,
+    used_bytes,
     with_device,
-    with_placement,
     with_ranks_alike,
     with_table,
     without_plan,
@@ -119,7 +114,7 @@ def axes_of(quantity: RankQuantity) -> Any:
 
 
 def expected(found: Assessment, item: str) -> list[int]:
-    return [sum(memory_values(rank)[key] for key in ITEMS[item]) for rank in found.ranks]
+    return [sum(rank.memory[key] for key in ITEMS[item]) for rank in found.ranks]
 
 
 def capacity_of(axes: Any) -> float:
@@ -134,7 +129,7 @@ def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, 
     found = overfull(plan_assessment(1, num_ranks, host_memory=True), 0, by=-GIB)
     if is_nearly_empty:
         found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
-    axes, unit = axes_of(MemoryByRank(found)), MIB if is_nearly_empty else GIB
+    axes, unit = axes_of(memory_by_rank(found)), MIB if is_nearly_empty else GIB
     bars = {bar.get_gid(): bar for bar in axes.patches}
     items = [item for item in ITEMS if not (is_nearly_empty and item == "allocator")]
     assert len(bars) == len(items) * num_ranks
@@ -145,7 +140,7 @@ def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, 
         assert [bar.get_height() * unit for bar in own] == pytest.approx(expected(found, item))
         assert [bar.get_y() * unit for bar in own] == pytest.approx(bottom, abs=1)
         bottom += expected(found, item)
-    assert bottom == pytest.approx([rank.memory.total if is_nearly_empty else rank.total_bytes for rank in found.ranks])
+    assert bottom == pytest.approx([used_bytes(rank) if is_nearly_empty else rank.total_bytes for rank in found.ranks])
     assert bottom.max() / unit < axes.get_ylim()[1], "no bar is cut off"
     if is_nearly_empty:
         assert axes.get_ylim()[1] < 1.1 * bottom.max() / unit and not axes.lines, "what is used fills the height"
@@ -156,7 +151,7 @@ def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, 
 @pytest.mark.parametrize("num_ranks", [1, 2, 64])
 def test_bars_of_time_are_as_high_as_the_milliseconds_and_stand_on_each_other(num_ranks: int) -> None:
     found = plan_assessment(1, num_ranks)
-    axes = axes_of(TimeByRank(found))
+    axes = axes_of(time_by_rank(found))
     bars, bottom = {bar.get_gid(): bar for bar in axes.patches}, np.zeros(num_ranks)
     assert len(bars) == len(TIMES) * num_ranks
     for item, field in TIMES.items():
@@ -171,7 +166,7 @@ def test_bars_of_time_are_as_high_as_the_milliseconds_and_stand_on_each_other(nu
 
 def test_many_ranks_are_areas_from_most_to_least_that_stand_on_each_other() -> None:
     found = overfull(plan_assessment(128, 8), 77, by=9 * GIB)
-    axes, order = axes_of(MemoryByRank(found)), np.argsort([-rank.total_bytes for rank in found.ranks])
+    axes, order = axes_of(memory_by_rank(found)), np.argsort([-rank.total_bytes for rank in found.ranks])
     bottom = np.zeros(1024)
     for item, area in zip([item for item in ITEMS if item != "cache"], axes.patches, strict=True):
         top, edges, baseline = area.get_data()
@@ -186,7 +181,7 @@ def test_many_ranks_are_areas_from_most_to_least_that_stand_on_each_other() -> N
 def test_many_ranks_that_are_alike_are_a_step_as_wide_as_they_are_many() -> None:
     found = with_ranks_alike(plan_assessment(128, 8), 3)
     kinds = sorted(((rank.times.total, 342 - (rank.rank > 0)) for rank in found.ranks[:3]), reverse=True)
-    *_, last = axes_of(TimeByRank(found)).patches
+    *_, last = axes_of(time_by_rank(found)).patches
     top, edges, _ = last.get_data()
     assert top == pytest.approx([total for total, _ in kinds])
     assert np.diff(edges) == pytest.approx([count for _, count in kinds])
@@ -276,30 +271,29 @@ def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path:
         "why",
     ]
     for table, row in zip(found.tables, tables[1:], strict=True):
-        assert table.placement is not None
         placed = "table_wise" if table is not found.tables[-1] else "table_wise (fused_uvm_caching)"
         assert row[:5] == [
             table.name,
             "quotient_remainder",
             f"{table.num_rows[0]:,} + 4",
             placed,
-            str(table.placement.ranks[0]),
+            str(table.ranks[0]),
         ]
-        assert row[5] == format_bytes(table.storage.total) and row[8] == reason(table)
+        assert row[5] == format_bytes(table.storage.total) and row[8] == table.why
     assert tables[-1][6:8] == ["11.00 GiB", "2.00 GiB"]
     by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
     for rank, row in zip(found.ranks if num_ranks <= 64 else by_total[:32] + by_total[-32:], memory[1:], strict=True):
-        items = [sum(memory_values(rank)[key] for key in keys) for keys in ITEMS.values()]
+        items = [sum(rank.memory[key] for key in keys) for keys in ITEMS.values()]
         sizes = map(format_bytes, [*items, rank.total_bytes, rank.storage.host])
         assert row == [str(rank.rank), *sizes, "output gradients"]
     by_time = sorted(found.ranks, key=lambda rank: -rank.times.total)
     for rank, row in zip(found.ranks if num_ranks <= 64 else by_time[:32] + by_time[-32:], time[1:], strict=True):
-        assert row == [str(rank.rank), *times(rank), *[format_bytes(sent_bytes(rank))] * (num_ranks > 1)]
+        assert row == [str(rank.rank), *times(rank), *[format_bytes(rank.sent.total)] * (num_ranks > 1)]
 
 
 def test_the_page_tells_bound_and_other_placements_and_ranks_alike_once(tmp_path: Path) -> None:
     other = Alternative("row_wise", "fused", 4, 0.5, MIB, 0, fits=False)
-    found = with_placement(with_ranks_alike(plan_assessment(1, 4), 1), 0, alternatives=(other, other))
+    found = with_table(with_ranks_alike(plan_assessment(1, 4), 1), 0, alternatives=(other, other))
     found = dataclasses.replace(found, lower_bound_ms=found.ranks[0].times.total / 1.02, is_search_complete=False)
     shown = page(found, tmp_path)
     memory, time, tables = shown.tables
@@ -323,7 +317,7 @@ def test_of_a_plan_that_leaves_most_free_it_is_said_how_much(tmp_path: Path) -> 
     found = plan_assessment(1, 2)
     assert "What is used" not in page(overfull(found, 0, by=1), tmp_path).text
     found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
-    share = max(rank.memory.total / rank.capacity_bytes for rank in found.ranks)
+    share = max(used_bytes(rank) / rank.capacity_bytes for rank in found.ranks)
     said = page(found, tmp_path).text
     assert f"at most {math.ceil(share * 1000) / 10}% of the device's 79.65 GiB; 4.00 GiB of the rest are kept" in said
 
@@ -333,7 +327,7 @@ def test_bars_tell_their_bytes_to_who_points_at_them(tmp_path: Path) -> None:
     write(found, tmp_path / "plan.html")
     titles = re.findall(r"<title>(rank .*?)</title>", (tmp_path / "plan.html").read_text())
     for rank in found.ranks:
-        assert f"rank {rank.rank}: lookups {format_bytes(memory_values(rank)['lookups'])}" in titles
+        assert f"rank {rank.rank}: lookups {format_bytes(rank.memory['lookups'])}" in titles
         assert f"rank {rank.rank}: all-reduce {milliseconds(rank.times.all_reduce)} ms" in titles
 
 
@@ -347,7 +341,7 @@ def test_pictures_of_a_page_have_a_name_for_who_cannot_see_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("attack", ['<script>alert(1)</script>[red]"a"&</td></table><b>', "$x_1$ $"])
 def test_texts_are_escaped(attack: str, tmp_path: Path) -> None:
-    found = with_placement(with_table(plan_assessment(1, 2), 0, name=attack), 0, reason=attack)
+    found = with_table(with_table(plan_assessment(1, 2), 0, name=attack), 0, why=attack)
     found = dataclasses.replace(with_device(found, name=attack), notes=(attack,))
     lacking = dataclasses.replace(without_plan(found, attack), remedies=Remedies((attack,)))
     for shown in (found, lacking):

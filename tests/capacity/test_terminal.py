@@ -8,28 +8,24 @@ import pytest
 from rich.console import Console
 
 from distembed.capacity.assessment import Assessment
-from distembed.capacity.memory_by_rank import MemoryByRank
+from distembed.capacity.by_rank import memory_by_rank, time_by_rank
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.terminal import print_capacity_report
-from distembed.capacity.time_by_rank import TimeByRank
-from distembed.planning.alternatives import Alternative
-from distembed.planning.buffers import SentBytes
 from distembed.planning.networks import NetworkEstimate
+from distembed.planning.other_placements import Alternative
+from distembed.planning.planned_rank import SentBytes, StepTime
 from distembed.planning.storage import TableStorage
-from distembed.planning.times import StepTime
 from tests.capacity.plan_values import (
     GIB,
     MIB,
-    memory_values,
     milliseconds,
     mostly_free,
     overfull,
     plan_assessment,
-    sent_bytes,
     times,
+    used_bytes,
     with_device,
-    with_placement,
     with_rank,
     with_ranks_alike,
     with_table,
@@ -73,12 +69,12 @@ def test_items_are_all_of_the_memory_and_of_the_time_each_once() -> None:
     """On more ranks than there are kinds of either, all with numbers of their own."""
     found = plan_assessment(4, 8, host_memory=True)
     for rank in found.ranks:
-        rank = dataclasses.replace(rank, memory=dataclasses.replace(rank.memory, graph_bytes=rank.memory.total % GIB))
+        rank = dataclasses.replace(rank, memory={**rank.memory, "sse_graphs": used_bytes(rank) % GIB})
         found = with_rank(found, rank.rank, memory=rank.memory)
-        assert rank.total_bytes == sum(memory_values(rank).values())
+        assert rank.total_bytes == sum(rank.memory.values())
     for quantity, totals in (
-        (MemoryByRank(found), [rank.total_bytes for rank in found.ranks]),
-        (TimeByRank(found), [sum(vars(rank.times).values()) for rank in found.ranks]),
+        (memory_by_rank(found), [rank.total_bytes for rank in found.ranks]),
+        (time_by_rank(found), [sum(vars(rank.times).values()) for rank in found.ranks]),
     ):
         for rank, total in zip(found.ranks, totals, strict=True):
             assert sum(item.amount(rank) for item in quantity.items) == pytest.approx(total, rel=1e-12)
@@ -91,7 +87,7 @@ def test_each_rank_has_a_line_with_its_numbers(num_ranks: int, host_memory: bool
     found = plan_assessment(1, num_ranks, host_memory=host_memory)
     text = printed(found)
     for rank, line in zip(found.ranks, lines_under(text, "memory by rank")[:num_ranks], strict=True):
-        memory = memory_values(rank)
+        memory = rank.memory
         expected = [memory["table_weights"], memory["table_optimizer_state"]]
         expected += [memory["table_cache"]] if host_memory else []
         expected += [memory["network_weights"] + memory["network_optimizer_state"], memory["gradients"]]
@@ -101,7 +97,7 @@ def test_each_rank_has_a_line_with_its_numbers(num_ranks: int, host_memory: bool
         assert line.split()[0] == str(rank.rank)
         assert [" ".join(size) for size in SIZE.findall(line)] == list(map(two_digits, expected))
     for rank, line in zip(found.ranks, lines_under(text, "time by rank")[:num_ranks], strict=True):
-        sent = [two_digits(sent_bytes(rank))] if num_ranks > 1 else []
+        sent = [two_digits(rank.sent.total)] if num_ranks > 1 else []
         assert line.split("█")[0].split() == [str(rank.rank), *times(rank), *" ".join(sent).split()]
 
 
@@ -119,11 +115,11 @@ def test_bars_are_as_long_as_the_values() -> None:
 def test_of_a_plan_that_leaves_most_free_bars_show_what_is_used() -> None:
     found = plan_assessment(1, 8)
     found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
-    fullest = max(rank.memory.total for rank in found.ranks)
+    fullest = max(used_bytes(rank) for rank in found.ranks)
     text = printed(found)
     assert f"of {two_digits(fullest)} used" in text
     for rank, line in zip(found.ranks, lines_under(text, "memory by rank"), strict=False):
-        assert line.count("█") == int(24 * rank.memory.total / fullest)
+        assert line.count("█") == int(24 * used_bytes(rank) / fullest)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +187,7 @@ def test_a_narrow_terminal_says_what_it_leaves_out() -> None:
     wide, narrow = printed(found, 250), printed(found, 80)
     assert not said_below(wide)
     said = [line for line in narrow.splitlines() if line.startswith("others")]
-    for quantity, others in zip((MemoryByRank(found), TimeByRank(found)), [*said, ""], strict=False):
+    for quantity, others in zip((memory_by_rank(found), time_by_rank(found)), [*said, ""], strict=False):
         table = narrow[narrow.index(quantity.heading.lower()) :]
         headings = table[: table.index("─")]
         for item in quantity.items:
@@ -200,7 +196,7 @@ def test_a_narrow_terminal_says_what_it_leaves_out() -> None:
 
 
 def test_reasons_are_told_of_their_tables() -> None:
-    found = with_placement(plan_assessment(1, 2, num_tables=30), 3, reason="so says plan.tables")
+    found = with_table(plan_assessment(1, 2, num_tables=30), 3, why="so says plan.tables")
     assert "so says plan.tables" in lines_under(printed(found, 250), "tables")[3]
     (first, second) = (line for line in printed(found, 80).splitlines() if line.startswith("why"))
     assert first.startswith("why (C1, C2, C3, C5, ") and "and 17 more): as TorchRec" in first
@@ -228,7 +224,7 @@ def test_it_is_said_what_the_slowest_is_made_of_and_how_long_the_others_wait() -
     for rank in range(4):
         found = with_rank(found, rank, times=slow if rank == 1 else fast)
     sent = SentBytes(ids=MIB, vectors=2 * MIB, gradients=3 * MIB)
-    found = with_rank(found, 1, memory=dataclasses.replace(found.ranks[1].memory, sent=sent))
+    found = with_rank(found, 1, sent=sent)
     (line,) = (line for line in printed(found).splitlines() if line.startswith("slowest"))
     assert line == (
         "slowest: rank 1, 10.00 ms a step, 60% of it exchange (exchange 6.000, lookup 2.000, starts 1.500, "
@@ -271,11 +267,9 @@ def test_other_placements_are_told_with_what_they_would_add() -> None:
         "column_wise in 2 shards +0.125 ms, -1.50 MiB, +12.00 MiB sent",
         "table_wise (fused_uvm_caching) -0.250 ms, +0 B, does not fit",
     ]
-    found = with_placement(
-        plan_assessment(1, 2, num_tables=4), 2, sharding_type="data_parallel", compute_kernel="dense"
-    )
+    found = with_table(plan_assessment(1, 2, num_tables=4), 2, sharding_type="data_parallel", compute_kernel="dense")
     for index, alternatives in enumerate((others, replicated, others, ())):
-        found = with_placement(found, index, alternatives=alternatives)
+        found = with_table(found, index, alternatives=alternatives)
     wide, narrow = printed(found, 250), printed(found, 80)
     lines = [line.rstrip() for line in lines_under(wide, "tables")]
     assert [lines[i].endswith(text) for i, text in ((0, texts[0]), (1, texts[1]), (3, texts[0]))] == [True] * 3
@@ -294,7 +288,7 @@ def test_other_placements_of_many_tables_are_not_all_told() -> None:
     found = plan_assessment(1, 2, num_tables=100)
     for index in range(100):
         other = Alternative("column_wise", "fused", 2, 1 + index / 100, 0, 0, fits=True)
-        found = with_placement(found, index, alternatives=(other,))
+        found = with_table(found, index, alternatives=(other,))
     text = printed(found, 80)
     assert "instead (C32): " in text and "instead (C33): " not in text
     assert "instead (68 more tables): --report and --json say it" in text
@@ -303,7 +297,7 @@ def test_other_placements_of_many_tables_are_not_all_told() -> None:
 def test_of_very_many_tables_those_with_most_bytes_are_shown_and_it_is_said() -> None:
     found = plan_assessment(1, 2, num_tables=300)
     for index in range(300):
-        found = with_placement(found, index, storage=TableStorage(weights=(index * 7 % 300 + 1) * MIB))
+        found = with_table(found, index, storage=TableStorage(weights=(index * 7 % 300 + 1) * MIB))
     text = printed(found)
     largest = [own.name for own in found.tables if own.storage.total > 100 * MIB]
     assert [line.split()[0] for line in lines_under(text, "tables")] == largest

@@ -15,8 +15,9 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning import PlanRequest
+from distembed.planning.buffers import Step
 from distembed.planning.costs import Layout, PlacementCosts, ShardCost
-from distembed.planning.memory import PlanMemory, RankMemory
+from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.sharding_plan import unit_sharding
 from distembed.planning.storage import TableStorage, storage_by_rank
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, can_be_placed, place_table
@@ -70,9 +71,9 @@ class EveryPlan:
         by_rank = self._milliseconds(plans)
         order = by_rank.max(1).argsort(kind="stable")
         self._plans, self.slowest_ms = plans[order], by_rank.max(1)[order]
-        self._counted: tuple[list[int], PlanMemory] | None = None
+        self._counted: tuple[list[int], Step] | None = None
         self._known: dict[tuple[int, int], Placement] = {}
-        self._memory: dict[Hashable, RankMemory] = {}
+        self._memory: dict[Hashable, PlannedRank] = {}
 
     def plan(self, number: int) -> ShardingPlan:
         """Returns a plan as TorchRec has it."""
@@ -88,13 +89,13 @@ class EveryPlan:
         possible = (stored.max(1) <= capacity) & (host.max(1) <= host_capacity)
         for number in np.flatnonzero(possible).tolist():
             ranks = np.argsort(-stored[number], kind="stable").tolist()
-            if all(self._memory_of(number, rank).total <= capacity for rank in ranks):
+            if all(self._memory_of(number, rank).total_bytes <= capacity for rank in ranks):
                 return int(number)
         return None
 
     def needed_bytes(self, number: int) -> int:
         """Returns the bytes of the fullest rank under a plan."""
-        return max(self._memory_of(number, rank).total for rank in range(self._cluster.world_size))
+        return max(self._memory_of(number, rank).total_bytes for rank in range(self._cluster.world_size))
 
     def emptiest(self) -> int:
         """Returns the number of a plan with few bytes of weights and states on the fullest rank."""
@@ -259,7 +260,7 @@ class EveryPlan:
             self._known[table, way] = self._placement(path, own, chosen.layout, chosen.ranks)
         return self._known[table, way]
 
-    def _memory_of(self, number: int, rank: int) -> RankMemory:
+    def _memory_of(self, number: int, rank: int) -> PlannedRank:
         """Returns the memory of a rank: that of any which has the same where all tables are divided the same way."""
         chosen = [ways[at] for ways, at in zip(self._ways, self._plans[number].tolist(), strict=True)]
         key = tuple((way.layout, tuple(part for where, part in way.parts if where == rank)) for way in chosen)
@@ -267,18 +268,11 @@ class EveryPlan:
             self._memory[key] = self._count(number).rank(rank)
         return self._memory[key]
 
-    def _count(self, number: int) -> PlanMemory:
+    def _count(self, number: int) -> Step:
         """Returns the count of a plan; tables that are where they were at the last count are not counted again."""
-        plan, request, cluster = self._plans[number].tolist(), self.request, self._cluster
+        plan, request = self._plans[number].tolist(), self.request
         if self._counted is None:
-            counted = PlanMemory(
-                self._placements(number),
-                cluster.world_size,
-                request.workload,
-                request.table_optimizers,
-                cluster.device.kind,
-                request.cache_ratio,
-            )
+            counted = request.step(self._placements(number))
         else:
             before, counted = self._counted
             for table, (old, new) in enumerate(zip(before, plan, strict=True)):

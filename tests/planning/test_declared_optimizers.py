@@ -218,7 +218,7 @@ def test_plans_count_what_tables_declare(name: str, factor: float) -> None:
             apply_optimizer_in_backward(by_class, collection.embedding_bags.parameters(), {"lr": 0.1})
         sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(fused_params)]
         planned = find_plan(PlanRequest(nn.ModuleDict({"e": collection}), sharders, cluster, Workload(1024)))
-        return [rank.items() for rank in planned.memory]
+        return [dict(rank.memory) for rank in planned.ranks]
 
     declared = memory(None)
     assert declared == memory({"optimizer": by_name})

@@ -68,7 +68,7 @@ def test_one_pass_is_estimated_to_take_less_than_lookups_by_partition_and_less_t
         request = PlanRequest(
             model, default_sharders(), cluster, Workload(8192, {"f": bag}), PlanConfig(), TableOptimizers("adagrad")
         )
-        return find_plan(request).times[0].lookup
+        return find_plan(request).ranks[0].times.lookup
 
     hashed = lookup_ms(Remainder(400_000, collisions=4), "fbgemm")
     scheme = QuotientRemainder(400_000, collisions=4)

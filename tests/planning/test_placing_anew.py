@@ -9,7 +9,7 @@ from torchrec.distributed.types import ParameterSharding, ShardMetadata
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning.memory import PlanMemory, rank_memories
+from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement, place_table
 from distembed.sharding.table_slice import unit_size
@@ -52,10 +52,10 @@ def test_placing_tables_anew_is_a_plan_that_was_made_so() -> None:
     chosen = random.Random(0)
     ways = [placements(table) for table in TABLES]
     plan = [chosen.choice(of_table) for of_table in ways]
-    memory = PlanMemory(plan, WORLD_SIZE, WORKLOAD, OPTIMIZERS, "cpu")
+    step = Step(plan, WORLD_SIZE, WORKLOAD, OPTIMIZERS, "cpu")
     for _ in range(100):
         number = chosen.randrange(len(TABLES))
         plan[number] = chosen.choice(ways[number])
-        memory.place(plan[number])
+        step.place(plan[number])
         rank = chosen.randrange(WORLD_SIZE)
-        assert memory.rank(rank) == rank_memories(plan, WORLD_SIZE, WORKLOAD, OPTIMIZERS, "cpu")[rank]
+        assert step.rank(rank) == Step(plan, WORLD_SIZE, WORKLOAD, OPTIMIZERS, "cpu").rank(rank)

@@ -16,10 +16,9 @@ from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import EstimatedPlan, placed_tables, plan_placements
+from distembed.planning.estimated_plan import EstimatedPlan, plan_placements
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment
-from distembed.planning.memory import rank_memories
 from distembed.planning.plan import find_plan
 from distembed.planning.table_problem import TableProblem
 from distembed.planning.times import step_times
@@ -35,17 +34,13 @@ EQUAL = 1 + 1e-9
 def slowest(request: PlanRequest, plan: ShardingPlan) -> float:
     """Milliseconds of the slowest rank."""
     placements = plan_placements(request.model, plan, request.cluster.world_size)
-    placed = placed_tables(request, plan, placements)
-    return max(time.total for time in step_times(placed, PlacementCosts(request), request.cluster))
+    return max(time.total for time in step_times(placements, PlacementCosts(request), request.cluster))
 
 
 def fullest(request: PlanRequest, plan: ShardingPlan) -> int:
     """Bytes of the fullest rank."""
     placements = plan_placements(request.model, plan, request.cluster.world_size)
-    kind, size = request.cluster.device.kind, request.cluster.world_size
-    optimizers, ratio = request.table_optimizers, request.cache_ratio
-    memory = rank_memories(placements, size, request.workload, optimizers, kind, cache_ratio=ratio)
-    return max(rank.total for rank in memory)
+    return max(rank.total_bytes for rank in request.step(placements).ranks())
 
 
 def found_plan(request: PlanRequest) -> EstimatedPlan | None:
@@ -70,7 +65,7 @@ def check(seed: int, most: int) -> None:
     if found is None or best is None:
         return
     best_ms, own_ms, bound_ms = every.slowest_ms[best], slowest(request, found.plan), found.lower_bound_ms
-    assert own_ms == pytest.approx(max(time.total for time in found.times))
+    assert own_ms == pytest.approx(max(rank.times.total for rank in found.ranks))
     assert best_ms / EQUAL <= own_ms <= 1.02 * best_ms
     assert bound_ms is not None and bound_ms <= min(best_ms, own_ms) * EQUAL
     if found.is_complete:
@@ -147,6 +142,6 @@ def test_the_search_adds_up_the_times_that_are_reported(seed: int) -> None:
             assignment.option[table] = option
             assignment.places[table] = random.permutation(ranks)[: len(blocks)]
         plan = tables.plan(assignment)
-        placed = placed_tables(request, plan, plan_placements(request.model, plan, request.cluster.world_size))
+        placed = plan_placements(request.model, plan, request.cluster.world_size)
         times = [time.total for time in step_times(placed, PlacementCosts(request), request.cluster)]
         assert Loads(problem, assignment).milliseconds().tolist() == pytest.approx(times, rel=1e-12)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.buffers import SentBytes, Step
+from distembed.planning.buffers import Step
 from distembed.planning.networks import NetworkEstimate
+from distembed.planning.planned_rank import SentBytes
 from distembed.ranks import Ranks
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.training.pipeline import StepPipeline

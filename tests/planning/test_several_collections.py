@@ -35,6 +35,7 @@ from distembed.planning.devices import find_device
 from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import cluster_here, find_plan
+from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.storage import TableStorage
 from distembed.ranks import Ranks
 from distembed.sharding import (
@@ -121,8 +122,8 @@ def local_bytes(value: Any) -> int:
 def check_weights(model: nn.Module, rank: int, estimated: EstimatedPlan) -> None:
     """Memory counts each table to the byte, on its rank, TorchRec's own included."""
     weights = model.state_dict()
-    memory = estimated.memory[rank]
-    assert memory.items()["table_weights"] == sum(map(local_bytes, weights.values()))
+    memory = estimated.ranks[rank]
+    assert memory.memory["table_weights"] == sum(map(local_bytes, weights.values()))
     for name in PLAIN_TABLES:
         counted = memory.tables[name].weights if name in memory.tables else 0
         assert counted == local_bytes(weights[f"plain.embedding_bags.{name}.weight"])
@@ -213,17 +214,17 @@ def expected_storage(planned: dict[str, Any], rank: int, shape: tuple[int, int],
 def check_stock_storage(found: EstimatedPlan, name: str, shape: tuple[int, int], itemsize: int) -> set[str]:
     """Of each rank, weights and states of the one stock table; returns its compute kernel."""
     planned = plan_as_json(found.plan)["theirs"]["plain"]
-    for rank, memory in enumerate(found.memory):
+    for rank, memory in enumerate(found.ranks):
         own = memory.tables.get("plain", TableStorage())
         counted = [own.weights, own.optimizer_state, own.host]
         assert counted == expected_storage(planned, rank, shape, itemsize, name), (rank, planned)
-        items = memory.items()
+        items = memory.memory
         assert "plain_tables" not in items
         assert items["table_weights"] == sum(table.weights for table in memory.tables.values())
         assert items["table_optimizer_state"] == sum(table.optimizer_state for table in memory.tables.values())
         assert items["table_cache"] == sum(table.cache for table in memory.tables.values())
-        assert memory.total == sum(items.values())
-        assert memory.host == sum(table.host for table in memory.tables.values())
+        assert memory.total_bytes == sum(items.values())
+        assert memory.storage.host == sum(table.host for table in memory.tables.values())
     return {planned["compute_kernel"]}
 
 
@@ -273,9 +274,9 @@ def test_stock_tables_in_host_memory_count_as_host_memory(name: str) -> None:
         return find_plan(made)
 
     found = planned(taken)
-    assert found.fits and found.host_excess == 0
+    assert found.fits and found.ranks[0].excess_bytes[1] == 0
     assert check_stock_storage(found, name, shape, 4) <= {"fused_uvm", "fused_uvm_caching"}
-    assert found.memory[0].host == taken
+    assert found.ranks[0].storage.host == taken
     with contextlib.suppress(InsufficientMemory):
         assert not planned(taken - 1).fits
 
@@ -287,14 +288,16 @@ def test_collections_side_by_side_take_what_they_take_alone() -> None:
     def collection(*names: str) -> nn.Module:
         return CompositionalEmbeddingBagCollection([table(name) for name in names], device="meta")
 
-    def step_bytes(collections: dict[str, nn.Module]) -> Any:
-        (memory,) = find_plan(request(nn.ModuleDict(collections), sharders(), gpus=1)).memory
-        return memory
+    def step_bytes(collections: dict[str, nn.Module]) -> PlannedRank:
+        (rank,) = find_plan(request(nn.ModuleDict(collections), sharders(), gpus=1)).ranks
+        return rank
 
     one, two = step_bytes({"x": collection("a", "b")}), step_bytes({"x": collection("a"), "y": collection("b")})
     assert one.tables == two.tables
-    assert one.step.inputs == two.step.inputs
-    assert one.step.total <= two.step.total <= 1.5 * one.step.total
+    assert one.memory["inputs"] == two.memory["inputs"]
+    items = ("gradients", "inputs", "outputs", "lookups", "activations")
+    one_bytes, two_bytes = (sum(own.memory[item] for item in items) for own in (one, two))
+    assert one_bytes <= two_bytes <= 1.5 * one_bytes
 
 
 def test_two_tables_of_one_name_are_refused_with_both_places() -> None:

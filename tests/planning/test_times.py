@@ -23,7 +23,8 @@ from distembed.planning.costs import PlacementCosts, layout
 from distembed.planning.devices import Device, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
-from distembed.planning.times import PlacedTable, StepTime, step_times
+from distembed.planning.planned_rank import StepTime
+from distembed.planning.times import step_times
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import unit_size
@@ -52,6 +53,10 @@ def request(
     )
 
 
+def step_times_of(planned: PlanRequest) -> list[StepTime]:
+    return [rank.times for rank in find_plan(planned).ranks]
+
+
 def times(
     scheme: object = "naive",
     composition: object = "product",
@@ -67,7 +72,7 @@ def times(
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)  # type: ignore[arg-type]
     cluster = Cluster(device, nodes, gpus)
     workload = Workload(ROWS * cluster.world_size, {"f": ids_per_row}, network=network, bf16=bf16)
-    return find_plan(request([table], cluster, workload)).times
+    return step_times_of(request([table], cluster, workload))
 
 
 def unit(
@@ -100,7 +105,7 @@ def test_a_ranks_time_is_the_sum_of_what_placements_cost(types: list[str]) -> No
     network = NetworkEstimate(gradients=10**6, flops=10**10, peak=10**7)
     costs = PlacementCosts(request(TABLES, CLUSTER, Workload(ROWS, {"c": 3.0}, network=network)))
     placed = [
-        PlacedTable(table, unit(table, name, UNITS[name] if table.name != "path" else UNITS[name][:1]), "e")
+        place_table(table, unit(table, name, UNITS[name] if table.name != "path" else UNITS[name][:1]), 4, "e")
         for table, name in zip(TABLES, itertools.cycle(types), strict=False)
     ]
     for rank, own in enumerate(step_times(placed, costs, CLUSTER)):
@@ -180,7 +185,7 @@ def test_a_table_of_torchrec_costs_what_the_same_full_table_does() -> None:
         Workload(2 * ROWS),
         PlanConfig(["table_wise"]),
     )
-    assert find_plan(stock).times == times()
+    assert step_times_of(stock) == times()
 
 
 def test_more_partitions_take_longer_to_look_up_and_no_longer_to_exchange() -> None:
@@ -241,7 +246,7 @@ def test_gradients_of_data_parallel_tables_are_averaged_within_nodes_then_betwee
         planned = find_plan(request([table], Cluster(A100, nodes, 8), Workload(ROWS), "data_parallel"))
         within = 2 * 7 / 8 * NUM_IDS * DIM * 4 / A100.local_bandwidth
         between = 2 * (nodes - 1) / nodes * NUM_IDS * DIM * 4 / 8 / A100.node_bandwidth
-        for own in planned.times:
+        for own in (rank.times for rank in planned.ranks):
             assert own.exchange == 0.0
             assert own.all_reduce == pytest.approx(1e3 * (within + between), rel=1e-6)
 

@@ -13,8 +13,8 @@ from bench_memory import CASES, FULL, Allocations, Case, blueprint_of, draw_batc
 
 from distembed.data.reader.batch import Batch
 from distembed.data.single_ids import mark_single_ids
+from distembed.planning.buffers import Step
 from distembed.planning.estimated_plan import plan_placements
-from distembed.planning.memory import rank_memories
 from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
 from gpu.results import Results
@@ -59,14 +59,14 @@ def planned_and_measured(blueprint: Blueprint, ranks: Ranks) -> tuple[dict[str, 
         state = build_training_state(blueprint, ranks, num_steps=1000)
         measured = peak(state, map(_as_the_reader_gives_it, draw_batches(schema, 0, size, size)))
     placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
-    (memory,) = rank_memories(
+    step = Step(
         placements,
         ranks.world_size,
         blueprint.workload(),
         table_optimizers(blueprint.config.train),
         ranks.device.type,
     )
-    return memory.items(), measured
+    return dict(step.rank(0).memory), measured
 
 
 @contextmanager

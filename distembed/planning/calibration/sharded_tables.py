@@ -26,10 +26,11 @@ from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.devices import Device
-from distembed.planning.estimated_plan import placed_tables, plan_placements
+from distembed.planning.estimated_plan import plan_placements
 from distembed.planning.networks import NetworkEstimate
+from distembed.planning.planned_rank import StepTime
 from distembed.planning.request import PlanRequest
-from distembed.planning.times import StepTime, step_times
+from distembed.planning.times import step_times
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -104,7 +105,7 @@ class ShardedTables:
         workload = Workload(num_rows * ranks.world_size, network=NetworkEstimate())
         request = PlanRequest(self._unsharded, self._sharders, cluster, workload)
         placements = plan_placements(self._unsharded, self._plan, cluster.world_size)
-        return step_times(placed_tables(request, self._plan, placements), PlacementCosts(request), cluster)
+        return step_times(placements, PlacementCosts(request), cluster)
 
 
 class TimedStep:

@@ -1,0 +1,256 @@
+"""The memory and the time of each rank by item: the terminal, the page, the chart and the texts go over these lists.
+
+Ranks whose numbers read alike are one group, so that 1,024 ranks with equal shards are one line.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from distembed.capacity.assessment import Assessment
+from distembed.planning.planned_rank import PlannedRank
+from distembed.units import binary_unit, format_bytes, format_ranges
+
+LineT = TypeVar("LineT")
+_NEARLY_EMPTY = 0.4  # of the capacity; bars of what is used are drawn as large as there is room where it is less
+_GREY = "#9a9a9a"
+
+
+@dataclass(frozen=True)
+class PlanColumn(Generic[LineT]):
+    """A column of a table that is shown."""
+
+    heading: str
+    text: Callable[[LineT], str]  # returns the cell of one line
+    is_number: bool = True  # whether the cells stand to the right
+    dispensable: int | None = None  # a narrow terminal leaves out the column with the lowest number first
+    least_width: int | None = None  # characters to which a narrow terminal folds the cells
+
+
+@dataclass(frozen=True)
+class RankItem:
+    """Something that takes a rank's memory, or its time."""
+
+    name: str
+    keys: tuple[str, ...]  # of a rank's memory or times, which are added up
+    colour: int | str  # its number in the colours of pages, or a colour of its own
+    dispensable: int  # a narrow terminal leaves out the item with the lowest number first
+    is_rare: bool = False  # whether it is left out where no rank has any of it
+
+    def amount(self, rank: PlannedRank) -> float:
+        """Returns the bytes, or the milliseconds a step, on one rank."""
+        values = rank.memory if self.keys[0] in rank.memory else vars(rank.times)
+        return sum(values[key] for key in self.keys)
+
+
+_ALLOCATOR = RankItem("allocator", ("allocator",), _GREY, 0)
+MEMORY_ITEMS = (
+    RankItem("tables", ("table_weights",), 0, 10),
+    RankItem("optimizer", ("table_optimizer_state",), 1, 7),
+    RankItem("cache", ("table_cache",), 3, 9, is_rare=True),
+    RankItem("SSE graphs", ("sse_graphs",), "#7f9a3a", 5, is_rare=True),
+    RankItem("networks", ("network_weights", "network_optimizer_state"), 2, 6),
+    RankItem("gradients", ("gradients",), 4, 1),
+    RankItem("step buffers", ("inputs", "outputs"), 6, 3),
+    RankItem("lookups", ("lookups",), 7, 2),
+    RankItem("activations", ("activations",), 5, 4),
+    _ALLOCATOR,
+)
+"""What takes a rank's memory, in the order in which it is stacked; times that go with it have its colours."""
+TIME_ITEMS = (
+    RankItem("lookup", ("lookup",), 7, 5),
+    RankItem("exchange", ("exchange",), 6, 6, is_rare=True),
+    RankItem("all-reduce", ("all_reduce",), 4, 3, is_rare=True),
+    RankItem("networks", ("networks",), 2, 0),
+    RankItem("starts", ("starts",), 3, 2, is_rare=True),
+    RankItem("waiting for cores", ("waiting",), _GREY, 1, is_rare=True),
+)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks whose numbers read alike."""
+
+    ranks: tuple[PlannedRank, ...]
+
+    @property
+    def first(self) -> PlannedRank:
+        """The rank that stands for all."""
+        return self.ranks[0]
+
+    @property
+    def text(self) -> str:
+        """The ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
+        numbers = format_ranges([rank.rank for rank in self.ranks])
+        return numbers if len(self.ranks) == 1 else f"{numbers} ({len(self.ranks):,})"
+
+    @property
+    def sentence_text(self) -> str:
+        """The ranks in a sentence: ``rank 7``, or ``ranks 0-3, 8 (5)``."""
+        return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {self.text}"
+
+
+@dataclass(frozen=True)
+class RankQuantity:
+    """Memory or time of all ranks of an assessment that has a plan."""
+
+    name: str
+    unit: str  # follows a number where no heading says it
+    ranks: Sequence[PlannedRank]
+    all_items: Sequence[RankItem]
+    total: Callable[[PlannedRank], float]  # returns the sum of all items
+    text: Callable[[float], str]  # returns an amount as it is shown
+    extremes: tuple[str, str]  # names of the ranks with most and with least
+    caption: str  # says what bars show
+    total_heading: str
+    columns_beside: Sequence[PlanColumn[PlannedRank]]  # after the total
+    remarks: Sequence[PlanColumn[PlannedRank]] = ()  # after these, where there is much room
+    undrawn: Sequence[RankItem] = ()  # items that bars leave out
+    limit: float | None = None  # no rank may be above it; bars are drawn up to it
+    axis: Callable[[float], tuple[str, float]] = field(default=lambda highest: ("ms a step", 1))
+    is_too_much: Callable[[PlannedRank], bool] = field(default=lambda rank: False)
+
+    @cached_property
+    def items(self) -> list[RankItem]:
+        """Items that are shown."""
+        return [item for item in self.all_items if not item.is_rare or any(map(item.amount, self.ranks))]
+
+    @cached_property
+    def bar_items(self) -> list[RankItem]:
+        """Items that bars are made of."""
+        return [item for item in self.items if item not in self.undrawn]
+
+    def bar(self, rank: PlannedRank) -> float:
+        """Returns the amount that a rank's bar stands for."""
+        return sum(item.amount(rank) for item in self.bar_items)
+
+    @cached_property
+    def full_bar(self) -> float:
+        """Amount at which a bar is full: the limit, or the largest bar."""
+        return max(map(self.bar, self.ranks)) if self.limit is None else self.limit
+
+    @property
+    def bar_heading(self) -> str:
+        """Text above the bars, with the amount at which they are full."""
+        return f"of {self.text(self.full_bar)}{self.unit}{' used' if self.undrawn else ''}"
+
+    @property
+    def heading(self) -> str:
+        """Text above all that is shown of the quantity."""
+        return f"{self.name.capitalize()} by rank"
+
+    @cached_property
+    def groups(self) -> list[RankGroup]:
+        """Ranks that read alike, in the order of the first of each group."""
+        columns, by_texts = [*self.columns_beside, *self.remarks], dict[tuple[str, ...], list[PlannedRank]]()
+        for rank in self.ranks:
+            amounts = [*(item.amount(rank) for item in self.items), self.total(rank)]
+            by_texts.setdefault((*map(self.text, amounts), *(own.text(rank) for own in columns)), []).append(rank)
+        return [RankGroup(tuple(ranks)) for ranks in by_texts.values()]
+
+    @cached_property
+    def sorted_groups(self) -> list[RankGroup]:
+        """The groups, from the ranks that have most to those that have least."""
+        return sorted(self.groups, key=lambda group: -self.total(group.first))
+
+    @property
+    def most(self) -> RankGroup:
+        """The ranks that have most."""
+        return self.sorted_groups[0]
+
+    def shown_groups(self, max_lines: int) -> tuple[list[RankGroup], str]:
+        """Returns the groups to show, and a text on those that are left out.
+
+        All are shown where they are not too many; else those with most and those with least, from most to least.
+        """
+        if len(self.groups) <= max_lines:
+            return self.groups, ""
+        groups, num_most = self.sorted_groups, max_lines - max_lines // 2
+        left_out = groups[num_most : len(groups) - max_lines // 2]
+        num_ranks = sum(len(group.ranks) for group in left_out)
+        text = f"the {self.extremes[0]} and the {self.extremes[1]}; {num_ranks:,} ranks between them are left out"
+        return groups[:num_most] + groups[len(groups) - max_lines // 2 :], text
+
+
+def memory_by_rank(assessment: Assessment) -> RankQuantity:
+    """Returns the memory of each rank at the fullest moment of a step, in bytes."""
+    ranks, capacity = assessment.ranks, assessment.cluster.rank_bytes
+    most_used = max(rank.total_bytes - rank.memory["allocator"] for rank in ranks)
+    is_nearly_empty = 0 < most_used < _NEARLY_EMPTY * capacity
+    has_host = any(rank.storage.host for rank in ranks)
+
+    def axis(highest: float) -> tuple[str, float]:
+        name, unit_bytes = binary_unit(int(highest))
+        return f"{name} a rank", unit_bytes
+
+    caption = (
+        f"What is used, at most {percent_at_most(most_used / capacity)} of the device's {format_bytes(capacity)}; "
+        f"{format_bytes(assessment.allocator_bytes)} of the rest are kept free for the allocator."
+        if is_nearly_empty
+        else f"The dashed line is the device's capacity, {format_bytes(capacity)}."
+    )
+    return RankQuantity(
+        name="memory",
+        unit="",
+        ranks=ranks,
+        all_items=MEMORY_ITEMS,
+        total=lambda rank: rank.total_bytes,
+        text=lambda amount: format_bytes(round(amount)),
+        extremes=("fullest", "emptiest"),
+        caption=caption,
+        total_heading="total",
+        columns_beside=[PlanColumn("host memory", _host_text, dispensable=8)] * has_host,
+        remarks=[PlanColumn("fullest moment", lambda rank: rank.moment, is_number=False)],
+        undrawn=[_ALLOCATOR] * is_nearly_empty,
+        limit=None if is_nearly_empty else capacity,
+        axis=axis,
+        is_too_much=lambda rank: rank.total_bytes > rank.capacity_bytes,
+    )
+
+
+def time_by_rank(assessment: Assessment) -> RankQuantity:
+    """Returns the time of a step on each rank, in milliseconds, and the bytes that the rank sends meanwhile."""
+    has_others = len(assessment.ranks) > 1
+    return RankQuantity(
+        name="time",
+        unit=" ms",
+        ranks=assessment.ranks,
+        all_items=TIME_ITEMS,
+        total=lambda rank: rank.times.total,
+        text=format_milliseconds,
+        extremes=("slowest", "fastest"),
+        caption=f"Estimated milliseconds of a step{'; all ranks wait for the slowest' * has_others}.",
+        total_heading="ms a step",
+        columns_beside=[PlanColumn("sent a step", _sent_text, dispensable=4)] * has_others,
+    )
+
+
+def bytes_or_dash(num_bytes: int) -> str:
+    """Returns a size, and a dash for none."""
+    return format_bytes(num_bytes) if num_bytes else "-"
+
+
+def format_milliseconds(milliseconds: float) -> str:
+    """Returns the number with at least three digits, without the unit."""
+    return f"{milliseconds:,.{milliseconds_decimals(milliseconds)}f}"
+
+
+def milliseconds_decimals(milliseconds: float) -> int:
+    """Returns the digits after the point that a time is written with."""
+    return 1 if milliseconds >= 100 else 2 if milliseconds >= 10 else 3
+
+
+def percent_at_most(share: float) -> str:
+    """Returns a share in percent, rounded up, such as ``2.5%``; without digits after the point from 10% on."""
+    scale = 10 if share < 0.1 else 1
+    return f"{math.ceil(round(100 * share * scale, 6)) / scale:,.{1 if scale == 10 else 0}f}%"
+
+
+def _host_text(rank: PlannedRank) -> str:
+    return bytes_or_dash(rank.storage.host)
+
+
+def _sent_text(rank: PlannedRank) -> str:
+    return format_bytes(rank.sent.total)
