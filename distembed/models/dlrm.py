@@ -84,12 +84,12 @@ class DLRM(Model):
         """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
         dense = self._dense_vector(dense_features)
-        if dense is None:
+        if dense is not None:
+            dense = dense.to(vectors.dtype)
+            vectors = torch.cat([dense.unsqueeze(1), vectors], dim=1)
+        if dense is None or not self._has_dense_beside:
             return self.top(self.interactions(vectors)).squeeze(1)
-        dense = dense.to(vectors.dtype)
-        interactions = self.interactions(torch.cat([dense.unsqueeze(1), vectors], dim=1))
-        beside = [dense] if self._has_dense_beside else []
-        return self.top(torch.cat([*beside, interactions], dim=1)).squeeze(1)
+        return self.top(torch.cat([dense, self.interactions(vectors)], dim=1)).squeeze(1)
 
     def _dense_vector(self, dense_features: Float[Tensor, "batch dense"]) -> Float[Tensor, "batch dim"] | None:
         """Returns the vector of all dense features; None where there are none."""
