@@ -21,7 +21,8 @@ def report_as_json(report: CapacityReport) -> dict[str, Any]:
     """Returns the values of an assessment, with all notes and the remedies."""
     values = assessment_as_json(report.assessment)
     smallest = {} if report.smallest is None else {"smallest": _smallest_values(report.smallest)}
-    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments), **smallest}
+    cost = {} if report.cost is None else {"training_run": dataclasses.asdict(report.cost)}
+    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments), **smallest, **cost}
 
 
 def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "beside_tables": assessment.bytes_beside_tables,
         "left_for_tables": assessment.bytes_left_for_tables,
         "planner_says": assessment.planner_error,
+        "rows_per_second": assessment.rows_per_second,
         "lower_bound_ms": assessment.lower_bound_ms,
         "search_complete": assessment.is_search_complete,
         "ranks": [_rank_values(rank) for rank in assessment.ranks],

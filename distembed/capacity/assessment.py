@@ -73,6 +73,12 @@ class Assessment:
         return self.plan is not None and all(rank.fits for rank in self.ranks)
 
     @property
+    def rows_per_second(self) -> float | None:
+        """Rows of all ranks in a second, by the slowest rank's step; None where there is no plan or no time."""
+        milliseconds = max((rank.times.total for rank in self.ranks), default=0.0)
+        return 1e3 * self.workload.batch_size / milliseconds if milliseconds else None
+
+    @property
     def one_copy(self) -> TableStorage:
         """Storage of all tables, each of them once."""
         return sum((table.one_copy for table in self.tables), TableStorage())

@@ -37,6 +37,7 @@ def render_capacity_page(report: CapacityReport) -> str:
     quantities = (memory_by_rank(assessment), time_by_rank(assessment)) if assessment.ranks else None
     lines = [*shortage_lines(assessment), *host_lines(assessment)]
     lines += step_lines(assessment, *quantities) if quantities else []
+    lines += report.cost.lines if report.cost is not None else []
     lines += report.smallest.lines if report.smallest is not None else []
     lines += [f"fits with {argument}" for argument in report.remedies.arguments]
     sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs(lines)}']

@@ -6,6 +6,7 @@ from distembed.capacity.assessment import Assessment, assess
 from distembed.capacity.plannable import Plannable
 from distembed.capacity.remedies import Remedies, find_remedies
 from distembed.capacity.smallest import Smallest, find_smallest
+from distembed.capacity.training_cost import TrainingCost, TrainingRun, training_cost
 from distembed.planning.cluster import Cluster
 
 UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long here"
@@ -18,6 +19,14 @@ class CapacityReport:
     assessment: Assessment
     remedies: Remedies = Remedies()  # none where it fits
     smallest: Smallest | None = None  # how the cluster was found, where the smallest one was asked for
+    training_run: TrainingRun | None = None  # to cost, where one was asked for
+
+    @property
+    def cost(self) -> TrainingCost | None:
+        """What the training run takes; None where none was asked for, or the model does not fit."""
+        if self.training_run is None or not self.assessment.fits:
+            return None
+        return training_cost(self.assessment, self.training_run)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ What was planned is printed before a file is written, so that a full disk loses 
 file is checked before that, in :mod:`~distembed.capacity.plan_files`.
 """
 
+import dataclasses
 import json
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from distembed.capacity.plan_files import PlanFiles, write_capacity_report
 from distembed.capacity.plannable import Plannable
 from distembed.capacity.report import CapacityReport, report_capacity
 from distembed.capacity.terminal import print_capacity_report
+from distembed.capacity.training_cost import TrainingRun
 from distembed.errors import InsufficientMemory
 from distembed.files import write_text
 from distembed.planning.cluster import Cluster
@@ -27,6 +29,7 @@ def run_plan(
     *,
     memory_is_given: bool,
     smallest: bool,
+    training_run: TrainingRun | None,
     as_json: bool,
     console: Console,
     errors: Console,
@@ -39,6 +42,7 @@ def run_plan(
         files: Files to write, which were found to be writable.
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
         smallest: Whether the smallest cluster that fits is looked for, with at most as many ranks a node.
+        training_run: Training run to cost, where one is asked for.
         as_json: Whether JSON is printed, in place of tables.
         console: Console that tables are printed to.
         errors: Console that says which files are not written.
@@ -55,6 +59,7 @@ def run_plan(
         except InsufficientMemory as error:
             reason = str(error)  # then the config is planned as it is
     report = report_capacity(plannable, cluster, memory_is_given, smallest)
+    report = dataclasses.replace(report, training_run=training_run)
     if as_json:
         print(_json_text(report), flush=True)
     else:

@@ -77,6 +77,7 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     _print_lines(console, host_lines(assessment), "bold yellow")
     _print_lines(console, [verdict(assessment)], "bold green" if assessment.fits else "bold red")
     _print_lines(console, [f"  {line}" for line in shortage_lines(assessment)])
+    _print_lines(console, report.cost.lines if report.cost is not None else [])
     _print_lines(console, report.smallest.lines if report.smallest is not None else [])
     _print_lines(console, [f"note: {line}" for line in report.notes])
     _print_lines(console, [f"  fits with {argument}" for argument in report.remedies.arguments])

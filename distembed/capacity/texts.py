@@ -77,13 +77,15 @@ def cluster_text(cluster: Cluster) -> str:
 def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
     """Returns the fullest rank, the slowest rank, the size of a step, and how near the plan is to the fastest."""
     cluster, fullest = assessment.cluster, memory.most.first
+    speed = assessment.rows_per_second
     depth = pipeline_depth(cluster.device.kind, cluster.world_size)
     return [
         f"fullest: {memory.most.sentence_text}, {format_bytes(fullest.total_bytes)} of "
         f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.moment}",
         _slowest_line(time),
-        f"a step has {assessment.workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
-        "device at once; times are estimates",
+        f"a step has {assessment.workload.batch_size:,} rows on all ranks"
+        + ("" if speed is None else f", {speed:,.0f} rows (samples) a second")
+        + f", and {depth} batch(es) are on a device at once; times are estimates",
         *_bound_lines(assessment),
     ]
 

@@ -1,6 +1,7 @@
 """The command ``distembed plan``: whether a config, or someone's own model, fits a cluster."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from distembed.units import parse_bytes
 if TYPE_CHECKING:
     from distembed.capacity.plan_files import PlanFiles
     from distembed.capacity.plannable import Plannable
+    from distembed.capacity.training_cost import TrainingRun
     from distembed.data.dataset.config import DataConfig
     from distembed.planning.cluster import Cluster
 
@@ -65,6 +67,33 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True)
+class RunOptions:
+    """The training run to cost."""
+
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**15, help="Rows of a training run, epochs added up: says how many hours it takes."),
+    ] = None
+    price: Annotated[
+        float | None, typer.Option(help="With --rows: price of one device, such as one GPU, for an hour.")
+    ] = None
+
+    def training_run(self) -> "TrainingRun | None":
+        """Returns the run; None where there is none to cost.
+
+        Raises:
+            UserError: The price is not above 0, or stands without rows.
+        """
+        if self.price is not None and not 0 < self.price < math.inf:
+            raise UserError(f"--price is {self.price}; give a number above 0, the price of one device for an hour.")
+        if self.price is not None and self.rows is None:
+            raise UserError("--price needs --rows as well: the rows of the training run, such as 4200000000.")
+        from distembed.capacity.training_cost import TrainingRun
+
+        return None if self.rows is None else TrainingRun(self.rows, self.price)
+
+
+@dataclass(frozen=True)
 class FileOptions:
     """The files to write."""
 
@@ -96,6 +125,7 @@ def plan_command(
     *,
     cluster: ClusterOptions,
     own: ModelOptions,
+    run: RunOptions,
     files: FileOptions,
     smallest: Annotated[
         bool,
@@ -112,6 +142,7 @@ def plan_command(
         return
     from distembed.capacity.plan_files import PlanFiles
 
+    training_run = run.training_run()
     cluster.cluster()  # whose mistakes are told before torch is loaded
     if smallest:
         _require_searchable(cluster, files)
@@ -128,6 +159,7 @@ def plan_command(
         to_write,
         memory_is_given=cluster.memory is not None,
         smallest=smallest,
+        training_run=training_run,
         as_json=as_json,
         console=console,
         errors=errors,
@@ -177,7 +209,7 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
         Collectives().on_first(lambda: write_device(file, measured))
     if ranks.is_first:
         say(f"{file}: {len(measured.measured)} numbers measured on {ranks.world_size} rank(s)")
-        say(f"estimates differ from the steps that were measured by {measured.error:.0%} (median)")
+        say(f"estimates differ from the steps that were measured by {measured.device.error:.0%} (median)")
 
 
 def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":

@@ -15,7 +15,8 @@ from distembed.planning.devices import Device
 FORMAT, VERSION = "distembed device", 1
 _REMEDY = "write one with `distembed plan --calibrate FILE`"
 _KINDS = ("cpu", "cuda")
-_MAY_BE_ZERO = ("row_seconds", "launch_seconds", "collective_seconds")
+_MAY_BE_ZERO = ("row_seconds", "launch_seconds", "collective_seconds", "error")
+_MAY_BE_NONE = ("ranks_at_once", "error")
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,11 @@ class MeasuredDevice:
     Attributes:
         device: The device.
         measured: Names of the numbers that were measured; the others are those of the catalogue's nearest device.
-        error: Median of the relative errors of the estimates of the steps that were measured.
         machine: What measured them: processor, backend, ranks and threads.
     """
 
     device: Device
     measured: Sequence[str]
-    error: float
     machine: Mapping[str, Any]
 
 
@@ -48,7 +47,6 @@ def write_device(path: Path, measured: MeasuredDevice) -> None:
             "version": VERSION,
             "device": dataclasses.asdict(measured.device),
             "measured": list(measured.measured),
-            "error": measured.error,
             "machine": dict(measured.machine),
         },
     )
@@ -72,6 +70,7 @@ def read_device(path: Path) -> Device:
     values = content.get("device")
     if not isinstance(values, dict):
         raise UserError(f"{path}: device is {values!r}; it must be an object with the device's numbers: {_REMEDY}.")
+    values = {"error": content.get("error"), **values}  # where earlier versions wrote it
     fields = [field.name for field in dataclasses.fields(Device)]
     for name in values:
         one_of(f"{path}: number of the device", name, fields)
@@ -92,7 +91,7 @@ def _require_possible(where: str, name: str, value: Any) -> None:
     elif name == "memory_bytes":
         if type(value) is not int or value < 1:
             raise UserError(f"{where} is {value!r}; give a whole number of bytes above 0.")
-    elif not (name == "ranks_at_once" and value is None):
+    elif not (name in _MAY_BE_NONE and value is None):
         least = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
         if type(value) not in (int, float) or not least <= value < math.inf:
             raise UserError(f"{where} is {value!r}; give a number {'of 0 or more' if least == 0 else 'above 0'}.")

@@ -49,6 +49,8 @@ class Device:
         reduce_bandwidth: Bytes a second at which what a reduce-scatter or an all-gather brings is added up or copied.
         ranks_at_once: How many ranks of a node its cores and memory run at once, each as fast as if it were alone; None
             where all are, as those that have a device each.
+        error: Median of the relative errors of the estimates of the steps that calibrated the device; None where none
+            were measured.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Device:
     collective_seconds: float
     reduce_bandwidth: float
     ranks_at_once: float | None = None
+    error: float | None = None
 
     def reached_flops(self, bf16: bool) -> float:
         """Returns the operations a second that networks reach."""
@@ -144,7 +147,7 @@ _SIZES = {
     },
 }
 _SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
-_NUMBERS = ("utilisation", "ranks_at_once", *_SECONDS)
+_NUMBERS = ("utilisation", "ranks_at_once", "error", *_SECONDS)
 """Numbers that are no sizes; seconds are given as such, ``launch_seconds=4e-6``."""
 
 

@@ -25,7 +25,7 @@ from distembed.ranks import Ranks
 from tests.ranks import run_on_ranks
 
 CPU = DEVICES["cpu-256gb"]
-MEASURED = MeasuredDevice(dataclasses.replace(CPU, name="mine"), ["row_seconds"], 0.1, {"ranks": 2})
+MEASURED = MeasuredDevice(dataclasses.replace(CPU, name="mine", error=0.1), ["row_seconds"], {"ranks": 2})
 
 
 def test_numbers_are_found_again_from_steps_that_they_explain() -> None:
@@ -52,6 +52,10 @@ def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     write_device(file, MEASURED)
     assert read_device(file) == find_device(str(file)) == MEASURED.device
+    content = json.loads(file.read_text())
+    content["error"] = content["device"].pop("error")  # as version 1 had it at first
+    file.write_text(json.dumps(content))
+    assert read_device(file) == MEASURED.device
     changed = find_device(f"{file},memory=8GiB,launch_seconds=1e-6")
     assert changed == dataclasses.replace(MEASURED.device, memory_bytes=2**33, launch_seconds=1e-6)
 
@@ -69,6 +73,7 @@ def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"device.lookup_bandwidth": 0}, "device.lookup_bandwidth is 0; give a number above 0"),
         ({"device.lookup_bandwidth": "fast"}, "device.lookup_bandwidth is 'fast'"),
         ({"device.node_bandwidth": math.inf}, "device.node_bandwidth is inf"),
+        ({"device.error": -0.1}, "device.error is -0.1; give a number of 0 or more"),
         ({"device.ranks_at_once": True}, "device.ranks_at_once is True"),
         ({"device.lookup_bandwith": 1}, "Did you mean 'lookup_bandwidth'"),
         ({"device.fp32_flops": None}, "the device has no fp32_flops"),

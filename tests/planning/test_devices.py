@@ -15,7 +15,7 @@ def test_devices_are_found_by_their_names_and_have_all_numbers() -> None:
     for name, device in DEVICES.items():
         assert find_device(name) is device or find_device(name) == device
         assert device.name == name and device.kind in ("cuda", "cpu")
-        numbers, may_be_none = dataclasses.asdict(device), ("row_seconds", "ranks_at_once")
+        numbers, may_be_none = dataclasses.asdict(device), ("row_seconds", "ranks_at_once", "error")
         assert all(numbers[field] > 0 for field in numbers if field not in ("name", "kind", *may_be_none))
         # memory is nearer than other devices, and these are nearer than other nodes
         assert device.memory_bandwidth > device.local_bandwidth > device.node_bandwidth

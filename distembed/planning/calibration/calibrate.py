@@ -46,7 +46,8 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     fitted: dict[str, Any] = fit([count_numbers(step.estimated_seconds, device) for step in steps], seconds)
     found = replace(device, **fitted)
     errors = [abs(step.estimated_seconds(found) / own - 1) for step, own in zip(steps, taken, strict=True)]
-    return MeasuredDevice(found, sorted({*numbers, *fitted}), statistics.median(errors), _machine(ranks))
+    found = replace(found, error=statistics.median(errors))
+    return MeasuredDevice(found, sorted({*numbers, *fitted}), _machine(ranks))
 
 
 def _machine(ranks: Ranks) -> dict[str, Any]:
