@@ -27,11 +27,7 @@ _UNKNOWN_STEP = (
 
 @dataclass(frozen=True)
 class ConfiguredModel(Plannable):
-    """The model of a config.
-
-    Attributes:
-        config: The whole config.
-    """
+    """The model of a config."""
 
     config: Config
 

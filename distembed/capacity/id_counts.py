@@ -46,15 +46,10 @@ class CountedIds:
 
 @dataclass(frozen=True)
 class ZipfIds:
-    """Ids of which the i-th, from 1, is looked up 1/i times as often as the first.
+    """Ids of which the i-th, from 1, is looked up 1/i times as often as the first."""
 
-    Attributes:
-        num_ids: Number of ids of the table.
-        first_count: Count of the first id.
-    """
-
-    num_ids: int
-    first_count: float = 1.0
+    num_ids: int  # number of ids of the table
+    first_count: float = 1.0  # count of the first id
 
     def num_ids_above(self, threshold: float) -> int:
         if threshold * self.num_ids <= self.first_count:

@@ -21,16 +21,10 @@ from distembed.names import nearest
 
 @dataclass(frozen=True)
 class NamedFunction:
-    """A function of a user's own module.
-
-    Attributes:
-        option: Option that names it.
-        name: How it is named, ``package.module:function``.
-        function: The function.
-    """
+    """A function of a user's own module."""
 
     option: str
-    name: str
+    name: str  # how it is named, `package.module:function`
     function: Callable[..., Any]
 
     def call(self, *arguments: Any, **named: Any) -> Any:

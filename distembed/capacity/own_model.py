@@ -54,16 +54,11 @@ _UNKNOWN_STEP = (
 
 @dataclass(frozen=True)
 class MadeModel:
-    """What a function made.
+    """What a function made."""
 
-    Attributes:
-        name: Name of the function, ``package.module:function``.
-        module: The model, on the meta device.
-        sharders: Sharders of its collections; None for those of all collections that are known.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # name of the function, `package.module:function`
+    module: nn.Module  # the model, on the meta device
+    # sharders of its collections; None for those of all collections that are known
     sharders: Sequence[ModuleSharder[Any]] | None
 
     @cached_property
@@ -108,16 +103,10 @@ def make_own_model(function: NamedFunction) -> MadeModel:
 
 @dataclass(frozen=True)
 class OwnModel(Plannable):
-    """Someone's own model, with its step.
-
-    Attributes:
-        model: The model.
-        step: Its step and optimizers.
-        plan_config: Ways in which tables may be placed.
-    """
+    """Someone's own model, with its step."""
 
     model: MadeModel
-    step: OwnStep
+    step: OwnStep  # its step and optimizers
     plan_config: PlanConfig
 
     def __post_init__(self) -> None:

@@ -17,24 +17,19 @@ _MOST_IDS = 2**31
 class OwnStep:
     """A training step of someone's own model.
 
-    Attributes:
-        batch_size: Rows on all ranks.
-        ids_per_row: Mean number of ids of a row, by feature, where the example batch has another or none.
-        example: Function that returns what the model is called with, from a number of rows; None where there is none.
-        bf16: Whether the networks compute in bf16.
-        sparse_optimizer: Name of the optimizer of tables that declare none; None for the one that FBGEMM takes.
-        dense_optimizer: Name of the optimizer of the networks.
-
     Raises:
         UserError: An optimizer is not known.
     """
 
-    batch_size: int
+    batch_size: int  # rows on all ranks
+    # mean number of ids of a row, by feature, where the example batch has another or none
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
+    # function that returns what the model is called with, from a number of rows; None where there is none
     example: NamedFunction | None = None
-    bf16: bool = False
+    bf16: bool = False  # whether the networks compute in bf16
+    # name of the optimizer of tables that declare none; None for the one that FBGEMM takes
     sparse_optimizer: str | None = None
-    dense_optimizer: str = "adam"
+    dense_optimizer: str = "adam"  # name of the optimizer of the networks
 
     def __post_init__(self) -> None:
         if self.sparse_optimizer is not None:

@@ -14,17 +14,11 @@ PlannableT = TypeVar("PlannableT", bound="Plannable")
 
 @dataclass(frozen=True)
 class ModelOnCluster:
-    """A model with its step on a cluster: what a plan is made from.
-
-    Attributes:
-        request: Model, cluster and workload.
-        plan_inputs: What the plan is made for, to compare when it is used again.
-        notes: What the reader should know of the workload, a sentence each.
-    """
+    """A model with its step on a cluster: what a plan is made from."""
 
     request: PlanRequest
-    plan_inputs: PlanInputs
-    notes: Sequence[str] = ()
+    plan_inputs: PlanInputs  # what the plan is made for, to compare when it is used again
+    notes: Sequence[str] = ()  # what the reader should know of the workload, a sentence each
 
 
 class Plannable(ABC):

@@ -32,15 +32,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Remedies:
-    """Changes that make a model fit.
+    """Changes that make a model fit."""
 
-    Attributes:
-        arguments: What to type behind the command, one remedy each.
-        is_complete: Whether every kind of remedy was looked for to the end.
-    """
-
-    arguments: tuple[str, ...] = ()
-    is_complete: bool = True
+    arguments: tuple[str, ...] = ()  # what to type behind the command, one remedy each
+    is_complete: bool = True  # whether every kind of remedy was looked for to the end
 
 
 def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Cluster) -> int:

@@ -40,23 +40,16 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Smallest:
-    """Outcome of a search for the smallest cluster.
+    """Outcome of a search for the smallest cluster."""
 
-    Attributes:
-        assessment: Plan for the smallest cluster that fits; None where none was found.
-        tried: Clusters that were planned, from small to large, and whether the model fits each.
-        num_untried: Number of smaller clusters that have memory for the tables and were not planned.
-        one_less: The next smaller cluster; None where there is none or nothing fits.
-        shortage: Why the next smaller cluster does not fit, or where none fits the largest, a sentence each.
-        is_proven: Whether no smaller cluster fits for certain; where none was found, whether none fits for certain.
-    """
-
-    assessment: Assessment | None
+    assessment: Assessment | None  # plan for the smallest cluster that fits; None where none was found
+    # clusters that were planned, from small to large, and whether the model fits each
     tried: tuple[tuple[Cluster, bool], ...]
-    num_untried: int
-    one_less: Cluster | None
+    num_untried: int  # number of smaller clusters that have memory for the tables and were not planned
+    one_less: Cluster | None  # the next smaller cluster; None where there is none or nothing fits
+    # why the next smaller cluster does not fit, or where none fits the largest, a sentence each
     shortage: tuple[str, ...]
-    is_proven: bool
+    is_proven: bool  # whether no smaller cluster fits for certain; where none was found, whether none fits for certain
 
     @property
     def lines(self) -> list[str]:

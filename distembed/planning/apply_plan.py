@@ -132,19 +132,12 @@ def apply_saved_plan(
 
 @dataclass(frozen=True)
 class _PlanTarget:
-    """The ranks and devices of this run, on which a plan has to place the tables.
+    """The ranks and devices of this run, on which a plan has to place the tables."""
 
-    Attributes:
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on a machine.
-        device_kind: Type of their devices, ``cuda`` or ``cpu``.
-        fused: Whether FBGEMM has the tables' optimizer on them.
-    """
-
-    world_size: int
-    local_world_size: int
-    device_kind: str
-    fused: bool
+    world_size: int  # number of ranks
+    local_world_size: int  # number of ranks on a machine
+    device_kind: str  # type of their devices, `cuda` or `cpu`
+    fused: bool  # whether FBGEMM has the tables' optimizer on them
 
     def sharding(self, own: SavedTable) -> ParameterSharding:
         """Returns where a table is placed in TorchRec's form."""

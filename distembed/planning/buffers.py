@@ -42,25 +42,16 @@ _FLOAT, _LONG, _INT = 4, 8, 4
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """What a rank has in memory at the fullest moment of a step, beside weights and states, in bytes.
-
-    Attributes:
-        moment: Name of the moment.
-        inputs: Bytes of batches, and of their ids on the way to the rank that owns their tables.
-        outputs: Bytes of composed vectors, or their gradients, on the way between the ranks.
-        lookups: Bytes of rows, vectors of partitions and all else that composing takes.
-        activations: Bytes of the networks' activations and their gradients; with one rank also those of their
-            weights, as they come.
-        gradients: Bytes of the gradients of the networks' weights and of tables that are not updated within the
-            backward pass; with several ranks, those that are averaged lie in buckets of DistributedDataParallel all the
-            time.
-    """
+    """What a rank has in memory at the fullest moment of a step, beside weights and states, in bytes."""
 
     moment: str
-    inputs: int = 0
-    outputs: int = 0
-    lookups: int = 0
+    inputs: int = 0  # bytes of batches, and of their ids on the way to the rank that owns their tables
+    outputs: int = 0  # bytes of composed vectors, or their gradients, on the way between the ranks
+    lookups: int = 0  # bytes of rows, vectors of partitions and all else that composing takes
+    # bytes of the networks' activations and their gradients; with one rank also those of their weights, as they come
     activations: int = 0
+    # bytes of the gradients of the networks' weights and of tables that are not updated within the backward pass; with
+    # several ranks, those that are averaged lie in buckets of DistributedDataParallel all the time
     gradients: int = 0
 
     @property
@@ -380,64 +371,37 @@ class Step:
 
 @dataclass(frozen=True)
 class _TableShare:
-    """What one table has of a step, wherever the others are.
+    """What one table has of a step, wherever the others are."""
 
-    Attributes:
-        received: Bytes of its vectors of a rank's rows.
-        sent_ids: Bytes of its ids in a rank's batch, in the order of the ranks that they go to.
-        replicated: Bytes of the weights, and of their gradients, that every rank has.
-        largest_replicated: Numbers of the largest of these, but for functions.
-        widened: Bytes of float32 copies of replicated weights of half precision, with gradients, in their update.
-        widened_shards: Those of shards that are not updated within the backward pass, by rank.
-        unfused: Bytes of gradients that are not updated within the backward pass, by rank.
-        scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
-        sent_by_all: What each rank sends for it, where it is looked up on all of them.
-        sent_to_shards: What each rank sends to the owners of its columns, if it is none of them.
-    """
-
-    received: int
-    sent_ids: int
-    replicated: int
-    largest_replicated: int
-    widened: int
-    widened_shards: Mapping[int, int]
-    unfused: Mapping[int, int]
-    scanned: Mapping[int, int]
-    sent_by_all: SentBytes
-    sent_to_shards: SentBytes
+    received: int  # bytes of its vectors of a rank's rows
+    sent_ids: int  # bytes of its ids in a rank's batch, in the order of the ranks that they go to
+    replicated: int  # bytes of the weights, and of their gradients, that every rank has
+    largest_replicated: int  # numbers of the largest of these, but for functions
+    widened: int  # bytes of float32 copies of replicated weights of half precision, with gradients, in their update
+    widened_shards: Mapping[int, int]  # those of shards that are not updated within the backward pass, by rank
+    unfused: Mapping[int, int]  # bytes of gradients that are not updated within the backward pass, by rank
+    scanned: Mapping[int, int]  # bytes of the gradients of tables that networks go over as a whole, by rank
+    sent_by_all: SentBytes  # what each rank sends for it, where it is looked up on all of them
+    sent_to_shards: SentBytes  # what each rank sends to the owners of its columns, if it is none of them
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """The sums over all tables of what :class:`_TableShare` has of one, and what is looked up on every rank.
+    """The sums over all tables of what :class:`_TableShare` has of one, and what is looked up on every rank."""
 
-    Attributes:
-        received: Bytes of all vectors of a rank's rows, by exchange, in the order of the exchanges.
-        common: Exchanges of tables that are looked up on every rank.
-        ranks_per_node: Number of ranks between which rows are divided within a node; 1 where none are.
-        sent_ids: Bytes of ids in a rank's batch, in the order of the ranks that they go to.
-        replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
-        largest_replicated: Numbers of the largest replicated weight of a table.
-        widened: Bytes of float32 copies of replicated weights of half precision, with gradients, in their update.
-        widened_shards: Those of shards that are not updated within the backward pass, by rank.
-        unfused: Bytes of gradients of shards that are not updated within the backward pass, by rank.
-        scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
-        sent_by_all: What each rank sends for tables that are looked up on all of them.
-        sent_to_shards: What a rank without shards sends to the owners of columns.
-    """
-
+    # bytes of all vectors of a rank's rows, by exchange, in the order of the exchanges
     received: Mapping[ExchangeKey, int]
-    common: Mapping[ExchangeKey, Exchange]
-    ranks_per_node: int
-    sent_ids: int
-    replicated: int
-    largest_replicated: int
-    widened: int
-    widened_shards: Mapping[int, int]
-    unfused: Mapping[int, int]
-    scanned: Mapping[int, int]
-    sent_by_all: SentBytes
-    sent_to_shards: SentBytes
+    common: Mapping[ExchangeKey, Exchange]  # of tables that are looked up on every rank
+    ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
+    sent_ids: int  # bytes of ids in a rank's batch, in the order of the ranks that they go to
+    replicated: int  # bytes of all weights, and of their gradients, that every rank has, those of networks too
+    largest_replicated: int  # numbers of the largest replicated weight of a table
+    widened: int  # bytes of float32 copies of replicated weights of half precision, with gradients, in their update
+    widened_shards: Mapping[int, int]  # those of shards that are not updated within the backward pass, by rank
+    unfused: Mapping[int, int]  # bytes of gradients of shards that are not updated within the backward pass, by rank
+    scanned: Mapping[int, int]  # bytes of the gradients of tables that networks go over as a whole, by rank
+    sent_by_all: SentBytes  # what each rank sends for tables that are looked up on all of them
+    sent_to_shards: SentBytes  # what a rank without shards sends to the owners of columns
 
 
 def _unfused_gradients(placement: Placement) -> dict[int, int]:

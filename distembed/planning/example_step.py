@@ -56,14 +56,9 @@ class OnDevice(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """What a model is called with, for one rank's rows.
+    """What a model is called with, for one rank's rows."""
 
-    Attributes:
-        value: A tuple of the positional arguments, a mapping of the named ones, or the only argument.
-        num_rows: Number of rows.
-    """
-
-    value: Any
+    value: Any  # a tuple of the positional arguments, a mapping of the named ones, or the only argument
     num_rows: int
 
     def __post_init__(self) -> None:

@@ -16,25 +16,15 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tables of one collection and one sharding type on a rank; bytes of vectors are those of float32 unless told.
+    """Tables of one collection and one sharding type on a rank; bytes of vectors are those of float32 unless told."""
 
-    Attributes:
-        output: Bytes of all vectors that the lookups compose.
-        sent: Bytes of a copy of these that is sent.
-        received: Bytes of the vectors of this rank's rows.
-        arriving_ids: Bytes of the ids that arrive, with their lengths.
-        lookups: Memory of each lookup.
-        is_sent: Whether the vectors are for other ranks too.
-        numbers: In which numbers they are sent.
-    """
-
-    output: int
-    sent: int
-    received: int
-    arriving_ids: int
+    output: int  # bytes of all vectors that the lookups compose
+    sent: int  # bytes of a copy of these that is sent
+    received: int  # bytes of the vectors of this rank's rows
+    arriving_ids: int  # bytes of the ids that arrive, with their lengths
     lookups: list[LookupMemory]
-    is_sent: bool
-    numbers: VectorExchange = VectorExchange()
+    is_sent: bool  # whether the vectors are for other ranks too
+    numbers: VectorExchange = VectorExchange()  # in which numbers they are sent
 
     @property
     def is_rounded(self) -> bool:

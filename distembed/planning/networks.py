@@ -52,29 +52,19 @@ _IN_PLACE = {torch.ops.aten.addmm_: _product_flops}
 
 @dataclass(frozen=True)
 class NetworkEstimate:
-    """The memory and computation of the networks on a rank; every rank has all of them.
+    """The memory and computation of the networks on a rank; every rank has all of them."""
 
-    Attributes:
-        parameters: Bytes of weights and biases.
-        buffers: Bytes of the tensors that are not trained, such as an order of pairs.
-        gradients: Bytes of the parameters' gradients, which are views of the buckets of DistributedDataParallel where
-            ranks average them.
-        optimizer_state: Bytes of the dense optimizer's state.
-        peak: Most bytes at once in the forward and backward passes, beside all the above where ranks average gradients
-            in buckets; on a single rank gradients are among them as they arise.
-        flops: Number of floating-point operations of the forward and backward passes.
-        output_bytes_per_row: Bytes of what the task returns of each row for metrics, such as a logit and a label.
-        is_step_known: Whether a step could be followed; else ``peak`` and ``flops`` are 0 and say nothing.
-    """
-
-    parameters: int = 0
-    buffers: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
+    parameters: int = 0  # bytes of weights and biases
+    buffers: int = 0  # bytes of the tensors that are not trained, such as an order of pairs
+    gradients: int = 0  # bytes of the parameters' gradients; with several ranks, views of DDP's buckets
+    optimizer_state: int = 0  # bytes of the dense optimizer's state
+    # most bytes at once in the forward and backward passes, beside all the above where ranks average gradients in
+    # buckets; on a single rank gradients are among them as they arise
     peak: int = 0
-    flops: int = 0
+    flops: int = 0  # number of floating-point operations of the forward and backward passes
+    # bytes of what the task returns of each row for metrics, such as a logit and a label
     output_bytes_per_row: float = 8.0
-    is_step_known: bool = True
+    is_step_known: bool = True  # whether a step could be followed; else `peak` and `flops` are 0 and say nothing
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -160,16 +150,11 @@ class _Vectors(nn.Module):
 
 @dataclass
 class _Scan:
-    """How networks go through the vectors of a whole table, chunk by chunk, all of which are alike.
+    """How networks go through the vectors of a whole table, chunk by chunk, all of which are alike."""
 
-    Attributes:
-        world_size: Number of ranks that share the table.
-        most_chunks: Number of chunks that are gone through; all others are left out.
-        num_chunks: Number of chunks that a rank has, the last one in part; 0 where networks go through no table.
-    """
-
-    world_size: int = 1
-    most_chunks: int = 1
+    world_size: int = 1  # number of ranks that share the table
+    most_chunks: int = 1  # number of chunks that are gone through; all others are left out
+    # number of chunks that a rank has, the last one in part; 0 where networks go through no table
     num_chunks: float = 0
 
 
@@ -283,15 +268,9 @@ def _fake_batch(mode: KnownIntegers, schema: Schema, num_rows: int, pads_lists: 
 
 @dataclass(frozen=True)
 class FakeStep:
-    """A step on fake tensors.
+    """A step on fake tensors."""
 
-    Attributes:
-        run: Runs the forward and backward passes and returns the bytes that are kept of the outputs.
-        inputs: Tensors of the batch.
-        num_rows: Rows of the batch.
-    """
-
-    run: Callable[[], int]
+    run: Callable[[], int]  # runs the forward and backward passes and returns the bytes that are kept of the outputs
     inputs: Sequence[Tensor]
     num_rows: int
 

@@ -22,27 +22,16 @@ _AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class TablePlanInputs:
-    """An embedding table among the inputs of a plan.
+    """An embedding table among the inputs of a plan."""
 
-    Attributes:
-        scheme: Name of the table's partition.
-        rows: Number of rows of each partition.
-        dims: How many numbers make a row of each partition.
-        composition: Name of the composition.
-        embedding_dim: Dimension of a composed vector.
-        data_type: Type of the vectors, by TorchRec's name.
-        pooling: How the vectors of a bag are pooled; None for a table of sequences.
-        feature_names: Names of the features whose ids are looked up in the table.
-    """
-
-    scheme: str
-    rows: list[_AtLeastOne]
-    dims: list[_AtLeastOne]
-    composition: str
-    embedding_dim: _AtLeastOne
-    data_type: str
-    pooling: str | None
-    feature_names: list[str]
+    scheme: str  # name of the table's partition
+    rows: list[_AtLeastOne]  # number of rows of each partition
+    dims: list[_AtLeastOne]  # how many numbers make a row of each partition
+    composition: str  # name of the composition
+    embedding_dim: _AtLeastOne  # dimension of a composed vector
+    data_type: str  # type of the vectors, by TorchRec's name
+    pooling: str | None  # how the vectors of a bag are pooled; None for a table of sequences
+    feature_names: list[str]  # names of the features whose ids are looked up in the table
 
     @classmethod
     def from_table(cls, table: "CompositionalEmbeddingConfig") -> "TablePlanInputs":
@@ -62,30 +51,18 @@ class TablePlanInputs:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan.
+    """The inputs of a plan."""
 
-    Attributes:
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on a machine.
-        device_kind: Type of the ranks' devices, ``cuda`` or ``cpu``.
-        batch_size: Rows of a step on all ranks.
-        model: The config's section ``model`` in plain values; of a model of one's own, the ``function`` that
-            makes it.
-        sparse_optimizer: Name of the optimizer of the tables.
-        dense_optimizer: Name of the optimizer of the networks.
-        tables: The inputs of every table, by its name.
-        exchange: The precisions in which vectors and gradients are sent, as
-            :meth:`distembed.embedding.exchange.VectorExchange.as_json` has them.
-    """
-
-    world_size: _AtLeastOne
-    local_world_size: _AtLeastOne
-    device_kind: str
-    batch_size: _AtLeastOne
+    world_size: _AtLeastOne  # number of ranks
+    local_world_size: _AtLeastOne  # number of ranks on a machine
+    device_kind: str  # type of the ranks' devices, `cuda` or `cpu`
+    batch_size: _AtLeastOne  # rows of a step on all ranks
+    # the config's section `model` in plain values; of a model of one's own, the `function` that makes it
     model: dict[str, Any]
-    sparse_optimizer: str
-    dense_optimizer: str
-    tables: dict[str, TablePlanInputs]
+    sparse_optimizer: str  # name of the optimizer of the tables
+    dense_optimizer: str  # name of the optimizer of the networks
+    tables: dict[str, TablePlanInputs]  # by name
+    # precisions in which vectors and gradients are sent, as VectorExchange.as_json() has them
     exchange: dict[str, str] = field(default_factory=lambda: VectorExchange().as_json())
 
     @property

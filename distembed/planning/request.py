@@ -31,23 +31,16 @@ _UNKNOWN_NETWORKS = 0.1
 class PlanRequest:
     """A model to be planned for a cluster; several collections, plain ones of TorchRec among them, share one plan.
 
-    Attributes:
-        model: Module that holds the collections, on the meta device.
-        sharders: TorchRec's sharders of the collections to place.
-        cluster: Ranks to plan for; they need not exist.
-        workload: Rows, ids and networks of a training step.
-        config: Ways in which tables may be placed.
-        optimizers: Optimizers of the compositional tables; None for what the tables declare themselves.
-
     Raises:
         UserError: Two tables of the model have one name, or no sharder takes a compositional collection.
     """
 
-    model: nn.Module
-    sharders: Sequence[ModuleSharder[Any]]
-    cluster: Cluster
+    model: nn.Module  # module that holds the collections, on the meta device
+    sharders: Sequence[ModuleSharder[Any]]  # TorchRec's sharders of the collections to place
+    cluster: Cluster  # ranks to plan for; they need not exist
     workload: Workload
     config: PlanConfig = field(default_factory=PlanConfig)
+    # optimizers of the compositional tables; None for what the tables declare themselves
     optimizers: TableOptimizers | None = None
 
     def __post_init__(self) -> None:

@@ -29,17 +29,11 @@ _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedShard:
-    """A shard of a table: a block of its rows and columns that one rank holds.
+    """A shard of a table: a block of its rows and columns that one rank holds."""
 
-    Attributes:
-        rank: The rank that holds the shard.
-        offset: First row and first column of the shard in the table.
-        size: Number of rows and of columns.
-    """
-
-    rank: _Count
-    offset: _Pair
-    size: _Pair
+    rank: _Count  # the rank that holds the shard
+    offset: _Pair  # first row and first column of the shard in the table
+    size: _Pair  # number of rows and of columns
 
     def span(self, axis: int) -> tuple[int, int]:
         """Returns the first row (axis 0) or column (axis 1), and the one after the last."""
@@ -48,32 +42,22 @@ class SavedShard:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedTable:
-    """Where a plan places a table.
+    """Where a plan places a table."""
 
-    Attributes:
-        sharding_type: How the table is sharded, by TorchRec's name.
-        compute_kernel: What computes lookups in it, by TorchRec's name.
-        ranks: The rank of each shard, in the order of the shards; of a replicated table, the ranks of its copies.
-        shards: The shards of the table; none of a replicated table.
-    """
-
-    sharding_type: str
-    compute_kernel: str
+    sharding_type: str  # how the table is sharded, by TorchRec's name
+    compute_kernel: str  # what computes lookups in it, by TorchRec's name
+    # the rank of each shard, in the order of the shards; of a replicated table, the ranks of its copies
     ranks: list[_Count]
-    shards: list[SavedShard]
+    shards: list[SavedShard]  # the shards of the table; none of a replicated table
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan that was read from a file.
+    """A plan that was read from a file."""
 
-    Attributes:
-        modules: Where tables are placed, by the path of their module and their name.
-        plan_inputs: The inputs of the plan.
-    """
-
+    # by the path of their module and their name
     modules: Mapping[str, Mapping[str, SavedTable]]
-    plan_inputs: PlanInputs
+    plan_inputs: PlanInputs  # the inputs of the plan
 
 
 @pydantic.dataclasses.dataclass(frozen=True)

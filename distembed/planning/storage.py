@@ -40,23 +40,14 @@ _Parts = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TableStorage:
-    """Bytes of one table on one rank.
+    """Bytes of one table on one rank."""
 
-    Attributes:
-        weights: Bytes of vectors and functions on the device.
-        optimizer_state: Bytes of optimizer state on the device.
-        gradients: Bytes of the gradients of all that is not updated within the backward pass.
-        cache: Bytes of the cache of vectors that lie in host memory.
-        host_weights: Bytes of vectors that lie in host memory.
-        host_optimizer_state: Bytes of optimizer state that lies in host memory.
-    """
-
-    weights: int = 0
-    optimizer_state: int = 0
-    gradients: int = 0
-    cache: int = 0
-    host_weights: int = 0
-    host_optimizer_state: int = 0
+    weights: int = 0  # bytes of vectors and functions on the device
+    optimizer_state: int = 0  # bytes of optimizer state on the device
+    gradients: int = 0  # bytes of the gradients of all that is not updated within the backward pass
+    cache: int = 0  # bytes of the cache of vectors that lie in host memory
+    host_weights: int = 0  # bytes of vectors that lie in host memory
+    host_optimizer_state: int = 0  # bytes of optimizer state that lies in host memory
 
     @property
     def total(self) -> int:

@@ -11,27 +11,22 @@ from distembed.planning.networks import NetworkEstimate
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step.
+    """One training step."""
 
-    Attributes:
-        batch_size: Rows on all ranks, B.
-        ids_per_row: Mean number of ids of a row, by feature; 1 for features that are not named.
-        multi_hot: Features of which a row may have several ids; any of more than one on average is one.
-        num_dense: Number of 4-byte values of a row beside its ids and label: dense features, and numbers in lists with
-            their lengths, on average.
-        network: Memory and operations of the networks for a rank's share of B; None where nothing is known of them.
-        bf16: Whether the networks compute in bf16.
-        graph_bytes: Bytes of the knowledge graphs by which ids are replaced, on every rank, by table.
-        num_threads: Number of threads that a rank computes in on a CPU; as many as this process does unless given.
-    """
-
-    batch_size: int
+    batch_size: int  # rows on all ranks, B
+    # mean number of ids of a row, by feature; 1 for features that are not named
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
+    # features of which a row may have several ids; any of more than one on average is one
     multi_hot: Set[str] = frozenset()
+    # number of 4-byte values of a row beside its ids and label: dense features, and numbers in lists with their
+    # lengths, on average
     num_dense: int = 0
+    # memory and operations of the networks for a rank's share of B; None where nothing is known of them
     network: NetworkEstimate | None = None
-    bf16: bool = False
+    bf16: bool = False  # whether the networks compute in bf16
+    # bytes of the knowledge graphs by which ids are replaced, on every rank, by table
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
+    # number of threads that a rank computes in on a CPU; as many as this process does unless given
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def has_bags(self, feature: str) -> bool:
