@@ -35,6 +35,9 @@ class ColumnOptions:
     no_header: Annotated[
         bool, typer.Option("--no-header", help="Text has no column names: columns are named by their numbers, from 1.")
     ] = False
+    newlines_in_values: Annotated[
+        bool, typer.Option("--newlines-in-values", help="Values of text in quotation marks may have several lines.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ def _columns(columns: ColumnOptions, rating: str | None) -> "InteractionColumns"
         _names(columns.categorical),
         _names(columns.dense),
         has_header=not columns.no_header,
+        newlines_in_values=columns.newlines_in_values,
     )
 
 

@@ -178,8 +178,11 @@ def blocks_of_lines(
         elif size > block_bytes + most_line_bytes:
             raise UserError(
                 f"{place} has a line of more than {most_line_bytes} bytes: "
-                + ("a quotation mark is never closed there" if quote else "it is no file of rows that is read here")
-                + "; name another"
+                + (
+                    f"a value begins with {quote.decode()} and has no {quote.decode()} at its end: add one"
+                    if quote
+                    else "it is no file of rows that is read here; name another"
+                )
             )
     if size:
         yield b"".join(waiting)

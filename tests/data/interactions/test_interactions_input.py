@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,16 @@ def test_inputs_are_those_of_tables(tmp_path: Path) -> None:
         prepare_sequences(InteractionFiles([source]), Preparation(output), columns, options)
         assert read(output, "test") == [{"user": "u", "item": [f"i{n}" for n in reversed(range(9))]}]
     thread.join()
+
+
+def test_quoted_values_have_several_lines_where_that_is_said(tmp_path: Path) -> None:
+    text = 'user,text,item,rating,time\nu,"a, b\nv,x,c,1,1",i,1,1\nu,5 wide,j,2,2\nu,"d\r\n""e""",k,3,3\n'
+    with pytest.raises(UserError, match="--newlines-in-values"):
+        prepared(tmp_path, text, replace(HALVES, max_rejected=0.5))
+    columns = replace(TIMED, newlines_in_values=True)
+    prepare_ratings(InteractionFiles([tmp_path / "rows.csv"]), Preparation(tmp_path / "out"), columns, HALVES)
+    rows = both(tmp_path, Manifest.load(tmp_path / "out"))
+    assert sorted((row["item"], row["rating"]) for row in rows) == [("i", 1), ("j", 2), ("k", 3)]
 
 
 def test_a_json_object_of_lists(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class InteractionColumns:
     categorical: tuple[str, ...] = ()  # columns of other values that say more of an interaction, such as a genre
     dense: tuple[str, ...] = ()  # columns of numbers, such as a price; they may be missing
     has_header: bool = True  # whether text files begin with the names of their columns
+    newlines_in_values: bool = False  # whether a value in quotation marks of a text file may have several lines
 
     def __post_init__(self) -> None:
         named = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]

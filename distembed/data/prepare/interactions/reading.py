@@ -76,7 +76,8 @@ class InteractionInput:
         keys, numbers, time = self.columns.keys, self.columns.numbers, self.columns.time
         values = {"dense": dict.fromkeys(numbers), "categorical": dict.fromkeys(keys)}
         values |= {"time": {"column": time, "name": time}} if time is not None else {}
-        return TableSchema.from_json(values | {"text": {"header": self.columns.has_header}}, "the columns")
+        text = {"header": self.columns.has_header, "newlines_in_values": self.columns.newlines_in_values}
+        return TableSchema.from_json({**values, "text": text}, "the columns")
 
     @property
     def wanted(self) -> str:
@@ -85,7 +86,10 @@ class InteractionInput:
             return "A line is a user and one or more items, separated by blanks."
         named = [("rating", self.columns.rating), ("time", self.columns.time)]
         numbers = "".join(f", a number for the {role} ({name})" for role, name in named if name is not None)
-        return f"A row is a user ({self.columns.user_column}), an item ({self.columns.item_column}){numbers}."
+        return (
+            f"A row is a user ({self.columns.user_column}), an item ({self.columns.item_column}){numbers}; "
+            "with --newlines-in-values a value in quotation marks may have several lines."
+        )
 
 
 def read_interactions(
