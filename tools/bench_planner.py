@@ -124,7 +124,7 @@ def table_wise(request: PlanRequest) -> ShardingPlan:
 def torchrecs(request: PlanRequest) -> ShardingPlan:
     """Returns the plan of TorchRec's planner, which has as much memory for tables as our search begins with."""
     cluster, workload = request.cluster, request.workload
-    room = request.plannable_bytes - sum(workload.bytes_beside_tables(cluster.world_size).values())
+    room = request.plannable_bytes.min() - sum(workload.bytes_beside_tables(cluster.world_size).values())
     planner = EmbeddingShardingPlanner(
         topology=cluster.topology(),
         batch_size=workload.rows_of_rank(cluster.world_size),
@@ -168,7 +168,7 @@ def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
         milliseconds=max(time.total for time in times),
         sent_bytes=sum(sent),
         most_sent_bytes=max(sent),
-        fits=max(rank.total_bytes for rank in ranks) <= request.plannable_bytes
+        fits=max(rank.total_bytes for rank in ranks) <= request.plannable_bytes.min()
         and max(rank.storage.host for rank in ranks) <= cluster.host_bytes_per_rank,
     )
 

@@ -173,9 +173,9 @@ class Program:
         self.rows.append(Row({self.chosen[table, option]: 1 for option in options}, 1, 1))
         users: dict[Variable, dict[Variable, float]] = defaultdict(dict)
         for option in options:
-            chosen, exchange = self.chosen[table, option], self.problem.options[option].exchange
+            chosen = self.chosen[table, option]
             self._add_common(option, chosen, users)
-            if exchange >= 0:
+            for exchange in self.problem.options[option].exchanges:
                 users[self._exchanges[exchange]][chosen] = 1
             self._add_shards(table, option, users)
         # what any of a table's options starts is started, of which there is one alone
@@ -190,8 +190,8 @@ class Program:
         for phase in range(problem.num_phases):
             self._sums["own", phase, "common"][chosen] = float(blocks.own_ms[block, phase])
             self._sums["other", phase, "common"][chosen] = float(other_ms[phase])
-        if blocks.group[block] >= 0:
-            for started in self._groups[blocks.group[block]]:
+        for group in filter(lambda own: own >= 0, blocks.groups[block]):
+            for started in self._groups[group]:
                 users[started][chosen] = 1
 
     def _add_shards(self, table: int, option: int, users: dict[Variable, dict[Variable, float]]) -> None:
@@ -216,8 +216,8 @@ class Program:
         for phase in range(self.problem.num_phases):
             self._sums["own", phase, rank][placed] = float(blocks.own_ms[block, phase])
             self._sums["other", phase, rank][placed] = -float(blocks.other_ms[block, phase])
-        if blocks.group[block] >= 0:
-            users[self._groups[blocks.group[block]][rank]][placed] = 1
+        for group in filter(lambda own: own >= 0, blocks.groups[block]):
+            users[self._groups[group][rank]][placed] = 1
 
     def assignment(self, values: Callable[[Variable], float]) -> Assignment:
         """Returns the assignment of a solution's values."""
@@ -351,7 +351,7 @@ CASES: dict[str, Callable[[], PlanRequest]] = {
 def compare(request: PlanRequest, workers: int) -> Iterator[Sequence[str]]:
     """Yields who solved the request's problem, in how many seconds of those allowed, with what plan and bound."""
     tables = TableProblem(request, PlacementCosts(request))
-    problem, capacity = tables.problem.with_stored_bytes(), float(CountedMemory(request, tables).capacity)
+    problem, capacity = tables.problem.with_stored_bytes(), float(CountedMemory(request, tables).capacity.min())
     started = time.perf_counter()
     own = solve_by_search(problem, capacity)
     seconds = time.perf_counter() - started

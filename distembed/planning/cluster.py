@@ -23,12 +23,16 @@ class Cluster:
         nodes: Number of machines.
         ranks_per_node: Number of ranks on each machine.
         host_memory_bytes: Memory of a machine with CUDA devices, in which tables may lie.
+        memory_by_rank: Memory of each rank where ranks differ, in place of the device's; empty where they are alike.
+        host_memory_by_rank: Each rank's share of its machine's memory beside a CUDA device, likewise.
     """
 
     device: Device
     nodes: int
     ranks_per_node: int
     host_memory_bytes: int = 0
+    memory_by_rank: tuple[int, ...] = ()
+    host_memory_by_rank: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for option, number in (("--nodes", self.nodes), ("--gpus", self.ranks_per_node)):
@@ -39,6 +43,9 @@ class Cluster:
                 f"--nodes {self.nodes} with --gpus {self.ranks_per_node} are {self.world_size:,} ranks; a plan has "
                 f"{MAX_RANKS:,} at most."
             )
+        for own in filter(None, (self.memory_by_rank, self.host_memory_by_rank)):
+            if len(own) != self.world_size:
+                raise UserError(f"memory is given for {len(own)} ranks; name all {self.world_size}, or one for all.")
 
     @property
     def world_size(self) -> int:
@@ -52,13 +59,27 @@ class Cluster:
 
     @property
     def rank_bytes(self) -> int:
-        """Memory of a rank's device, or a rank's share of the machine's where that is a CPU."""
+        """Memory of a rank's device, or a rank's share of the machine's where that is a CPU; the most of any rank."""
+        if self.memory_by_rank:
+            return max(self.memory_by_rank)
         return self.device.memory_bytes // (self.ranks_per_node if self.device.kind == "cpu" else 1)
 
     @property
     def host_bytes_per_rank(self) -> int:
-        """Bytes of a rank's share of the machine's memory, beside a CUDA device; 0 for ranks on CPUs."""
+        """Bytes of a rank's share of the machine's memory, beside a CUDA device, at most; 0 for ranks on CPUs."""
+        if self.host_memory_by_rank:
+            return max(self.host_memory_by_rank)
         return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.ranks_per_node
+
+    @property
+    def bytes_by_rank(self) -> tuple[int, ...]:
+        """Memory of each rank."""
+        return self.memory_by_rank or (self.rank_bytes,) * self.world_size
+
+    @property
+    def host_bytes_by_rank(self) -> tuple[int, ...]:
+        """Each rank's share of its machine's memory beside a CUDA device."""
+        return self.host_memory_by_rank or (self.host_bytes_per_rank,) * self.world_size
 
     def topology(self) -> "Topology":
         """Returns TorchRec's form of the cluster, with bandwidths in bytes a millisecond."""

@@ -32,10 +32,12 @@ class TablePlanConfig:
     Attributes:
         sharding_types: Sharding types that the planner chooses from.
         min_partition: The fewest columns that a rank gets of a table that is placed column-wise.
+        ranks: Ranks that the table is pinned to: its shards lie on some of these; null for any.
     """
 
     sharding_types: ShardingTypes | None = None
     min_partition: Width | None = None
+    ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -56,6 +58,7 @@ class PlanConfig:
         reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
             gaps, CUDA's context and NCCL's buffers.
         tables: Exceptions, by table name.
+        together: Groups of tables that lie on the same ranks, in as many shards each, by table name.
     """
 
     sharding_types: ShardingTypes | None = None
@@ -65,3 +68,4 @@ class PlanConfig:
     device: str | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)
+    together: list[list[str]] = field(default_factory=list)

@@ -22,11 +22,11 @@ class CountedMemory:
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
         self._request, self._tables = request, tables
         self._counted: Step | None = None
-        self._assignment = Assignment.empty(len(tables.tables))
+        self._assignment = Assignment.empty(tables.problem.num_tables)
 
     @property
-    def capacity(self) -> int:
-        """Bytes that are left for tables on each rank, beside what stays there whatever the plan."""
+    def capacity(self) -> Floats:
+        """Bytes that are left for tables, beside what stays on a rank whatever the plan, by rank."""
         beside = self._request.workload.bytes_beside_tables(self._request.cluster.world_size)
         resting = ("sse_graphs", "network_weights", "network_optimizer_state")
         return self._request.plannable_bytes - sum(beside[name] for name in resting)
@@ -35,19 +35,19 @@ class CountedMemory:
         """Returns the memory of every rank."""
         return self._placed(assignment).ranks()
 
-    def excess(self, assignment: Assignment) -> tuple[float, float]:
-        """Returns the bytes that the fullest rank lacks, and the capacity at which it would not.
+    def excess(self, assignment: Assignment) -> tuple[float, Floats]:
+        """Returns the bytes that the fullest rank lacks, and the capacities at which it would not, by rank.
 
-        Bytes are negative where there is room; those of host memory count likewise. The capacity is one for the sums
+        Bytes are negative where there is room; those of host memory count likewise. The capacities are for the sums
         of shards' bytes that a search adds up, infinite where there is room.
         """
         request, ranks = self._request, self.ranks(assignment)
         totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)
-        host = max(rank.storage.host for rank in ranks) - request.cluster.host_bytes_per_rank
+        host = max(np.array([rank.storage.host for rank in ranks]) - request.host_bytes)
         added = Loads(self._tables.problem, assignment.copy()).num_bytes
         excess = totals - request.plannable_bytes
         over = excess > 0
-        capacity = float((request.plannable_bytes - (totals - added))[over].min()) if over.any() else np.inf
+        capacity = request.plannable_bytes - ((totals - added)[over].max() if over.any() else -np.inf)
         return max(float(excess.max()), float(host)), capacity
 
     def _placed(self, assignment: Assignment) -> Step:
@@ -57,9 +57,9 @@ class CountedMemory:
             placements = [self._placement(assignment, table) for table in range(len(self._tables.tables))]
             self._counted = request.step(placements)
         else:
-            for table in range(len(self._tables.tables)):
-                is_same = before.option[table] == assignment.option[table]
-                if not is_same or not np.array_equal(before.places[table], assignment.places[table]):
+            for table, unit in enumerate(self._tables.unit_of):
+                is_same = before.option[unit] == assignment.option[unit]
+                if not is_same or not np.array_equal(before.places[unit], assignment.places[unit]):
                     self._counted.place(self._placement(assignment, table))
         self._assignment = assignment.copy()
         return self._counted

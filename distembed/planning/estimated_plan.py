@@ -48,13 +48,21 @@ def estimated_ranks(
 ) -> list[PlannedRank]:
     """Returns ranks whose memory was counted with their times, the allocator's share and their capacity."""
     cluster = request.cluster
+    of_rank = zip(
+        ranks,
+        step_times(placements, costs, cluster),
+        cluster.bytes_by_rank,
+        cluster.host_bytes_by_rank,
+        request.plannable_bytes.tolist(),
+        strict=True,
+    )
     return [
         replace(
             own,
-            memory={**own.memory, "allocator": cluster.rank_bytes - request.plannable_bytes},
+            memory={**own.memory, "allocator": num_bytes - int(plannable)},
             times=times,
-            capacity_bytes=cluster.rank_bytes,
-            host_capacity_bytes=cluster.host_bytes_per_rank,
+            capacity_bytes=num_bytes,
+            host_capacity_bytes=host_bytes,
         )
-        for own, times in zip(ranks, step_times(placements, costs, cluster), strict=True)
+        for own, times, num_bytes, host_bytes, plannable in of_rank
     ]

@@ -16,7 +16,7 @@ sharding type        ways                                                     un
 Sequences of one collection have ranges of one width in TorchRec, so that the widest that divides all of them is taken.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -28,10 +28,12 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout, divided_table
+from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.sharding.groups import fused_refusal, reason_not_fused
 from distembed.sharding.placement import BY_ROWS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
 from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table, width
+from distembed.units import format_ranges
 
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
@@ -54,42 +56,118 @@ class Layouts:
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._config, self._cluster = request, request.config, request.cluster
         by_collection = request.tables_by_collection
+        names = [table.name for tables in by_collection.values() for table in tables]
         for name in self._config.tables:
-            one_of("plan.tables", name, [table.name for tables in by_collection.values() for table in tables])
+            one_of("plan.tables", name, names)
+        self._together: dict[str, list[str]] = {}
+        for group in self._config.together:
+            for name in group:
+                one_of("plan.together", name, names)
+                if name in self._together:
+                    raise UserError(f"plan.together has table {name!r} twice; make one group of all tables beside it.")
+                self._together[name] = group
         self._sequence_width = {
             path: self._common_width([table for table in tables if not is_pooled(table)], path)
             for path, tables in by_collection.items()
         }
 
-    def of(self, table: CompositionalEmbeddingConfig, collection: str) -> list[Layout]:
-        """Returns all ways to divide a table.
+    def of_unit(self, members: Sequence[tuple[CompositionalEmbeddingConfig, str]]) -> list[list[Layout]]:
+        """Returns the ways to divide tables that lie together, or a table alone: way after way of each table.
 
         Args:
-            table: The table.
-            collection: Path of the table's collection within the model.
+            members: The tables, each with the path of its collection within the model.
 
         Raises:
             UserError: The config allows none.
         """
+        ranks = self.ranks(table for table, _ in members)
+        by_key = [{_shape(layout): layout for layout in self._of(table, path, ranks)} for table, path in members]
+        common = [key for key in by_key[0] if all(key in own for own in by_key)]
+        if not common:
+            ways = "; ".join(
+                f"{table.name!r} can be {', '.join(dict.fromkeys(key[0] for key in own))}"
+                for (table, _), own in zip(members, by_key, strict=True)
+            )
+            raise UserError(
+                f"plan.together: the tables cannot be divided alike: {ways}. Allow one sharding type for all of them "
+                "in plan.tables.NAME.sharding_types, or take one out of the group."
+            )
+        return [[own[key] for key in common] for own in by_key]
+
+    def ranks(self, tables: Iterable[CompositionalEmbeddingConfig]) -> tuple[int, ...]:
+        """Returns the ranks that tables of one unit are pinned to, in order; none where they may lie anywhere.
+
+        Raises:
+            UserError: They have no rank in common, or a rank does not exist.
+        """
+        pinned = {table.name: own for table in tables if (own := self.own(table).ranks) is not None}
+        for name, own in pinned.items():
+            if max(own) >= self._cluster.world_size:
+                raise UserError(
+                    f"plan.tables.{name}.ranks has rank {max(own)}, and there are {self._cluster.world_size} ranks; "
+                    f"name ranks from 0 to {self._cluster.world_size - 1}."
+                )
+        if not pinned:
+            return ()
+        common = set.intersection(*map(set, pinned.values()))
+        if not common:
+            listed = ", ".join(f"{name!r} to ranks {format_ranges(sorted(own))}" for name, own in pinned.items())
+            raise UserError(
+                f"plan.together: tables that lie together are pinned to different ranks: {listed}. Give them a rank in "
+                "common in plan.tables.NAME.ranks, or take one out of the group."
+            )
+        return tuple(sorted(common))
+
+    def together_with(self, table: CompositionalEmbeddingConfig) -> list[str]:
+        """Returns the names of the tables that lie where a table does, itself among them."""
+        return self._together.get(table.name, [table.name])
+
+    def own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
+        """Returns the settings of one table."""
+        return self._config.tables.get(table.name, TablePlanConfig())
+
+    def _of(self, table: CompositionalEmbeddingConfig, collection: str, ranks: Sequence[int]) -> list[Layout]:
+        """Returns all ways to divide a table on some ranks; on all where none are named."""
         types = self._allowed_types(table, collection)
         layouts = [layout for name in types for layout in self._layouts(table, name, collection)]
         if not layouts:
             raise UserError(self._no_layout(table, types))
-        return self._in_one_pass(table, layouts) if table.kernel == "fused" else layouts
+        layouts = self._in_one_pass(table, layouts) if table.kernel == "fused" else layouts
+        possible = [layout for layout in layouts if self._has_places(layout, ranks)]
+        if not possible:
+            own, ways = f"plan.tables.{table.name}", dict.fromkeys(layout.sharding_type for layout in layouts)
+            raise UserError(
+                f"plan: table {table.name!r} is pinned to ranks {format_ranges(ranks)} of {self._cluster.world_size}, "
+                f"and {', '.join(ways)} needs more of them. Name more ranks in {own}.ranks, or allow table_wise in "
+                f"{own}.sharding_types."
+            )
+        return possible
+
+    def _has_places(self, layout: Layout, ranks: Sequence[int]) -> bool:
+        """Returns whether all shards of a layout have places on some ranks."""
+        if not ranks or len(set(ranks)) == self._cluster.world_size:
+            return True
+        if is_on_every_rank(layout.sharding_type):
+            return False
+        size, num_places = self._cluster.ranks_per_node, len(layout.columns)
+        is_column_wise = layout.sharding_type == ShardingType.TABLE_COLUMN_WISE.value and self._cluster.nodes > 1
+        if layout.sharding_type in WITHIN_NODES or (is_column_wise and num_places > 1):
+            full = [
+                node for node in range(self._cluster.nodes) if set(range(node * size, (node + 1) * size)) <= {*ranks}
+            ]
+            return len(full) >= (1 if is_column_wise else num_places)
+        return len(ranks) >= num_places
 
     def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
         """Returns why a table had one sharding type only; empty where it had several."""
-        own = self._own(table).sharding_types
+        own = self.own(table).sharding_types
         for name, allowed in ((f"plan.tables.{table.name}", own), ("plan", self._config.sharding_types)):
             if allowed:
                 return f"of {', '.join(allowed)}, as {name}.sharding_types has it"
         return "there is one rank" if self._cluster.world_size == 1 else ""
 
-    def _own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
-        return self._config.tables.get(table.name, TablePlanConfig())
-
     def _allowed_types(self, table: CompositionalEmbeddingConfig, collection: str) -> list[str]:
-        chosen = self._own(table).sharding_types or self._config.sharding_types
+        chosen = self.own(table).sharding_types or self._config.sharding_types
         allowed = chosen or self._default_types(table)
         possible = [name for name in allowed if can_be_placed(table, name)]
         if not possible:
@@ -190,7 +268,7 @@ class Layouts:
             # the ranks of a node have a range each, alike
             numbers = [number for number in numbers if number == most and _are_alike(table, columns // number)]
         # one range is table-wise by another name, for those that may have no other
-        is_forced = sharding_type in (self._own(table).sharding_types or self._config.sharding_types or ())
+        is_forced = sharding_type in (self.own(table).sharding_types or self._config.sharding_types or ())
         return numbers or ([1] if is_forced else [])
 
     def _sent_together(self, collection: str) -> int:
@@ -205,7 +283,7 @@ class Layouts:
         return self._cluster.world_size
 
     def _min_partition(self, table: CompositionalEmbeddingConfig) -> int:
-        return self._own(table).min_partition or self._config.min_partition or _VECTOR
+        return self.own(table).min_partition or self._config.min_partition or _VECTOR
 
     def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig], collection: str) -> int:
         """Returns the width of the ranges of all sequences of a collection that may be divided by columns."""
@@ -229,6 +307,12 @@ class Layouts:
             f"divided so among {self._cluster.world_size} ranks. Allow table_wise in "
             f"plan.tables.{table.name}.sharding_types."
         )
+
+
+def _shape(layout: Layout) -> tuple[str, int, str]:
+    """Returns what layouts of tables that lie together have in common."""
+    in_host_memory = layout.compute_kernel if layout.compute_kernel in IN_HOST_MEMORY else ""
+    return layout.sharding_type, len(layout.columns), in_host_memory
 
 
 def _are_vectors(table: CompositionalEmbeddingConfig, wide: int) -> bool:

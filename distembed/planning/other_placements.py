@@ -94,22 +94,23 @@ class _OtherPlacements:
 
     def tried(self, table: int) -> list[_Tried]:
         """Returns other placements, the best first."""
-        loads, own = self._loads, self._option(table)
-        options, places = self._options_to_try(table, own), loads.assignment.places[table]
-        loads.take(table)
+        loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
+        options, places = self._options_to_try(table, own), loads.assignment.places[unit]
+        loads.take(unit)
         found = [self._try(table, option, own) for option in options]
-        loads.put(table, own, places)
+        loads.put(unit, own, places)
         return sorted(
             found,
             key=lambda it: (not it.alternative.fits, it.alternative.milliseconds, it.alternative.memory_bytes),
         )
 
     def _option(self, table: int) -> int:
-        return int(self._loads.assignment.option[table])
+        return int(self._loads.assignment.option[self._tables.unit_of[table]])
 
     def _options_to_try(self, table: int, own: int) -> list[int]:
         """Returns options that take ranks least together, and those that leave the table whole."""
-        options = sorted((option for option in self._problem.options_of(table) if option != own), key=self._in_all)
+        possible = self._problem.options_of(self._tables.unit_of[table])
+        options = sorted((option for option in possible if option != own), key=self._in_all)
         return options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
 
     def _in_all(self, option: int) -> float:
@@ -121,13 +122,13 @@ class _OtherPlacements:
         return float(ms.sum() + on_all * problem.world_size)
 
     def _try(self, table: int, option: int, own: int) -> _Tried:
-        loads, layout = self._loads, self._tables.layout(table, option)
+        loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_of[table]
         places, _ = loads.try_option(option, self._aim)
-        loads.put(table, option, places)
+        loads.put(unit, option, places)
         by_rank, num_bytes = loads.milliseconds(), float(loads.num_bytes.max())
-        fits = num_bytes <= self._aim.capacity and float(loads.host_bytes.max()) <= self._aim.host_capacity
-        is_slowest = table in loads.tables_of[int(by_rank.argmax())]
-        loads.take(table)
+        fits = self._aim.fits(loads.num_bytes, loads.host_bytes)
+        is_slowest = unit in loads.tables_of[int(by_rank.argmax())]
+        loads.take(unit)
         cost, before = self._tables.cost(table, option), self._tables.cost(table, own)
         alternative = Alternative(
             sharding_type=layout.sharding_type,

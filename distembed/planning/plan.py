@@ -115,12 +115,12 @@ def _require_room_beside_tables(request: PlanRequest) -> None:
     Raises:
         InsufficientMemory: It takes more than a rank has.
     """
-    beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), request.plannable_bytes
+    beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), min(request.plannable_bytes)
     if sum(beside.values()) > capacity:
         items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
         raise InsufficientMemory(
             f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
-            f"{capacity:,}. Take fewer rows a step (train.batch_size of a config), or larger devices."
+            f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -18,6 +19,7 @@ from distembed.optim.declared import TableOptimizers, declared_optimizers, large
 from distembed.planning.buffers import Step
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
+from distembed.planning.fastest.problem import Floats
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
 from distembed.planning.workload import Workload
 from distembed.sharding.exchange import exchange_of
@@ -100,10 +102,16 @@ class PlanRequest:
         is_known = network is not None and network.is_step_known
         return min(self.config.reserve + (0.0 if is_known else _UNKNOWN_NETWORKS), 1.0)
 
-    @property
-    def plannable_bytes(self) -> int:
-        """Bytes of each rank's memory that a plan may fill."""
-        return self.cluster.rank_bytes - round(self.reserved_share * self.cluster.rank_bytes)
+    @cached_property
+    def plannable_bytes(self) -> Floats:
+        """Bytes of memory that a plan may fill, by rank."""
+        of_rank = np.array(self.cluster.bytes_by_rank, np.float64)
+        return of_rank - np.rint(self.reserved_share * of_rank)
+
+    @cached_property
+    def host_bytes(self) -> Floats:
+        """Bytes of the machines' memory beside CUDA devices that a plan may fill, by rank."""
+        return np.array(self.cluster.host_bytes_by_rank, np.float64)
 
     def step(self, placements: Sequence[Placement]) -> Step:
         """Returns a step where tables are placed so."""

@@ -6,6 +6,7 @@ solution is counted as it will be reported (:mod:`distembed.planning.buffers`), 
 goes on with as much less capacity.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,12 @@ from distembed.planning.costs import PlacementCosts
 from distembed.planning.counted_memory import CountedMemory
 from distembed.planning.estimated_plan import EstimatedPlan, estimated_ranks, plan_placements
 from distembed.planning.fastest.loads import Aim
-from distembed.planning.fastest.problem import Assignment
+from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.fastest.solver import Solution, Solver
 from distembed.planning.other_placements import explain
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
+from distembed.units import format_ranges
 
 _TRIES = 6
 """Capacities that are tried where solutions have too much by the count of a whole step."""
@@ -42,7 +44,7 @@ class Search:
         self._memory = CountedMemory(request, self._tables)
         self._solver = Solver(
             self._tables.problem,
-            request.cluster.host_bytes_per_rank,
+            request.host_bytes,
             self._memory.capacity,
             request.config.time_tolerance,
         )
@@ -59,7 +61,7 @@ class Search:
         if solution is None:
             solution = self._least_excess
         request, assignment = self._request, solution.assignment
-        plan, aim = self._tables.plan(assignment), Aim(self._memory.capacity, request.cluster.host_bytes_per_rank)
+        plan, aim = self._tables.plan(assignment), Aim(self._memory.capacity, request.host_bytes)
         placements = plan_placements(request.model, plan, request.cluster.world_size)
         why, alternatives = explain(request, self._tables, assignment, aim)
         return EstimatedPlan(
@@ -79,27 +81,40 @@ class Search:
             InsufficientMemory: They do not fit.
         """
         request, problem = self._request, self._tables.problem
-        least, world_size, capacity = 0.0, problem.world_size, self._memory.capacity
-        for planned, number in zip(self._tables.tables, problem.class_of, strict=True):
+        world_size, capacity = problem.world_size, np.maximum(self._memory.capacity, 0)
+        needed: dict[tuple[int, ...], float] = {}
+        for unit, number in enumerate(problem.class_of):
             possible = [own.stored_bytes(world_size, problem.ranks_per_node) for own in problem.classes[number]]
-            fewest = min(in_all for in_all, _ in possible)
-            if min(largest for _, largest in possible) > capacity:
+            needed_by_one, ranks = min(largest for _, largest in possible), tuple(problem.ranks_of_class[number])
+            needed[ranks] = needed.get(ranks, 0.0) + min(in_all for in_all, _ in possible)
+            most = float(capacity[list(ranks or range(world_size))].max())
+            if needed_by_one > most:
+                names = [
+                    f"table {own.table.name!r}"
+                    for own, at in zip(self._tables.tables, self._tables.unit_of, strict=True)
+                    if at == unit
+                ]
                 raise InsufficientMemory(
-                    f"The embedding tables do not fit in the memory of {world_size} rank(s): table "
-                    f"{planned.table.name!r} needs {min(largest for _, largest in possible):,.0f} bytes of one rank at "
-                    f"least, with its optimizer, and a rank has {max(0, capacity):,.0f} bytes for tables.\n{_REMEDY}"
+                    f"The embedding tables do not fit in the memory of {world_size} rank(s): "
+                    f"{' with '.join(names)} needs {needed_by_one:,.0f} bytes of one rank at least, with its "
+                    f"optimizer, and {_ranks_text(ranks)} has {most:,.0f} bytes for tables.\n{_remedy(ranks)}"
                 )
-            least += fewest
-        if least > world_size * capacity:
-            raise InsufficientMemory(
-                f"The embedding tables do not fit in the memory of {world_size} rank(s): with their optimizer they "
-                f"take {least:,.0f} bytes, and {world_size} x {max(0, capacity):,.0f} are left for them of "
-                f"{request.cluster.rank_bytes:,} a rank.\n{_REMEDY}"
-            )
+        for ranks in (*filter(None, needed), ()):
+            # what is pinned to some of these ranks has no other place
+            least = sum(own for at, own in needed.items() if not ranks or (at and set(at) <= set(ranks)))
+            left = capacity[list(ranks or range(world_size))]
+            if least > left.sum():
+                each = f"{len(left)} x {left[0]:,.0f}" if (left == left[0]).all() else f"{left.sum():,.0f}"
+                pinned = f" that are pinned to ranks {format_ranges(ranks)}" if ranks else ""
+                raise InsufficientMemory(
+                    f"The embedding tables{pinned} do not fit in the memory of {len(left)} rank(s): with their "
+                    f"optimizer they take {least:,.0f} bytes, and {each} are left for them of "
+                    f"{request.cluster.rank_bytes:,} a rank.\n{_remedy(ranks)}"
+                )
 
     def _fitting(self) -> Solution | None:
         """Returns the fastest solution that was found to fit, or None."""
-        capacity = float(self._memory.capacity)
+        capacity = self._memory.capacity
         solution = self._solver.fastest(capacity)
         fitting = None
         for _ in range(_TRIES):
@@ -108,20 +123,20 @@ class Search:
             if excess <= 0:
                 fitting = solution
                 break
-            if lower <= 0 or not solution.fits:
+            if (lower <= 0).all() or not solution.fits:
                 break  # less capacity does not help
-            capacity = min(lower, capacity)
+            capacity = np.minimum(lower, capacity)
             solution = self._solver.repaired(solution, capacity)
         fastest = self._solver.complete(fitting, self._fits)
         return self._emptiest(capacity) if fastest is None else self._emptier(fastest, capacity)
 
-    def _emptier(self, fastest: Solution, capacity: float) -> Solution:
+    def _emptier(self, fastest: Solution, capacity: Floats) -> Solution:
         """Returns a solution that is nearly as fast, with fewer bytes on the fullest rank, where one is found."""
         emptier = self._solver.emptier(fastest, capacity)
         is_emptier = self._memory.excess(emptier.assignment)[0] <= self._memory.excess(fastest.assignment)[0]
         return emptier if is_emptier else fastest
 
-    def _emptiest(self, capacity: float) -> Solution | None:
+    def _emptiest(self, capacity: Floats) -> Solution | None:
         """Returns a solution with few bytes on the fullest rank, if it fits."""
         assignment = self._solver.emptiest(capacity)
         excess, _ = self._memory.excess(assignment)
@@ -135,6 +150,14 @@ class Search:
 
     def _fits(self, assignment: Assignment) -> bool:
         return self._memory.excess(assignment)[0] <= 0
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"the largest of ranks {format_ranges(ranks)}, to which it is pinned," if ranks else "a rank"
+
+
+def _remedy(ranks: Sequence[int]) -> str:
+    return ("Pin tables to more ranks (plan.tables.NAME.ranks). " if ranks else "") + _REMEDY
 
 
 _REMEDY = (

@@ -13,7 +13,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost, divided_table
-from distembed.planning.fastest.problem import NO_EXCHANGE, NO_GROUP, Assignment, Block, Option, Problem
+from distembed.planning.fastest.problem import Assignment, Block, Option, Problem
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
@@ -43,11 +43,15 @@ class PlannedTable:
 
 
 class TableProblem:
-    """The tables of a request as a problem.
+    """The tables of a request as a problem; tables that lie together are one table of the problem, a unit.
 
     Args:
         request: Model, cluster and workload.
         costs: What placements cost.
+
+    Attributes:
+        tables: The tables of the request.
+        unit_of: Number of each table's unit.
 
     Raises:
         UserError: The config names a table that does not exist, or allows no way for one that does.
@@ -58,32 +62,39 @@ class TableProblem:
         self._groups = _Numbers()
         self._exchanges = _Numbers()
         self._phases = _Numbers()
-        layouts, known = Layouts(request), dict[Hashable, list[Layout]]()
+        self.layouts = Layouts(request)
         self.tables: list[PlannedTable] = []
+        self.unit_of: list[int] = []
         self._class_of: list[int] = []
-        self._first_of_class: list[PlannedTable] = []
-        numbers: dict[Hashable, int] = {}
+        self._first_of_class: dict[Hashable, list[PlannedTable]] = {}
+        members: dict[str, list[tuple[CompositionalEmbeddingConfig, str]]] = {}
         for path, tables in request.tables_by_collection.items():
             for table in tables:
-                own = request.config.tables.get(table.name)
-                key = costs.table_class(table, path), own and (str(own.sharding_types), own.min_partition)
-                if key not in known:
-                    known[key] = layouts.of(table, path)
-                planned = PlannedTable(table, path, known[key])
-                if key not in numbers:
-                    numbers[key] = len(numbers)
-                    self._first_of_class.append(planned)
+                members.setdefault(self.layouts.together_with(table)[0], []).append((table, path))
+        numbers, unit_of = _Numbers(), dict[str, tuple[int, PlannedTable]]()
+        for unit, own in enumerate(members.values()):
+            key = tuple((costs.table_class(table, path), repr(self.layouts.own(table))) for table, path in own)
+            if key not in self._first_of_class:
+                layouts = self.layouts.of_unit(own)
+                self._first_of_class[key] = [
+                    PlannedTable(table, path, each) for (table, path), each in zip(own, layouts, strict=True)
+                ]
+            self._class_of.append(numbers.number(key))
+            for (table, path), first in zip(own, self._first_of_class[key], strict=True):
+                unit_of[table.name] = unit, PlannedTable(table, path, first.layouts)
+        for tables in request.tables_by_collection.values():
+            for table in tables:
+                unit, planned = unit_of[table.name]
+                self.unit_of.append(unit)
                 self.tables.append(planned)
-                self._class_of.append(numbers[key])
-        self.layouts = layouts
 
     @cached_property
     def problem(self) -> Problem:
         """The problem."""
         cluster, costs = self._request.cluster, self._costs
-        by_class = [[self._cost(own, layout) for layout in own.layouts] for own in self._first_of_class]
-        for cost in (cost for own in by_class for cost in own):
-            self._note(cost)
+        for own in (own for members in self._first_of_class.values() for own in members):
+            for layout in own.layouts:
+                self._note(self._cost(own, layout))
         return Problem(
             world_size=cluster.world_size,
             ranks_per_node=cluster.ranks_per_node,
@@ -93,15 +104,21 @@ class TableProblem:
             exchange_start_ms=[costs.exchange_start_ms(exchange) for exchange in self._exchanges],
             num_phases=len(self._phases),
             classes=[
-                [self._option(table, layout, cost) for layout, cost in zip(table.layouts, own, strict=True)]
-                for table, own in zip(self._first_of_class, by_class, strict=True)
+                [
+                    Option.together([self._option(own, layout) for own, layout in zip(members, layouts, strict=True)])
+                    for layouts in zip(*(own.layouts for own in members), strict=True)
+                ]
+                for members in self._first_of_class.values()
             ],
             class_of=self._class_of,
+            ranks_of_class=[
+                self.layouts.ranks(own.table for own in members) for members in self._first_of_class.values()
+            ],
         )
 
     def layout(self, table: int, option: int) -> Layout:
         """Returns the way that is an option of a table."""
-        return self.tables[table].layouts[option - self.problem.options_of(table).start]
+        return self.tables[table].layouts[option - self.problem.options_of(self.unit_of[table]).start]
 
     def cost(self, table: int, option: int) -> PlacementCost:
         """Returns what an option of a table costs."""
@@ -117,13 +134,14 @@ class TableProblem:
 
     def sharding(self, assignment: Assignment, table: int) -> ParameterSharding:
         """Returns TorchRec's answer for one table of an assignment."""
-        planned, option, cluster = self.tables[table], int(assignment.option[table]), self._request.cluster
+        planned, unit, cluster = self.tables[table], self.unit_of[table], self._request.cluster
+        option = int(assignment.option[unit])
         layout, blocks = self.layout(table, option), self.problem.options[option].blocks
         if is_on_every_rank(layout.sharding_type):
             ranks = list(range(cluster.world_size))
         else:
             ranks = []
-            for block, place in zip(blocks, assignment.places[table].tolist(), strict=True):
+            for block, place in zip(blocks, assignment.places[unit].tolist(), strict=True):
                 size = cluster.ranks_per_node if block.fills_node else 1
                 ranks += range(place * size, (place + 1) * size)
         return unit_sharding(planned.table, layout, ranks, cluster)
@@ -142,7 +160,8 @@ class TableProblem:
         if cost.exchange is not None:
             self._exchanges.number(cost.exchange)
 
-    def _option(self, planned: PlannedTable, layout: Layout, cost: PlacementCost) -> Option:
+    def _option(self, planned: PlannedTable, layout: Layout) -> Option:
+        cost = self._cost(planned, layout)
         size = self._request.cluster.ranks_per_node if len(cost.shards) > len(layout.columns) else 1
         on_all, by_range = self._storage(planned.table, layout)
         ranges = list(zip(cost.shards[::size], by_range, layout.columns, strict=True)) if cost.shards else []
@@ -155,8 +174,8 @@ class TableProblem:
         ]
         buffers = self._buffer_bytes_everywhere(planned.table, layout)
         everywhere = self._block(cost.everywhere or ShardCost(0.0, None), on_all, buffers, cost.all_reduce_ms)
-        exchange = NO_EXCHANGE if cost.exchange is None else self._exchanges.number(cost.exchange)
-        return Option(tuple(blocks), everywhere, exchange)
+        exchanges = () if cost.exchange is None else (self._exchanges.number(cost.exchange),)
+        return Option(tuple(blocks), everywhere, exchanges)
 
     def _is_within_node(self, layout: Layout) -> bool:
         """Returns whether the ranges of columns have to go to one of several nodes together."""
@@ -174,7 +193,7 @@ class TableProblem:
             lookup_ms=shard.lookup_ms + extra_ms,
             num_bytes=held.total + buffer_bytes,
             stored_bytes=held.stored,
-            group=NO_GROUP if shard.group is None else self._groups.number(shard.group),
+            groups=() if shard.group is None else (self._groups.number(shard.group),),
             own_ms=tuple(own),
             other_ms=tuple(other),
             fills_node=fills_node,

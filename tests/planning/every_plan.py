@@ -84,7 +84,7 @@ class EveryPlan:
 
     def fastest_that_fits(self, request: PlanRequest) -> int | None:
         """Returns the number of the fastest plan that fits a request with other memory; None where none fits."""
-        capacity, host_capacity = request.plannable_bytes, request.cluster.host_bytes_per_rank
+        capacity, host_capacity = request.plannable_bytes.min(), request.cluster.host_bytes_per_rank
         stored, host = self._stored_bytes(), self._stored_bytes("host")
         possible = (stored.max(1) <= capacity) & (host.max(1) <= host_capacity)
         for number in np.flatnonzero(possible).tolist():

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget, LocalSearch
-from distembed.planning.fastest.problem import Assignment, Block, Ints, Option, Problem
+from distembed.planning.fastest.problem import Assignment, Block, Floats, Ints, Option, Problem
+from distembed.planning.fastest.solver import Solver
 
-NOTHING = Block(0.0, 0.0, 0.0, -1, (0.0,), (0.0,))
+NOTHING = Block(0.0, 0.0, 0.0, (), (0.0,), (0.0,))
 # with ranges that differ, cores that are shared, and exchanges that take longer than lookups
 USUAL = (50, 63, 101, 104, 125, 176)
 CAPACITIES = (12.0, 20.0, 1000.0)
@@ -23,7 +25,7 @@ def block(rng: np.random.Generator, world_size: int, most_ms: float, fills_node:
     exchanged = most_ms * rng.random() * float(rng.choice([0, 1, 3]))
     num_bytes, group = float(rng.integers(1, 11)), int(rng.integers(2))
     others = (exchanged / (world_size - 1),)
-    return Block(most_ms * rng.random(), num_bytes, num_bytes, group, (exchanged,), others, fills_node)
+    return Block(most_ms * rng.random(), num_bytes, num_bytes, (group,), (exchanged,), others, fills_node)
 
 
 def drawn_problem(seed: int) -> Problem:
@@ -35,13 +37,13 @@ def drawn_problem(seed: int) -> Problem:
     for _ in range(2 + seed % 2):
         first, second = block(rng, world_size, 2), block(rng, world_size, 1)
         several = [(first, first), (first, second), (first, first, second)][int(rng.integers(3))]
-        options = [Option((block(rng, world_size, 4),), NOTHING, 0)]
-        options += [Option(several, NOTHING, 1)] if len(several) <= world_size else []
+        options = [Option((block(rng, world_size, 4),), NOTHING, (0,))]
+        options += [Option(several, NOTHING, (1,))] if len(several) <= world_size else []
         if nodes > 1 and rng.random() < 0.5:
-            options.append(Option((block(rng, world_size, 1.5, fills_node=True),), NOTHING, 1))
+            options.append(Option((block(rng, world_size, 1.5, fills_node=True),), NOTHING, (1,)))
         if rng.random() < 0.4:
             held = float(rng.integers(1, 7))
-            options.append(Option((), Block(3 * rng.random(), held, held, -1, (0.0,), (0.0,))))
+            options.append(Option((), Block(3 * rng.random(), held, held, (), (0.0,), (0.0,))))
         tables.append(options)
     return Problem(
         world_size,
@@ -56,23 +58,50 @@ def drawn_problem(seed: int) -> Problem:
     )
 
 
+def with_limits(problem: Problem, seed: int) -> tuple[Problem, Floats]:
+    """The problem with a table pinned, its first two tables together, and a capacity for each rank, all drawn."""
+    rng = np.random.default_rng(seed)
+    ranks = sorted(rng.permutation(problem.world_size)[: int(rng.integers(1, problem.world_size))].tolist())
+    nodes = np.isin(np.arange(problem.world_size), ranks).reshape(-1, problem.ranks_per_node).all(1).sum()
+    pinned = [
+        own
+        for own in problem.classes[0]
+        if own.blocks and len(own.blocks) <= (nodes if own.blocks[0].fills_node else len(ranks))
+    ]
+    if rng.random() < 0.5:
+        # one way for both, with blocks of two groups and exchanges
+        pairs = [
+            Option.together([own, other])
+            for own in pinned
+            for other in problem.classes[1]
+            if [block.fills_node for block in own.blocks] == [block.fills_node for block in other.blocks]
+        ]
+        classes, limits = [pairs, *problem.classes[2:]], [ranks, *([] for _ in problem.classes[2:])]
+    else:
+        classes, limits = [pinned, *problem.classes[1:]], [ranks, *([] for _ in problem.classes[1:])]
+    own = replace(problem, classes=classes, class_of=range(len(classes)), ranks_of_class=limits)
+    return own, rng.choice([8.0, 16.0, 30.0, 1000.0], problem.world_size)
+
+
 def ways(problem: Problem, table: int) -> Iterator[tuple[int, Ints]]:
+    limits = problem.ranks_of_class[problem.class_of[table]] if problem.ranks_of_class else ()
+    allowed = set(limits or range(problem.world_size))
     for option in problem.options_of(table):
-        blocks, num_places = problem.option_blocks[option], problem.world_size
-        if len(blocks) and problem.blocks.fills_node[blocks[0]]:
-            num_places //= problem.ranks_per_node
-        for places in itertools.permutations(range(num_places), len(blocks)):
-            yield option, np.array(places, np.int64)
+        size = problem.ranks_per_node if any(own.fills_node for own in problem.options[option].blocks) else 1
+        num_blocks = len(problem.options[option].blocks)
+        for places in itertools.permutations(range(problem.world_size // size), num_blocks):
+            if {place * size + at for place in places for at in range(size)} <= allowed:
+                yield option, np.array(places, np.int64)
 
 
-def fastest_of_all(problem: Problem, capacity: float) -> float:
+def fastest_of_all(problem: Problem, capacity: Floats | float) -> float:
     """Milliseconds of the best of all assignments that fit, infinite where none does."""
     best = np.inf
     all_ways: Sequence[Sequence[tuple[int, Ints]]] = [list(ways(problem, i)) for i in range(problem.num_tables)]
     for chosen in itertools.product(*all_ways):
         options = np.array([option for option, _ in chosen])
         loads = Loads(problem, Assignment(options, [places for _, places in chosen]))
-        if loads.num_bytes.max() <= capacity:
+        if (loads.num_bytes <= capacity).all():
             best = min(best, float(loads.milliseconds().max()))
     return best
 
@@ -93,6 +122,26 @@ def test_a_complete_search_finds_the_best_of_all(seed: int) -> None:
         assert LowerBound(problem, capacity).milliseconds(np.inf) <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", [pytest.param(at, marks=pytest.mark.slow if at > 23 else ()) for at in range(300)])
+def test_pinned_tables_and_tables_together_lie_where_they_may_on_ranks_of_unequal_memory(seed: int) -> None:
+    problem, capacity = with_limits(drawn_problem(seed), seed)
+    best = fastest_of_all(problem, capacity)
+
+    outcome = ExactSearch(problem, Aim(capacity), Budget(1e9)).better_than(1e4)
+    solution = Solver(problem, 0.0, capacity, tolerance=0.0).fastest(capacity)
+
+    assert outcome.is_complete
+    assert (outcome.found is None) == np.isinf(best)
+    allowed = [{(option, tuple(places)) for option, places in ways(problem, i)} for i in range(problem.num_tables)]
+    for own in [solution.assignment, *([outcome.found.assignment] if outcome.found else [])]:
+        places = zip(own.option.tolist(), map(tuple, own.places), strict=True)
+        assert all(way in possible for way, possible in zip(places, allowed, strict=True))
+    if outcome.found is not None:
+        assert outcome.found.score == pytest.approx(best)
+        assert LowerBound(problem, capacity).milliseconds(np.inf) <= best * (1 + 1e-9)
+        assert not solution.fits or solution.milliseconds >= best * (1 - 1e-9)
+
+
 def test_a_complete_search_that_is_stopped_says_so() -> None:
     assert not ExactSearch(drawn_problem(2), Aim(1000), Budget(3)).better_than(np.inf).is_complete
 
@@ -100,7 +149,7 @@ def test_a_complete_search_that_is_stopped_says_so() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_makes_ranks_that_share_cores_slower(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    tables = [[Option((block(rng, 4, 5),), NOTHING, 0)] for _ in range(12)]
+    tables = [[Option((block(rng, 4, 5),), NOTHING, (0,))] for _ in range(12)]
     problem = Problem(4, 4, 2, 1.0, [0.2, 0.3], [0.5], 1, tables, range(12))
     start = Assignment(np.arange(12), [np.array([rank]) for rank in rng.integers(0, 4, 12)])
     budget = Budget(4_000)

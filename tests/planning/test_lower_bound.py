@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from distembed.planning.fastest.bound import LowerBound
-from distembed.planning.fastest.problem import NO_GROUP, Block, Option, Problem
+from distembed.planning.fastest.problem import Block, Option, Problem
 from distembed.planning.fastest.solver import Solver
 from tests.planning.test_fastest import drawn_problem, fastest_of_all
 
-NOTHING = Block(0.0, 0.0, 0.0, NO_GROUP, (0.0,), (0.0,))
+NOTHING = Block(0.0, 0.0, 0.0, (), (0.0,), (0.0,))
 
 
-def shard(ms: float, num_bytes: float = 0.0, group: int = NO_GROUP, sent_ms: float = 0.0, to_any: float = 0.0) -> Block:
-    return Block(ms, num_bytes, num_bytes, group, (sent_ms,), (to_any,))
+def shard(
+    ms: float, num_bytes: float = 0.0, group: int | None = None, sent_ms: float = 0.0, to_any: float = 0.0
+) -> Block:
+    return Block(ms, num_bytes, num_bytes, () if group is None else (group,), (sent_ms,), (to_any,))
 
 
 def problem(classes: Sequence[Sequence[Option]], class_of: Sequence[int], ranks: int, **changes: object) -> Problem:
@@ -71,7 +73,7 @@ def test_a_faster_way_for_which_there_is_no_room_does_not_lower_the_bound() -> N
 @pytest.mark.parametrize("ranks_at_once", [1.0, 4.0])
 def test_the_bound_of_the_only_assignment_is_its_time(num_exchanges: int, ranks_at_once: float) -> None:
     starts = [0.1 * (at + 1) for at in range(num_exchanges)]
-    on_all = [[Option((), shard(at + 1.0, group=at % 3, sent_ms=0.5), at % num_exchanges)] for at in range(12)]
+    on_all = [[Option((), shard(at + 1.0, group=at % 3, sent_ms=0.5), (at % num_exchanges,))] for at in range(12)]
     own = problem(
         on_all,
         range(12),
@@ -89,7 +91,7 @@ def test_the_bound_of_the_only_assignment_is_its_time(num_exchanges: int, ranks_
 
 def test_the_bound_of_one_rank_is_its_time() -> None:
     own = problem(
-        [[Option((shard(at + 1.0, group=at % 2),), NOTHING, 0)] for at in range(9)],
+        [[Option((shard(at + 1.0, group=at % 2),), NOTHING, (0,))] for at in range(9)],
         range(9),
         1,
         group_start_ms=[0.2, 0.5],

@@ -6,7 +6,7 @@ each millisecond of them costs ``T / (T - start)``. The same holds of exchanges.
 room no rank has both. So T cannot be unless options exist, one a table, with::
 
     sum of milliseconds, starts included   <= world_size x (T - base)
-    sum of bytes                           <= world_size x capacity
+    sum of bytes                           <= sum of capacities
     number of large shards                 <= world_size
 
 and no shard alone takes longer, or more bytes. For any weights of these three sums the least weighted cost of each
@@ -19,11 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from distembed.planning.fastest.problem import Floats, Ints, Problem
-
-Mask = npt.NDArray[np.bool_]
+from distembed.planning.fastest.problem import NO_GROUP, Floats, Ints, Mask, Problem
 
 _MAX_EXCHANGES = 5
 """Exchanges up to which each set of those in use has its own bound."""
@@ -68,11 +65,12 @@ class LowerBound:
 
     Args:
         problem: The problem.
-        capacity: Bytes of weights and optimizer state of a rank, at most.
+        capacity: Bytes of weights and optimizer state of a rank at most, one number for all ranks or an array by rank.
     """
 
-    def __init__(self, problem: Problem, capacity: float) -> None:
-        self._problem, self._capacity = problem, max(capacity, 1.0)
+    def __init__(self, problem: Problem, capacity: Floats | float) -> None:
+        by_rank = np.maximum(np.broadcast_to(capacity, problem.world_size), 1.0)
+        self._problem, self._capacity, self._capacity_of_all = problem, float(by_rank.max()), float(by_rank.sum())
         self._tables_of_class = np.bincount(np.asarray(problem.class_of), minlength=len(problem.classes))
         options, blocks = problem.options, problem.blocks
         counts = [len(own) for own in problem.option_blocks]
@@ -80,13 +78,15 @@ class LowerBound:
         own = np.concatenate([*problem.option_blocks, np.empty(0, np.int64)]).astype(np.int64)
         self._shards = np.where(blocks.fills_node, problem.ranks_per_node, 1)[own]
         self._load_ms = blocks.lookup_ms[own] + blocks.own_ms[own].sum(1)
-        self._group = blocks.group[own]
+        self._groups = blocks.groups[own]
         self._bytes = blocks.stored_bytes[own]
         everywhere = np.array(problem.option_everywhere, np.int64)
         self._everywhere_ms = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum(1)
-        self._everywhere_group = blocks.group[everywhere]
+        self._everywhere_groups = blocks.groups[everywhere]
         self._everywhere_bytes = blocks.stored_bytes[everywhere]
-        self._exchange = np.array([option.exchange for option in options], np.int64)
+        self._exchanges = np.zeros((len(options), len(problem.exchange_start_ms)), bool)
+        for has, option in zip(self._exchanges, options, strict=True):
+            has[list(option.exchanges)] = True
 
     def milliseconds(self, upper: float) -> float:
         """Returns the bound.
@@ -147,34 +147,29 @@ class LowerBound:
     def _restriction(self, usable: Mask, used: Mask) -> _Restriction:
         """Returns what is left where tables may take part in some exchanges, and do take part in some of these."""
         problem = self._problem
-        allowed = np.append(usable, True)[self._exchange]
+        allowed = ~np.logical_or.reduce(self._exchanges & ~usable, axis=1)
         start_ms = np.array([*problem.group_start_ms, 0.0])
-        everywhere = self._common_to_options(self._groups_of_all_ranks(), allowed, len(start_ms))
+        everywhere = self._common_to_options(self._groups_of_all_ranks(), allowed)
         started_ms = float(np.asarray(problem.exchange_start_ms, np.float64)[used].sum() + start_ms[everywhere].sum())
         return _Restriction(allowed, started_ms, np.where(everywhere, 0.0, start_ms))
 
-    def _groups_of_all_ranks(self) -> Ints:
-        """Returns the group that every rank has with each option; the number of none where there is none."""
-        if self._problem.world_size > 1:
-            return self._everywhere_group
-        # the only rank has all shards
-        groups: Ints = self._everywhere_group.copy()
-        np.maximum.at(groups, self._option_of, self._group)
-        return groups
+    def _groups_of_all_ranks(self) -> Mask:
+        """Returns whether every rank has a group, by option and group; the last group is that of none."""
+        has = np.zeros((len(self._exchanges), len(self._problem.group_start_ms) + 1), bool)
+        np.put_along_axis(has, self._everywhere_groups, True, axis=1)
+        if self._problem.world_size == 1:  # the only rank has all shards
+            has[self._option_of[:, None], self._groups] = True
+        return has
 
     def _exchanges_of_all(self) -> Mask:
         """Returns which exchanges some table takes part in whatever its option."""
-        everything = np.ones(len(self._exchange), bool)
-        return self._common_to_options(self._exchange, everything, len(self._problem.exchange_start_ms) + 1)[:-1]
+        return self._common_to_options(self._exchanges, np.ones(len(self._exchanges), bool))
 
-    def _common_to_options(self, numbers: Ints, allowed: Mask, count: int) -> Mask:
-        """Returns which of so many numbers, of which -1 is the last, all allowed options of some table have."""
-        first = self._problem.first_option[:-1]
-        least = np.minimum.reduceat(np.where(allowed, numbers, count), first)
-        most = np.maximum.reduceat(np.where(allowed, numbers, -1), first)
-        is_common = np.zeros(count, bool)
-        is_common[least[(least == most) & (self._tables_of_class > 0)]] = True
-        return is_common
+    def _common_to_options(self, has: Mask, allowed: Mask) -> Mask:
+        """Returns the columns that all allowed options of some table have."""
+        by_class = np.logical_and.reduceat(has | ~allowed[:, None], self._problem.first_option[:-1])
+        common: Mask = np.logical_or.reduce(by_class[self._tables_of_class > 0])
+        return common
 
     def _is_disproved(self, milliseconds: float, restriction: _Restriction) -> bool:
         costs = self._costs(milliseconds, restriction)
@@ -186,12 +181,12 @@ class LowerBound:
         room = milliseconds - problem.base_ms - restriction.started_ms
         if room <= 0:
             return None if problem.num_tables else _Costs(np.zeros((3, 0)))
-        start_ms = restriction.start_ms[self._group]
-        everywhere_start_ms = restriction.start_ms[self._everywhere_group]
+        start_ms, least_start_ms = _starts(restriction, self._groups)
+        everywhere_start_ms, least_everywhere_start_ms = _starts(restriction, self._everywhere_groups)
         fits = self._load_ms + start_ms <= room
         fits &= self._bytes <= self._capacity
-        left = np.maximum(room - start_ms, 1e-12)
-        is_large = self._load_ms > left / 2
+        is_large = self._load_ms > np.maximum(room - start_ms, 1e-12) / 2
+        left = np.maximum(room - least_start_ms, 1e-12)
         # base and starts are of every rank, of which so many at a time have cores
         speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
         in_all = speed * milliseconds - problem.base_ms - restriction.started_ms
@@ -199,11 +194,11 @@ class LowerBound:
             return None
         shares = np.zeros((3, len(restriction.allowed)))
         self._add(shares[0], self._shards * self._load_ms * room / left / (world_size * in_all))
-        self._add(shares[1], self._shards * self._bytes / (world_size * self._capacity))
+        self._add(shares[1], self._shards * self._bytes / self._capacity_of_all)
         self._add(shares[2], self._shards * is_large / world_size)
-        everywhere_left = np.maximum(room - everywhere_start_ms, 1e-12)
+        everywhere_left = np.maximum(room - least_everywhere_start_ms, 1e-12)
         shares[0] += self._everywhere_ms * room / everywhere_left / in_all
-        shares[1] += self._everywhere_bytes / self._capacity
+        shares[1] += self._everywhere_bytes * world_size / self._capacity_of_all
         impossible = ~restriction.allowed | (self._everywhere_ms + everywhere_start_ms > room)
         impossible |= np.bincount(self._option_of[~fits], minlength=len(restriction.allowed)) > 0
         shares[:, impossible] = np.inf
@@ -253,3 +248,9 @@ class LowerBound:
         chosen = is_least[np.unique(classes, return_index=True)[1]]
         slopes: Floats = finite[:, chosen] @ self._tables_of_class.astype(np.float64) - 1
         return float(least @ self._tables_of_class) - 1.0, slopes
+
+
+def _starts(restriction: _Restriction, groups: Ints) -> tuple[Floats, Floats]:
+    """Returns the milliseconds in which all groups of each block start, and those of the group that starts fastest."""
+    starts = restriction.start_ms[groups]
+    return starts.sum(1), np.where(groups == NO_GROUP, starts[:, :1], starts).min(1)

@@ -51,6 +51,7 @@ class ExactSearch:
         )
         self._left_ms = np.cumsum([0.0, *[self._least_ms[table] for table in self._order[::-1]]])[::-1]
         self._best: Found | None = None
+        self._rank_limits = self._limits_by_rank()
 
     def better_than(self, score: float) -> Outcome:
         """Returns the best assignment whose largest score is less than another."""
@@ -129,8 +130,19 @@ class ExactSearch:
             yield np.empty(0, np.int64)
             return
         fills_node = bool(self._problem.blocks.fills_node[own[0]])
-        kinds = self._kinds(loads.signature(_EQUAL), fills_node)
+        signature = np.concatenate([loads.signature(_EQUAL), self._rank_limits], axis=1)
+        kinds = self._kinds(signature, fills_node)
+        if self._problem.allowed is not None:
+            allowed = self._problem.allowed[option]
+            allowed = allowed.reshape(-1, self._problem.ranks_per_node).all(1) if fills_node else allowed
+            kinds = [kind for kind in kinds if allowed[kind[0]]]
         yield from (np.array(places, np.int64) for places in _choices(own.tolist(), kinds))
+
+    def _limits_by_rank(self) -> Floats:
+        """Returns a row of numbers for each rank, equal where the same tables may lie and as many bytes."""
+        world_size, allowed = self._problem.world_size, self._problem.allowed
+        limits = [np.broadcast_to(own, world_size) for own in (self._aim.capacity, self._aim.host_capacity)]
+        return np.column_stack([*limits, *([] if allowed is None else np.unique(allowed, axis=0))]).astype(np.float64)
 
     def _kinds(self, signature: Floats, fills_node: bool) -> list[list[int]]:
         """Returns places, those that are alike together; of one node only where nodes have blocks or share cores."""

@@ -16,23 +16,32 @@ class Aim:
     """What a search makes small for the rank where it is largest.
 
     Attributes:
-        capacity: Bytes of each rank.
-        host_capacity: Bytes of each rank's share of the machine's memory beside a device.
+        capacity: Bytes of each rank, one number for all or an array by rank.
+        host_capacity: Bytes of each rank's share of the machine's memory beside a device, likewise.
         limit_ms: Milliseconds that no rank should take, where bytes are to be few; None where time is to be short.
     """
 
-    capacity: float
-    host_capacity: float = 0.0
+    capacity: Floats | float
+    host_capacity: Floats | float = 0.0
     limit_ms: float | None = None
 
     def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
         """Returns each rank's score: milliseconds, or the share of its capacity; far more where it exceeds a limit."""
-        fullness: Floats = num_bytes / max(self.capacity, 1.0)
-        excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / max(self.host_capacity, 1.0)
+        fullness: Floats = num_bytes / np.maximum(self.capacity, 1.0)
+        excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / np.maximum(self.host_capacity, 1.0)
         if self.limit_ms is None:
             return ms + _PENALTY * (np.maximum(fullness - 1, 0) + excess)
         late = np.maximum(ms / max(self.limit_ms, 1e-12) - 1, 0)
         return fullness + _PENALTY * (late + excess)
+
+    def of_ranks(self, ranks: Ints) -> "Aim":
+        """Returns the aim of some ranks, in their order."""
+        own, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
+        return Aim(own, host, self.limit_ms)
+
+    def fits(self, num_bytes: Floats, host_bytes: Floats) -> bool:
+        """Returns whether no rank exceeds its capacity."""
+        return bool((num_bytes <= self.capacity).all() and (host_bytes <= self.host_capacity).all())
 
 
 class Loads:
@@ -125,11 +134,11 @@ class Loads:
 
     def scores_with(self, block: int, aim: Aim) -> Floats:
         """Returns the score of every rank if it had a shard of a block whose option is counted already."""
-        blocks, group, phases = self._blocks, self._blocks.group[block], self._blocks.phases[block]
+        blocks, groups, phases = self._blocks, self._blocks.groups[block], self._blocks.phases[block]
         longer = np.maximum(self._own_ms, self._rest_ms)
         own, rest = blocks.own_ms[block, phases, None], blocks.other_ms[block, phases, None]
         longer[phases] = np.maximum(self._own_ms[phases] + own, self._rest_ms[phases] - rest)
-        starts = np.where(self._in_group[group] > 0, 0.0, self._group_start_ms[group])
+        starts = self._group_start_ms[groups] @ (self._in_group[groups] == 0)
         ms = self._ms + blocks.lookup_ms[block] + longer.sum(0) + (self._start_ms + starts)
         return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
 
@@ -141,7 +150,10 @@ class Loads:
         blocks = self.problem.option_blocks[option]
         for block in blocks.tolist():
             fills_node = bool(self._blocks.fills_node[block])
-            scores = self._places(self.scores_with(block, aim), fills_node)
+            by_rank = self.scores_with(block, aim)
+            if self.problem.allowed is not None:
+                by_rank = np.where(self.problem.allowed[option], by_rank, np.inf)
+            scores = self._places(by_rank, fills_node)
             scores[taken[fills_node]] = np.inf
             place = int(scores.argmin())
             taken[fills_node].append(place)
@@ -163,16 +175,16 @@ class Loads:
             aim: What makes the score.
         """
         blocks = self._blocks
-        old, new = blocks.group[without], blocks.group[with_]
         own = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
         rest = self._rest_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
-        starts = self._start_ms[ranks]
-        starts -= np.where((self._in_group[old, ranks] == 1) & (old != new), self._group_start_ms[old], 0)
-        starts += np.where((self._in_group[new, ranks] == 0), self._group_start_ms[new], 0)
+        old, new, of_rank = blocks.groups[without], blocks.groups[with_], ranks[:, None]
+        ends = (self._in_group[old, of_rank] == 1) & (old[:, :, None] != new[:, None]).all(2)
+        begins = self._in_group[new, of_rank] == 0
+        starts = self._start_ms[ranks] + (begins * self._group_start_ms[new] - ends * self._group_start_ms[old]).sum(1)
         ms = self._ms[ranks] - blocks.lookup_ms[without] + blocks.lookup_ms[with_]
         num_bytes = self.num_bytes[ranks] - blocks.num_bytes[without] + blocks.num_bytes[with_]
         host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
-        return aim.scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
+        return aim.of_ranks(ranks).scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
 
     def signature(self, decimals: int) -> Floats:
         """Returns numbers by rank that are equal, to so many decimals, where ranks have equal loads."""
@@ -200,14 +212,13 @@ class Loads:
         problem, everywhere = self.problem, self.problem.option_everywhere[option]
         rows, added = problem.option_changes[option]
         self._sums[rows] += sign * added
-        if self._blocks.group[everywhere] != NO_GROUP:
+        if (self._blocks.groups[everywhere] != NO_GROUP).any():
             self._start_ms = self._starts(slice(None))
         self._use_exchange(option, sign)
 
     def _use_exchange(self, option: int, sign: int) -> None:
-        """Counts one table more, or less, of the exchange of an option, and adds its start where it is the first."""
-        exchange = self.problem.options[option].exchange
-        if exchange >= 0:
+        """Counts one table more, or less, of an option's exchanges; the first table of an exchange adds its start."""
+        for exchange in self.problem.options[option].exchanges:
             before = self._exchange_users[exchange]
             self._exchange_users[exchange] += sign
             if (before == 0) != (self._exchange_users[exchange] == 0):
@@ -218,7 +229,7 @@ class Loads:
         ranks, added = slice(own.start, own.stop), self.problem.block_sums[block, :, None]
         self._sums[:, ranks] += added if sign > 0 else -added
         # it may be the first of its group, or was the last
-        if self._in_group[self._blocks.group[block], own.start] <= 1:
+        if (self._in_group[self._blocks.groups[block], own.start] <= 1).any():
             self._start_ms[ranks] = self._starts(ranks)
 
     def _starts(self, ranks: slice) -> Floats:

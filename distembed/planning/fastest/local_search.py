@@ -202,13 +202,13 @@ class LocalSearch:
         """Exchanges a shard of the worst rank for one of another rank, if that makes both smaller than it was."""
         others = _Shards(self._problem, loads.assignment)
         best, exchanged = float(scores[worst]) * (1 - _GAIN), None
-        tried: set[int] = set()
+        tried: set[tuple[int, int]] = set()
         for table in tables:
             for position in others.positions(table, worst):
-                block = int(others.block[position])
-                if block in tried or self._budget.is_spent:
+                own = int(loads.assignment.option[table]), int(others.block[position])
+                if own in tried or self._budget.is_spent:
                     continue
-                tried.add(block)
+                tried.add(own)
                 after = others.scores_if_swapped(loads, position, self._aim)
                 self._budget.spend(4, len(others.block) * (self._problem.num_phases + 4))
                 if len(after) and after.min() < best:
@@ -259,7 +259,7 @@ class _Shards:
         self.table, self._index = np.array(tables, np.int64), np.array(indices, np.int64)
         self.block: Ints = np.concatenate(blocks) if blocks else np.empty(0, np.int64)
         self.rank: Ints = np.concatenate(ranks) if ranks else np.empty(0, np.int64)
-        self._places = assignment.places
+        self._option = assignment.option[self.table]
 
     def positions(self, table: int, rank: int) -> list[int]:
         """Returns where a table's shard on a rank is among all shards."""
@@ -274,6 +274,9 @@ class _Shards:
         here = loads.scores_after(np.full(len(self.block), rank), mine, self.block, aim)
         after: Floats = np.maximum(there, here)
         after[(self.rank == rank) | (self.block == block)] = np.inf
+        if self._problem.allowed is not None:
+            after[~self._problem.allowed[self._option, rank]] = np.inf
+            after[~self._problem.allowed[self._option[position], self.rank]] = np.inf
         # no rank gets a second shard of one table
         for other in self.table[self.rank == rank].tolist() if (np.bincount(self.table) > 1).any() else ():
             after[self.table == other] = np.inf

@@ -11,7 +11,7 @@ and no less than those of all ranks of its node over the number of ranks that th
 is the estimate of :mod:`distembed.planning.costs`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 NO_GROUP = -1
-NO_EXCHANGE = -1
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Block:
         lookup_ms: Milliseconds of lookups.
         num_bytes: Bytes of weights, optimizer state and, as far as they add up, buffers.
         stored_bytes: Bytes of weights and optimizer state.
-        group: Number of the group that the shards are looked up in; -1 for none.
+        groups: Numbers of the groups that the shards are looked up in; tables that lie together may have several.
         own_ms: Milliseconds of the shard's rank in each phase.
         other_ms: Milliseconds of each other rank in each phase, for this shard.
         fills_node: Whether each rank of a node has a shard; else one rank has it.
@@ -43,7 +43,7 @@ class Block:
     lookup_ms: float
     num_bytes: float
     stored_bytes: float
-    group: int
+    groups: tuple[int, ...]
     own_ms: tuple[float, ...]
     other_ms: tuple[float, ...]
     fills_node: bool = False
@@ -57,18 +57,31 @@ class Option:
     Attributes:
         blocks: What goes to different places, the slowest first.
         everywhere: What every rank has beside them.
-        exchange: Number of the exchange that the table takes part in; -1 for none.
+        exchanges: Numbers of the exchanges that the table takes part in.
     """
 
     blocks: tuple[Block, ...]
     everywhere: Block
-    exchange: int = NO_EXCHANGE
+    exchanges: tuple[int, ...] = ()
 
     def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
         """Returns the bytes of weights and states of all ranks together, and those that some rank has at least."""
         shards = [(block.stored_bytes, ranks_per_node if block.fills_node else 1) for block in self.blocks]
         in_all = world_size * self.everywhere.stored_bytes + sum(num_bytes * count for num_bytes, count in shards)
         return in_all, self.everywhere.stored_bytes + max((num_bytes for num_bytes, _ in shards), default=0.0)
+
+    @classmethod
+    def together(cls, options: Sequence["Option"]) -> "Option":
+        """Returns the option of tables that lie together: the first blocks on one place, then the second ones."""
+        if len(options) == 1:
+            return options[0]
+        blocks = zip(*(option.blocks for option in options), strict=True)
+        exchanges = sorted({exchange for option in options for exchange in option.exchanges})
+        return cls(
+            tuple(map(_sum_of_blocks, blocks)),
+            _sum_of_blocks([option.everywhere for option in options]),
+            tuple(exchanges),
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Problem:
         num_phases: Number of phases in which something is communicated.
         classes: Options of each class of tables that are alike.
         class_of: Class of each table.
+        ranks_of_class: Ranks that tables of each class may lie on; all where it is empty.
     """
 
     world_size: int
@@ -96,6 +110,7 @@ class Problem:
     num_phases: int
     classes: Sequence[Sequence[Option]]
     class_of: Sequence[int]
+    ranks_of_class: Sequence[Sequence[int]] = ()
 
     @property
     def num_tables(self) -> int:
@@ -130,6 +145,16 @@ class Problem:
         return range(int(self.first_option[own]), int(self.first_option[own + 1]))
 
     @cached_property
+    def allowed(self) -> Mask | None:
+        """Whether an option's shards may lie on a rank, by option and rank; None where all may lie anywhere."""
+        if not any(self.ranks_of_class):
+            return None
+        by_class = np.array(
+            [np.isin(np.arange(self.world_size), own or range(self.world_size)) for own in self.ranks_of_class]
+        )
+        return np.repeat(by_class, np.diff(self.first_option), axis=0)
+
+    @cached_property
     def blocks(self) -> "BlockNumbers":
         """Numbers of all distinct blocks."""
         distinct = dict.fromkeys(block for option in self.options for block in (*option.blocks, option.everywhere))
@@ -151,7 +176,7 @@ class Problem:
         """What a shard of each distinct block adds to the sums of its rank: milliseconds, bytes, host's bytes, ...
 
         Behind these stand what it has in each phase, what it spares its rank of the others' in each phase, and a 1 for
-        its group, by group; the last is that of no group.
+        its groups, by group; the last is that of no group.
         """
         return self.blocks.sums(len(self.group_start_ms))
 
@@ -188,7 +213,8 @@ class BlockNumbers:
 
     Attributes:
         number: Number of each block.
-        lookup_ms, num_bytes, host_bytes, stored_bytes, group, fills_node: As :class:`Block` has them, by block.
+        lookup_ms, num_bytes, host_bytes, stored_bytes, fills_node: As :class:`Block` has them, by block.
+        groups: Groups by block, as many columns as a block has groups at most, filled up with -1.
         own_ms, other_ms: By block and phase.
         phases: Phases in which a shard of each block has something.
     """
@@ -199,7 +225,10 @@ class BlockNumbers:
         self.num_bytes: Floats = np.array([block.num_bytes for block in blocks], np.float64)
         self.host_bytes: Floats = np.array([block.host_bytes for block in blocks], np.float64)
         self.stored_bytes: Floats = np.array([block.stored_bytes for block in blocks], np.float64)
-        self.group: Ints = np.array([block.group for block in blocks], np.int64)
+        most = max((len(block.groups) for block in blocks), default=0)
+        self.groups: Ints = np.full((len(blocks), max(most, 1)), NO_GROUP)
+        for groups, block in zip(self.groups, blocks, strict=True):
+            groups[: len(block.groups)] = block.groups
         self.fills_node = np.array([block.fills_node for block in blocks], bool)
         self.own_ms: Floats = np.array([block.own_ms for block in blocks], np.float64).reshape(len(blocks), num_phases)
         self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(
@@ -209,8 +238,8 @@ class BlockNumbers:
 
     def sums(self, num_groups: int) -> Floats:
         """Returns what a shard adds to the sums of its rank, by block (:attr:`Problem.block_sums`)."""
-        in_group = np.zeros((len(self.group), num_groups + 1))
-        in_group[np.arange(len(self.group)), self.group] = 1
+        in_group = np.zeros((len(self.groups), num_groups + 1))
+        np.put_along_axis(in_group, self.groups, 1, axis=1)
         columns = [self.lookup_ms[:, None], self.num_bytes[:, None], self.host_bytes[:, None]]
         return np.concatenate([*columns, self.own_ms, -self.other_ms, in_group], axis=1)
 
@@ -235,6 +264,21 @@ class Assignment:
     def copy(self) -> "Assignment":
         """Returns a copy that may be changed."""
         return Assignment(self.option.copy(), list(self.places))
+
+
+def _sum_of_blocks(blocks: Iterable[Block]) -> Block:
+    """Returns the block of shards of several tables on one place."""
+    own = list(blocks)
+    return Block(
+        lookup_ms=sum(block.lookup_ms for block in own),
+        num_bytes=sum(block.num_bytes for block in own),
+        stored_bytes=sum(block.stored_bytes for block in own),
+        groups=tuple(sorted({group for block in own for group in block.groups})),
+        own_ms=tuple(map(sum, zip(*(block.own_ms for block in own), strict=True))),
+        other_ms=tuple(map(sum, zip(*(block.other_ms for block in own), strict=True))),
+        fills_node=own[0].fills_node,
+        host_bytes=sum(block.host_bytes for block in own),
+    )
 
 
 def _nonzero(has_some: npt.NDArray[np.bool_]) -> slice:

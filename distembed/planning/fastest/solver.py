@@ -15,7 +15,7 @@ from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget, Found, LocalSearch
-from distembed.planning.fastest.problem import Assignment, Problem
+from distembed.planning.fastest.problem import Assignment, Floats, Problem
 
 _SMALL = 8
 """Tables up to which all assignments are searched."""
@@ -49,17 +49,19 @@ class Solver:
 
     Args:
         problem: The problem.
-        host_capacity: Bytes of each rank's share of the machine's memory beside a device.
-        bound_capacity: Bytes that weights and states of no rank exceed in a plan that fits.
+        host_capacity: Bytes of each rank's share of the machine's memory beside a device, for all or by rank.
+        bound_capacity: Bytes that weights and states of a rank do not exceed in a plan that fits, for all or by rank.
         tolerance: Share by which a plan may be slower than the best that is known.
     """
 
-    def __init__(self, problem: Problem, host_capacity: float, bound_capacity: float, tolerance: float) -> None:
+    def __init__(
+        self, problem: Problem, host_capacity: Floats | float, bound_capacity: Floats | float, tolerance: float
+    ) -> None:
         self._problem, self._host_capacity, self._tolerance = problem, host_capacity, tolerance
         self._bound_capacity = bound_capacity
         self._bound = LowerBound(problem, bound_capacity)
 
-    def fastest(self, capacity: float) -> Solution:
+    def fastest(self, capacity: Floats | float) -> Solution:
         """Returns the fastest assignment of which no rank has more bytes, as far as these add up."""
         aim = Aim(capacity, self._host_capacity)
         best = min((self._from_options(aim, options) for options in self._beginnings()), key=lambda it: it.score)
@@ -70,7 +72,7 @@ class Solver:
             best = min(best, self._undivided(aim, lower_bound), key=lambda found: found.score)
         return self._solution(best.assignment, aim, lower_bound)
 
-    def repaired(self, solution: Solution, capacity: float) -> Solution:
+    def repaired(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns a solution changed so that no rank has more bytes, as far as they add up."""
         aim, budget = Aim(capacity, self._host_capacity), self._budget()
         search = LocalSearch(self._problem, aim, budget)
@@ -80,7 +82,7 @@ class Solver:
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=1).shake(best, solution.milliseconds)
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
 
-    def emptiest(self, capacity: float) -> Assignment:
+    def emptiest(self, capacity: Floats | float) -> Assignment:
         """Returns an assignment with few bytes on the fullest rank, whatever its time."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
         best = self._from_options(aim, [list(self._options_by_bytes(table)) for table in self._tables()])
@@ -106,7 +108,7 @@ class Solver:
         low = best.score if outcome.is_complete else self._bound.milliseconds(best.score)
         return Solution(best.assignment, best.score, low, outcome.is_complete or self._is_near(best.score, low))
 
-    def emptier(self, solution: Solution, capacity: float) -> Solution:
+    def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns an assignment within the tolerance of a solution's time with fewer bytes on the fullest rank."""
         limit_ms = solution.milliseconds * (1 + self._tolerance)
         aim = Aim(capacity, self._host_capacity, limit_ms)
@@ -118,7 +120,7 @@ class Solver:
     def _solution(self, assignment: Assignment, aim: Aim, lower_bound: float) -> Solution:
         loads = Loads(self._problem, assignment.copy())
         ms = float(loads.milliseconds().max())
-        fits = bool(loads.num_bytes.max() <= aim.capacity and loads.host_bytes.max() <= aim.host_capacity)
+        fits = aim.fits(loads.num_bytes, loads.host_bytes)
         return Solution(assignment, ms, lower_bound, self._is_near(ms, lower_bound), fits)
 
     def _is_near(self, milliseconds: float, lower_bound: float) -> bool:
