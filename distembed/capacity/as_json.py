@@ -10,7 +10,6 @@ from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.smallest import Smallest
 from distembed.planning.cluster import Cluster
-from distembed.planning.other_placements import Alternative
 from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.planning.storage import TableStorage
@@ -106,20 +105,7 @@ def _table_values(table: AssessedTable) -> dict[str, Any]:
         "ranks": list(table.ranks),
         "columns": list(map(list, table.columns)),
         "why": table.why,
-        "alternatives": list(map(_alternative_values, table.alternatives)),
-    }
-
-
-def _alternative_values(alternative: Alternative) -> dict[str, Any]:
-    """Returns another placement of a table, and what it would add to what the plan takes."""
-    return {
-        "sharding_type": alternative.sharding_type,
-        "compute_kernel": alternative.compute_kernel,
-        "num_shards": alternative.num_shards,
-        "added_milliseconds": alternative.milliseconds,
-        "added_memory_bytes": alternative.memory_bytes,
-        "added_sent_bytes": alternative.sent_bytes,
-        "fits": alternative.fits,
+        "alternatives": list(map(dataclasses.asdict, table.alternatives)),
     }
 
 

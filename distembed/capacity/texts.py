@@ -171,12 +171,12 @@ def _lines_by_text(assessment: Assessment, title: str, text: Callable[[AssessedT
 def _alternative_text(own: Alternative) -> str:
     """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
     shards = f" in {own.num_shards:,} shards" if own.num_shards > 1 else ""
-    sent = f", {_signed(own.sent_bytes, format_bytes)} sent" if own.sent_bytes else ""
-    milliseconds = _signed(own.milliseconds, format_milliseconds)
+    sent = f", {_signed(own.added_sent_bytes, format_bytes)} sent" if own.added_sent_bytes else ""
+    milliseconds = _signed(own.added_milliseconds, format_milliseconds)
     milliseconds = "+0" if float(milliseconds.replace(",", "")) == 0 else milliseconds
     return (
         f"{_sharding_text(own.sharding_type, own.compute_kernel)}{shards} {milliseconds} ms, "
-        f"{_signed(own.memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
+        f"{_signed(own.added_memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
     )
 
 

@@ -18,8 +18,10 @@ operator takes within itself is not counted, but for the sorting of ids in FBGEM
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
@@ -96,7 +98,7 @@ class Step:
         self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
         self._storage = {name: self._storage_by_rank(placement) for name, placement in self._placements.items()}
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
-        self._totals: _Totals | None = None
+        self._total: _TableShare | None = None
 
     def place(self, placement: Placement) -> None:
         """Places one table anew, with all others where they are; it is told by its name."""
@@ -105,7 +107,7 @@ class Step:
         self._lookups.add(placement)
         self._placements[name], self._shares[name] = placement, self._share(placement)
         self._storage[name] = self._storage_by_rank(placement)
-        self._totals = None
+        self._total = None
 
     def ranks(self) -> list[PlannedRank]:
         """Returns the memory of every rank."""
@@ -149,46 +151,27 @@ class Step:
         optimizer = self._optimizers.for_table(load.table).sparse
         return group_type(load.slices[0], self._device_kind, optimizer)
 
-    def _sum(self) -> "_Totals":
-        """Returns what all tables have together."""
-        if self._totals is None:
-            self._totals = self._total()
-        return self._totals
-
-    def _total(self) -> "_Totals":
-        shares = self._shares.values()
-        received: dict[ExchangeKey, int] = {}
-        unfused: dict[int, int] = {}
-        scanned: dict[int, int] = {}
-        widened: dict[int, int] = {}
-        ranks_per_node = 1
-        for placement, share in zip(self._placements.values(), shares, strict=True):
-            key = exchange_key(placement)
-            if key[1] in WITHIN_NODES:
-                ranks_per_node = placement.num_row_blocks
-            received[key] = received.get(key, 0) + share.received
-            for rank, num_bytes in share.unfused.items():
-                unfused[rank] = unfused.get(rank, 0) + num_bytes
-            for rank, num_bytes in share.scanned.items():
-                scanned[rank] = scanned.get(rank, 0) + num_bytes
-            for rank, num_bytes in share.widened_shards.items():
-                widened[rank] = widened.get(rank, 0) + num_bytes
-        return _Totals(
-            received=received,
-            common={
-                key: self._exchange(key, received[key], loads) for key, loads in self._lookups.common_loads().items()
-            },
-            ranks_per_node=ranks_per_node,
-            sent_ids=sum(share.sent_ids for share in shares),
-            replicated=self._network.gradients + sum(share.replicated for share in shares),
-            largest_replicated=max((share.largest_replicated for share in shares), default=0),
-            widened=sum(share.widened for share in shares),
-            widened_shards=widened,
-            unfused=unfused,
-            scanned=scanned,
-            sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
-            sent_to_shards=sum((share.sent_to_shards for share in shares), SentBytes()),
-        )
+    def _sum(self) -> "_TableShare":
+        """Returns the sum of all tables' shares; the first count after a change adds them up."""
+        if self._total is None:
+            shares = list(self._shares.values())
+            counts: dict[str, Counter[Any]] = {name: Counter() for name in _COUNTERS}
+            for share in shares:
+                for name, count in counts.items():
+                    count.update(getattr(share, name))
+            self._total = _TableShare(
+                **counts,
+                ranks_per_node=max((share.ranks_per_node for share in shares), default=1),
+                sent_ids=sum(share.sent_ids for share in shares),
+                replicated=self._network.gradients + sum(share.replicated for share in shares),
+                largest_replicated=max((share.largest_replicated for share in shares), default=0),
+                widened=sum(share.widened for share in shares),
+                sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
+                sent_to_shards=sum((share.sent_to_shards for share in shares), SentBytes()),
+            )
+            received, common = counts["received"], self._lookups.common_loads()
+            self._common = {key: self._exchange(key, received[key], loads) for key, loads in common.items()}
+        return self._total
 
     def _share(self, placement: Placement) -> "_TableShare":
         """Returns what one table has of a step, wherever the others are."""
@@ -199,26 +182,30 @@ class Step:
                 is_first = rank % placement.num_row_blocks == 0
                 to_shards += self._sent_to_shard(placement, stop - start if is_first else 0)
         replicated, unfused, itemsize = placement.replicated, _unfused_gradients(placement), _itemsize(placement)
+        is_within_nodes, num_vectors = placement.unit.sharding_type in WITHIN_NODES, self._num_vectors(placement)
         return _TableShare(
-            received=self._num_vectors(placement) * width(placement.table) * _FLOAT,
+            received=Counter({exchange_key(placement): num_vectors * width(placement.table) * _FLOAT}),
+            ranks_per_node=placement.num_row_blocks if is_within_nodes else 1,
             sent_ids=self._sent_id_bytes(placement),
             replicated=sum(part.num_parameters * (_FLOAT if part.is_function else itemsize) for part in replicated),
             largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
             widened=sum(
                 2 * _FLOAT * part.num_parameters for part in replicated if not part.is_function and itemsize < _FLOAT
             ),
-            widened_shards={rank: own // itemsize * 2 * _FLOAT for rank, own in unfused.items() if itemsize < _FLOAT},
+            widened_shards=Counter(
+                {rank: own // itemsize * 2 * _FLOAT for rank, own in unfused.items() if itemsize < _FLOAT}
+            ),
             unfused=unfused,
-            scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else {},
+            scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else Counter(),
             sent_by_all=self._sent_by_every_rank(placement),
             sent_to_shards=to_shards,
         )
 
-    def _scanned_gradients(self, placement: Placement) -> dict[int, int]:
+    def _scanned_gradients(self, placement: Placement) -> Counter[int]:
         """Returns the bytes of the gradients that going over all vectors of a table gives its weights, by rank."""
         gradients = _unfused_gradients(placement)
         replicated = sum(part.num_parameters for part in placement.replicated) * _FLOAT
-        return {rank: gradients.get(rank, 0) + replicated for rank in range(self._world_size)}
+        return Counter({rank: gradients[rank] + replicated for rank in range(self._world_size)})
 
     def _sent_by_every_rank(self, placement: Placement) -> SentBytes:
         """Returns what each rank sends for a table that is looked up on all of them."""
@@ -284,7 +271,7 @@ class Step:
         """Returns a rank's exchanges, those of tables that it has no part of as well: it receives their vectors."""
         totals, loads = self._sum(), self._lookups.rank_loads(rank)
         return [
-            totals.common[key] if key in totals.common else self._exchange(key, received, loads.get(key, []))
+            self._common[key] if key in self._common else self._exchange(key, received, loads.get(key, []))
             for key, received in totals.received.items()
         ]
 
@@ -296,9 +283,9 @@ class Step:
         received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
         # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
-        unfused = totals.unfused.get(rank, 0)
+        unfused = totals.unfused[rank]
         # networks that go over all vectors of a table have their gradients early, to be added to those of its lookups
-        early = totals.scanned.get(rank, 0)
+        early = totals.scanned[rank]
         buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
         # the task's outputs of the step before are still there
         inputs = self._batches + totals.sent_ids + arriving
@@ -325,7 +312,7 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        updating = totals.largest_replicated * _FLOAT + totals.widened + totals.widened_shards.get(rank, 0)
+        updating = totals.largest_replicated * _FLOAT + totals.widened + totals.widened_shards[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _num_ids(self, placement: Placement) -> float:
@@ -371,47 +358,32 @@ class Step:
 
 @dataclass(frozen=True)
 class _TableShare:
-    """What one table has of a step, wherever the others are."""
+    """Bytes that one table has of a step, wherever the others are; or all tables together, with the networks."""
 
-    received: int  # bytes of its vectors of a rank's rows
-    sent_ids: int  # bytes of its ids in a rank's batch, in the order of the ranks that they go to
-    replicated: int  # bytes of the weights, and of their gradients, that every rank has
-    largest_replicated: int  # numbers of the largest of these, but for functions
-    widened: int  # bytes of float32 copies of replicated weights of half precision, with gradients, in their update
-    widened_shards: Mapping[int, int]  # those of shards that are not updated within the backward pass, by rank
-    unfused: Mapping[int, int]  # bytes of gradients that are not updated within the backward pass, by rank
-    scanned: Mapping[int, int]  # bytes of the gradients of tables that networks go over as a whole, by rank
-    sent_by_all: SentBytes  # what each rank sends for it, where it is looked up on all of them
-    sent_to_shards: SentBytes  # what each rank sends to the owners of its columns, if it is none of them
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """The sums over all tables of what :class:`_TableShare` has of one, and what is looked up on every rank."""
-
-    # bytes of all vectors of a rank's rows, by exchange, in the order of the exchanges
-    received: Mapping[ExchangeKey, int]
-    common: Mapping[ExchangeKey, Exchange]  # of tables that are looked up on every rank
+    received: Counter[ExchangeKey]  # vectors of a rank's rows
     ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
-    sent_ids: int  # bytes of ids in a rank's batch, in the order of the ranks that they go to
-    replicated: int  # bytes of all weights, and of their gradients, that every rank has, those of networks too
-    largest_replicated: int  # numbers of the largest replicated weight of a table
-    widened: int  # bytes of float32 copies of replicated weights of half precision, with gradients, in their update
-    widened_shards: Mapping[int, int]  # those of shards that are not updated within the backward pass, by rank
-    unfused: Mapping[int, int]  # bytes of gradients of shards that are not updated within the backward pass, by rank
-    scanned: Mapping[int, int]  # bytes of the gradients of tables that networks go over as a whole, by rank
-    sent_by_all: SentBytes  # what each rank sends for tables that are looked up on all of them
-    sent_to_shards: SentBytes  # what a rank without shards sends to the owners of columns
+    sent_ids: int  # ids in a rank's batch, in the order of the ranks that they go to
+    replicated: int  # weights, and their gradients, that every rank has
+    largest_replicated: int  # numbers (no bytes) of the largest of these, but for functions
+    widened: int  # float32 copies of replicated weights of half precision, with gradients, in their update
+    widened_shards: Counter[int]  # those of shards that are not updated within the backward pass, by rank
+    unfused: Counter[int]  # gradients of such shards, by rank
+    scanned: Counter[int]  # gradients of tables that networks go over as a whole, by rank
+    sent_by_all: SentBytes  # by each rank, for tables that are looked up on all of them
+    sent_to_shards: SentBytes  # by a rank without shards, to the owners of columns
 
 
-def _unfused_gradients(placement: Placement) -> dict[int, int]:
+_COUNTERS = ("received", "widened_shards", "unfused", "scanned")
+
+
+def _unfused_gradients(placement: Placement) -> Counter[int]:
     """Returns the bytes of gradients of a table's shards that are not updated within the backward pass, by rank."""
-    gradients: dict[int, int] = {}
+    gradients: Counter[int] = Counter()
     if placement.unit.compute_kernel == EmbeddingComputeKernel.DENSE.value:
         for sharding in placement.sharded.values():
             for shard in sharding.sharding_spec.shards:
                 rank, num_bytes = shard.placement.rank(), math.prod(shard.shard_sizes) * _itemsize(placement)
-                gradients[rank] = gradients.get(rank, 0) + num_bytes
+                gradients[rank] += num_bytes
     return gradients
 
 

@@ -6,7 +6,7 @@ of which integers keep their values.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.modules import embedding_modules
@@ -89,34 +90,30 @@ class ExampleBatch:
             yield from ((feature, each.lengths()) for feature, each in ids.to_dict().items())
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yields the tensors, plain and jagged, of a value: within tuples, lists, mappings and dataclasses."""
-    if isinstance(value, _LEAVES):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from leaves(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from leaves(each)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name))
+def leaves(value: Any) -> list[Any]:
+    """Returns the tensors, plain and jagged, of a value: within tuples, lists, dicts and dataclasses."""
+    found: list[Any] = []
+
+    def noted(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    with_leaves(value, noted)
+    return found
 
 
 def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the same value with each of its :func:`leaves` changed."""
-    if isinstance(value, _LEAVES):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: with_leaves(each, change) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        changed = [with_leaves(each, change) for each in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: with_leaves(getattr(value, field.name), change) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **own)
-    return value
+    """Returns the value with each of its :func:`leaves` changed."""
+
+    def changed(node: Any) -> Any:
+        if isinstance(node, _LEAVES):
+            return change(node)
+        if not dataclasses.is_dataclass(node) or isinstance(node, type):
+            return node
+        own = {field.name: with_leaves(getattr(node, field.name), change) for field in dataclasses.fields(node)}
+        return dataclasses.replace(node, **own)
+
+    return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
 
 
 def estimate_own_networks(

@@ -29,9 +29,9 @@ class Alternative:
     sharding_type: str
     compute_kernel: str
     num_shards: int  # 0 where every rank would hold the whole table
-    milliseconds: float  # of the slowest rank's step
-    memory_bytes: int  # of the fullest rank
-    sent_bytes: int  # by all ranks together in a step
+    added_milliseconds: float  # of the slowest rank's step
+    added_memory_bytes: int  # of the fullest rank
+    added_sent_bytes: int  # by all ranks together in a step
     fits: bool  # whether every rank would have room
 
 
@@ -101,7 +101,11 @@ class _OtherPlacements:
         loads.put(unit, own, places)
         return sorted(
             found,
-            key=lambda it: (not it.alternative.fits, it.alternative.milliseconds, it.alternative.memory_bytes),
+            key=lambda it: (
+                not it.alternative.fits,
+                it.alternative.added_milliseconds,
+                it.alternative.added_memory_bytes,
+            ),
         )
 
     def _option(self, table: int) -> int:
@@ -134,9 +138,9 @@ class _OtherPlacements:
             sharding_type=layout.sharding_type,
             compute_kernel=layout.compute_kernel,
             num_shards=self._num_shards(layout, option),
-            milliseconds=float(by_rank.max()) - self._ms,
-            memory_bytes=round(num_bytes - self._num_bytes),
-            sent_bytes=round(cost.sent_bytes - before.sent_bytes),
+            added_milliseconds=float(by_rank.max()) - self._ms,
+            added_memory_bytes=round(num_bytes - self._num_bytes),
+            added_sent_bytes=round(cost.sent_bytes - before.sent_bytes),
             fits=fits,
         )
         return _Tried(layout, cost, alternative, is_slowest)
@@ -168,9 +172,9 @@ def _because(
     if not tried:
         return "nothing else is possible"
     others, is_replicated = [own.alternative for own in tried], layout.sharding_type == "data_parallel"
-    faster = [other for other in others if other.milliseconds < -_ROUNDING_MS]
+    faster = [other for other in others if other.added_milliseconds < -_ROUNDING_MS]
     if fitting := [other for other in faster if other.fits]:
-        if all(-other.milliseconds <= allowed_ms and other.memory_bytes > 0 for other in fitting):
+        if all(-other.added_milliseconds <= allowed_ms and other.added_memory_bytes > 0 for other in fitting):
             return "hardly slower than others, with fewer bytes on the fullest rank"
         return "fastest that was found"
     alike = (own for own in tried if _is_whole(own.layout) and own.layout.compute_kernel == layout.compute_kernel)
@@ -179,15 +183,15 @@ def _because(
         return "whole it would not fit"
     if faster:
         return "others that are faster do not fit"
-    if whole is not None and whole.alternative.milliseconds > _ROUNDING_MS:
+    if whole is not None and whole.alternative.added_milliseconds > _ROUNDING_MS:
         return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
     if is_replicated and cost.all_reduce_ms < min(_exchange_ms(own.cost) for own in tried):
         num_parameters = sum(part.num_parameters for part in table.partition_tables())
         return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
-    equal = [other for other in others if other.fits and other.milliseconds <= _ROUNDING_MS]
+    equal = [other for other in others if other.fits and other.added_milliseconds <= _ROUNDING_MS]
     if not equal:
         return "fastest" if any(other.fits for other in others) else "others do not fit"
-    if all(other.memory_bytes > 0 for other in equal):
+    if all(other.added_memory_bytes > 0 for other in equal):
         return "as fast as others, with fewer bytes on the fullest rank"
     return "no other is faster"
 

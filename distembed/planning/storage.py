@@ -60,41 +60,14 @@ class TableStorage:
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
-        return self._plus(other, 1)
-
-    def __sub__(self, other: "TableStorage") -> "TableStorage":
-        return self._plus(other, -1)
-
-    def _plus(self, other: "TableStorage", sign: int) -> "TableStorage":
         return TableStorage(
-            self.weights + sign * other.weights,
-            self.optimizer_state + sign * other.optimizer_state,
-            self.gradients + sign * other.gradients,
-            self.cache + sign * other.cache,
-            self.host_weights + sign * other.host_weights,
-            self.host_optimizer_state + sign * other.host_optimizer_state,
+            self.weights + other.weights,
+            self.optimizer_state + other.optimizer_state,
+            self.gradients + other.gradients,
+            self.cache + other.cache,
+            self.host_weights + other.host_weights,
+            self.host_optimizer_state + other.host_optimizer_state,
         )
-
-
-def table_storage(
-    placements: Sequence[Placement],
-    world_size: int,
-    optimizers: TableOptimizers,
-    cache_ratio: float = DEFAULT_CACHE_RATIO,
-) -> list[dict[str, TableStorage]]:
-    """Returns the storage of every table on each rank, by the table's name.
-
-    Args:
-        placements: Placements of all tables.
-        world_size: Number of ranks.
-        optimizers: Optimizers of the tables; the compute kernel of each placement says whether FBGEMM has them.
-        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
-    """
-    by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
-    for placement in placements:
-        for rank, storage in storage_by_rank(placement, world_size, optimizers, cache_ratio).items():
-            by_rank[rank][placement.table.name] = storage
-    return by_rank
 
 
 def storage_by_rank(

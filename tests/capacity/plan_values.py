@@ -19,6 +19,7 @@ from distembed.planning.workload import Workload
 
 GIB, MIB = 2**30, 2**20
 CAPACITY, ALLOCATOR = 81_559 * MIB, 4 * GIB
+ONE_COPY = {"weights": 5 * GIB, "optimizer_state": 3 * GIB, "gradients": GIB}
 
 
 def plan_assessment(
@@ -28,7 +29,7 @@ def plan_assessment(
     draw = random.Random(seed)
     ranks = [_rank(rank, draw, host_memory) for rank in range(nodes * gpus)]
     tables = [_table(f"C{i + 1}", nodes * gpus, draw) for i in range(num_tables - 1)]
-    rest = TableStorage(5 * GIB, 3 * GIB, GIB) - sum((table.one_copy for table in tables), TableStorage())
+    rest = TableStorage(*(size - sum(getattr(own.one_copy, item) for own in tables) for item, size in ONE_COPY.items()))
     tables.append(_table(f"C{num_tables}", nodes * gpus, draw, rest))
     found = Assessment(
         cluster=Cluster(find_device("h100-80gb"), nodes, gpus, 200 * GIB * gpus if host_memory else 0),

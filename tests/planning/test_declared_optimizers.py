@@ -33,7 +33,7 @@ from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.planning.plan import find_plan
-from distembed.planning.storage import table_storage, total
+from distembed.planning.storage import storage_by_rank
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.placement import place_table
 from tests.layouts import Head, batch, tables
@@ -149,7 +149,8 @@ def test_mlperfs_tables_take_their_weights_and_their_states(declare: Any, name: 
     assert sparse is not None
     collection: Any = model.get_submodule("embeddings")
     placements = [place_table(table, plan[table.name], world_size=8) for table in collection.tables()]
-    of_ranks = [total(of_rank) for of_rank in table_storage(placements, 8, TableOptimizers(sparse))]
+    optimizers = TableOptimizers(sparse)
+    of_ranks = [stored for own in placements for stored in storage_by_rank(own, 8, optimizers).values()]
     assert sum(rank.weights for rank in of_ranks) == 204_184_588 * DIM * 4
     assert sum(rank.optimizer_state for rank in of_ranks) == states * 204_184_588 * DIM * 4
 

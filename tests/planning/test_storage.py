@@ -25,7 +25,6 @@ from distembed.planning.storage import (
     replicated_storage,
     slice_storage,
     storage_by_rank,
-    table_storage,
     total,
 )
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
@@ -58,8 +57,8 @@ def check(rank: int, layout: str, sparse: str, dense: str, data_type: DataType =
     assert isinstance(trained.model, DistributedModelParallel)
     (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     optimizers = TableOptimizers(sparse, dense)
-    estimated = table_storage(list(module._placements.values()), dist.get_world_size(), optimizers)
-    own = total(estimated[rank])
+    placed = (storage_by_rank(own, dist.get_world_size(), optimizers) for own in module._placements.values())
+    own = total({number: by_rank[rank] for number, by_rank in enumerate(placed) if rank in by_rank})
     assert (own.weights, own.optimizer_state) == live_bytes(trained)
     gradients = [
         p.grad for n, p in trained.model.named_parameters() if n.startswith("embeddings.") and p.grad is not None
@@ -118,11 +117,11 @@ def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_
     ranges = [ShardMetadata([0, 0], [254, 12], "rank:0/cuda:0"), ShardMetadata([0, 12], [254, 4], "rank:1/cuda:1")]
     for kernel, slots in (("fused_uvm", None), ("fused_uvm_caching", 0.5)):
         unit = ParameterSharding("column_wise", kernel, [0, 1], EnumerableShardingSpec(ranges))
-        by_rank = table_storage([place_table(table, unit, 2)], 2, TableOptimizers("row_wise_adagrad"), 0.5)
-        for columns, stored in zip((12, 4), by_rank, strict=True):
+        by_rank = storage_by_rank(place_table(table, unit, 2), 2, TableOptimizers("row_wise_adagrad"), 0.5)
+        for rank, columns in enumerate((12, 4)):
             # FBGEMM notes an int32 of each row of what is cached, and two int64 of each slot
             cache = 0 if slots is None else slots * 250 * columns * 4 + 250 * 4 + slots * 250 * 16
-            assert stored["t"] == TableStorage(
+            assert by_rank[rank] == TableStorage(
                 weights=4 * columns * 4,
                 optimizer_state=(250 + 4) * 4,
                 cache=round(cache),
