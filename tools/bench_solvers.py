@@ -39,8 +39,8 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.counted_memory import CountedMemory
 from distembed.planning.devices import find_device
+from distembed.planning.estimated_plan import CountedMemory
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment, Problem
 from distembed.planning.fastest.solver import Solver

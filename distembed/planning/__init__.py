@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from distembed.planning.apply_plan import load_plan
     from distembed.planning.config import PlanConfig
     from distembed.planning.plan import make_plan
-    from distembed.planning.plan_summary import describe_plan, plan_as_json
     from distembed.planning.request import PlanRequest
+    from distembed.planning.saved_plan import describe_plan, plan_as_json
     from distembed.planning.workload import Workload
 
 __all__ = ["PlanConfig", "PlanRequest", "Workload", "describe_plan", "load_plan", "make_plan", "plan_as_json"]

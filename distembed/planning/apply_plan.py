@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.utils import placement
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -34,13 +36,13 @@ from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable, read_saved_plan
 from distembed.ranks import Ranks
 from distembed.sharding.exchange import common_exchange
-from distembed.sharding.placement import BY_ROWS, COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
+from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
+from distembed.units import enumerate_names
 
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)
-_AXES = ("rows", "columns")
 
 
 def load_plan(
@@ -187,7 +189,7 @@ def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, tar
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
             f"{target.device_kind}{unfused} are {', '.join(target.kernels(table, kind))}"
         )
-    found = [*_wrong_ranks(own, target), *_wrong_shards(own, unit_size(table))]
+    found = [*_wrong_ranks(own, target), *_wrong_shards(own, table, target)]
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
@@ -233,58 +235,24 @@ def _ranges_of_columns(shards: Sequence[SavedShard]) -> dict[tuple[int, int], li
     return ranges
 
 
-def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
-    """Yields why the shards are not the table, with each number of it once."""
-    kind, shards = own.sharding_type, own.shards
-    if kind == ShardingType.DATA_PARALLEL.value:
-        if shards:
-            yield f"is planned data_parallel in {len(shards)} shards, and a table that is replicated has none"
-        return
-    if not shards:
-        yield f"is planned {kind} without a shard"
-        return
-    reach = [max(shard.span(axis)[1] for shard in shards) for axis in (0, 1)]
-    if tuple(reach) != size:
-        yield f"is planned as {reach[0]:,} x {reach[1]:,} numbers, and is {size[0]:,} x {size[1]:,}"
-    if kind == ShardingType.GRID_SHARD.value:
-        yield from _wrong_grid(shards, size[0])
-        return
-    divided = 0 if kind in BY_ROWS else 1
-    if kind == ShardingType.TABLE_WISE.value and len(shards) > 1:
-        yield f"is planned table_wise in {len(shards)} shards, and has one"
-    yield from _untiled(shards, divided)
-    whole = 1 - divided
-    for shard in shards:
-        if shard.span(whole) != (0, reach[whole]):
-            start, stop = shard.span(whole)
-            yield (
-                f"is planned {kind} with {_AXES[whole]} [{start:,}, {stop:,}) on rank {shard.rank}, and each of its "
-                f"shards has all {reach[whole]:,}"
-            )
+def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, target: _PlanTarget) -> Iterator[str]:
+    """Yields where the shards are others than those into which TorchRec divides the table."""
+    kind, size, expected = own.sharding_type, unit_size(table), list[str]()
+    if kind != ShardingType.DATA_PARALLEL.value:
+        num_columns = own.shards[0].size[1] if own.shards else size[1]
+        meta = torch.empty(size, device="meta")
+        sizes, offsets = calculate_shard_sizes_and_offsets(
+            meta, target.world_size, target.local_world_size, kind, num_columns or size[1]
+        )
+        expected = list(map(_block, offsets, sizes))
+    found = [_block(shard.offset, shard.size) for shard in own.shards]
+    if found != expected:
+        yield (
+            f"is planned {kind} in {len(found)} shard(s) [{enumerate_names(found, 4)}]; its {size[0]:,} x {size[1]:,} "
+            f"numbers are divided into {len(expected)} [{enumerate_names(expected, 4)}]"
+        )
 
 
-def _wrong_grid(shards: Sequence[SavedShard], num_rows: int) -> Iterator[str]:
-    """Yields the columns, and the rows of ranges of columns, that are in no shard of a grid, or in several."""
-    ranges = _ranges_of_columns(shards)
-    yield from _untiled([blocks[0] for blocks in ranges.values()], 1)
-    for (start, stop), blocks in ranges.items():
-        yield from _untiled(blocks, 0)
-        end = max(block.span(0)[1] for block in blocks)
-        if end != num_rows:
-            yield f"is planned with {end:,} rows of columns [{start:,}, {stop:,}), and has {num_rows:,}"
-
-
-def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:
-    """Yields the rows (axis 0) or columns (axis 1) that are in no shard, or in several."""
-    end = 0
-    for start, stop in sorted(shard.span(axis) for shard in shards):
-        if start == stop:
-            # where rows are fewer than the ranks that divide them, the last ranks have none
-            if axis == 1 or start != end:
-                yield f"is planned with a shard of no {_AXES[axis]} at {start:,}"
-            continue
-        if start > end:
-            yield f"is planned with {_AXES[axis]} [{end:,}, {start:,}) on no rank"
-        if start < end:
-            yield f"is planned with {_AXES[axis]} [{start:,}, {min(end, stop):,}) in two shards"
-        end = max(end, stop)
+def _block(offset: Sequence[int], size: Sequence[int]) -> str:
+    """Returns such as ``0:26 x 0:4``, the rows and columns of a shard."""
+    return " x ".join(f"{start}:{start + length}" for start, length in zip(offset, size, strict=True))

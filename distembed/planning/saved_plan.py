@@ -6,8 +6,7 @@ them. :func:`read_saved_plan` refuses a file that has not the form of a plan, an
 """
 
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from distembed.errors import UserError
 from distembed.files import read_json
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.plan_summary import plan_as_json
+from distembed.units import format_ranges
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -51,21 +50,12 @@ class SavedTable:
     shards: list[SavedShard]  # the shards of the table; none of a replicated table
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class SavedPlan:
     """A plan that was read from a file."""
 
-    # by the path of their module and their name
-    modules: Mapping[str, Mapping[str, SavedTable]]
-    plan_inputs: PlanInputs  # the inputs of the plan
-
-
-@pydantic.dataclasses.dataclass(frozen=True)
-class _SavedPlanFile:
-    """The form of a file, whose keys are the names of the attributes."""
-
-    made_for: PlanInputs
-    plan: dict[str, dict[str, SavedTable]]
+    plan_inputs: PlanInputs = Field(alias="made_for")
+    modules: dict[str, dict[str, SavedTable]] = Field(alias="plan")  # by the path of their module and their name
 
 
 def saved_plan_as_json(plan_inputs: PlanInputs, plan: "ShardingPlan | None") -> dict[str, Any]:
@@ -76,6 +66,40 @@ def saved_plan_as_json(plan_inputs: PlanInputs, plan: "ShardingPlan | None") -> 
         plan: The plan; None where there is none, so that reading the file is refused.
     """
     return {"plan": None if plan is None else plan_as_json(plan), "made_for": plan_inputs.as_json()}
+
+
+def plan_as_json(plan: "ShardingPlan") -> dict[str, dict[str, Any]]:
+    """Returns ``{module: {table: {sharding_type, compute_kernel, ranks, shards}}}``.
+
+    A shard is ``{rank, offset, size}``; offset and size are rows and columns of the table's unit of placement.
+    """
+    return {
+        path: {
+            table: {
+                "sharding_type": sharding.sharding_type,
+                "compute_kernel": sharding.compute_kernel,
+                "ranks": list(sharding.ranks or []),
+                "shards": [
+                    {"rank": shard.placement.rank(), "offset": shard.shard_offsets, "size": shard.shard_sizes}
+                    for shard in (sharding.sharding_spec.shards if sharding.sharding_spec is not None else [])
+                ],
+            }
+            for table, sharding in module_plan.items()
+        }
+        for path, module_plan in plan.plan.items()
+    }
+
+
+def describe_plan(plan: "ShardingPlan") -> str:
+    """Returns one line: how many tables have each sharding type, and how many shards each rank has."""
+    shardings = [sharding for module_plan in plan.plan.values() for sharding in module_plan.values()]
+    counts = Counter(sharding.sharding_type for sharding in shardings)
+    num_shards = Counter(rank for sharding in shardings for rank in sharding.ranks or [])
+    ranks: dict[int, list[int]] = {}
+    for rank in sorted(num_shards):
+        ranks.setdefault(num_shards[rank], []).append(rank)
+    tables = ", ".join(f"{count} {sharding_type}" for sharding_type, count in counts.items())
+    return f"{tables}; shards by rank: {'; '.join(f'{format_ranges(own)}: {count}' for count, own in ranks.items())}"
 
 
 def read_saved_plan(path: Path) -> SavedPlan:
@@ -93,18 +117,10 @@ def read_saved_plan(path: Path) -> SavedPlan:
         )
     if values.get("plan", True) is None:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
-    file = _checked(path, _SavedPlanFile, {key: values[key] for key in ("made_for", "plan") if key in values})
-    return SavedPlan(file.plan, file.made_for)
-
-
-def _checked(path: Path, kind: Any, value: Any) -> Any:
-    """Returns a file's value as an instance of ``kind``.
-
-    Raises:
-        UserError: The value has another form; the error lists all parts that are wrong.
-    """
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(SavedPlan).validate_python(
+            {key: values[key] for key in ("made_for", "plan") if key in values}
+        )
     except ValidationError as error:
         wrong = "\n  ".join(_explained(part) for part in error.errors(include_url=False))
         raise UserError(f"{path} holds no plan that tables could be placed by; {_REMEDY}:\n  {wrong}") from error

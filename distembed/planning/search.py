@@ -13,8 +13,7 @@ import numpy as np
 
 from distembed.errors import InsufficientMemory
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.counted_memory import CountedMemory
-from distembed.planning.estimated_plan import EstimatedPlan, estimated_ranks, plan_placements
+from distembed.planning.estimated_plan import CountedMemory, EstimatedPlan, estimated_ranks, plan_placements
 from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.fastest.solver import Solution, Solver

@@ -9,17 +9,27 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
+import torch
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.planner.utils import placement as rank_and_device
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+)
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.cluster import Cluster
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost, divided_table
 from distembed.planning.fastest.problem import Assignment, Block, Option, Problem
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
-from distembed.planning.sharding_plan import unit_sharding
 from distembed.planning.storage import TableStorage, replicated_storage, slice_storage
-from distembed.sharding.table_slice import is_pooled
+from distembed.sharding.table_slice import is_pooled, unit_size
 
 _VECTOR_COPIES = 3
 """Composed vectors of a shard at the fullest moment: as they are composed, as they are sent, and gradients."""
@@ -234,6 +244,35 @@ class TableProblem:
         num_ids = num_rows * sum(workload.ids_per_row.get(name, 1.0) for name in features) / num_blocks
         num_vectors = num_rows * len(features) if is_pooled(table) else num_ids
         return num_vectors * num_columns * _FLOAT_BYTES * _VECTOR_COPIES + num_ids * _LONG_BYTES * _ID_COPIES
+
+
+def unit_sharding(
+    table: CompositionalEmbeddingConfig, layout: Layout, ranks: Sequence[int], cluster: Cluster
+) -> ParameterSharding:
+    """Returns the answer for a table's unit.
+
+    Args:
+        table: The table.
+        layout: How it is divided.
+        ranks: Rank of each shard, range of columns after range, and of blocks of rows one after the other; of a
+            table that every rank has, all ranks.
+        cluster: The ranks.
+    """
+    if layout.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return ParameterSharding(layout.sharding_type, layout.compute_kernel, list(ranks), None)
+    start, stop = layout.columns[0]
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(unit_size(table), device="meta"),
+        cluster.world_size,
+        cluster.ranks_per_node,
+        layout.sharding_type,
+        stop - start,
+    )
+    shards = [
+        ShardMetadata(offset, size, rank_and_device(cluster.device.kind, rank, cluster.ranks_per_node))
+        for offset, size, rank in zip(offsets, sizes, ranks, strict=True)
+    ]
+    return ParameterSharding(layout.sharding_type, layout.compute_kernel, list(ranks), EnumerableShardingSpec(shards))
 
 
 @dataclass(frozen=True)

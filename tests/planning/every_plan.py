@@ -18,8 +18,8 @@ from distembed.planning import PlanRequest
 from distembed.planning.buffers import Step
 from distembed.planning.costs import Layout, PlacementCosts, ShardCost
 from distembed.planning.planned_rank import PlannedRank
-from distembed.planning.sharding_plan import unit_sharding
 from distembed.planning.storage import TableStorage, storage_by_rank
+from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, can_be_placed, place_table
 from distembed.sharding.table_slice import is_pooled, width
 

@@ -19,7 +19,6 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import Layout, divided_table
 from distembed.planning.devices import find_device
-from distembed.planning.sharding_plan import unit_sharding
 from distembed.planning.storage import (
     TableStorage,
     replicated_storage,
@@ -27,6 +26,7 @@ from distembed.planning.storage import (
     storage_by_rank,
     total,
 )
+from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.placement import place_table
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, build, replicated_leaves
@@ -58,7 +58,7 @@ def check(rank: int, layout: str, sparse: str, dense: str, data_type: DataType =
     (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     optimizers = TableOptimizers(sparse, dense)
     placed = (storage_by_rank(own, dist.get_world_size(), optimizers) for own in module._placements.values())
-    own = total({number: by_rank[rank] for number, by_rank in enumerate(placed) if rank in by_rank})
+    own = total({str(number): by_rank[rank] for number, by_rank in enumerate(placed) if rank in by_rank})
     assert (own.weights, own.optimizer_state) == live_bytes(trained)
     gradients = [
         p.grad for n, p in trained.model.named_parameters() if n.startswith("embeddings.") and p.grad is not None
