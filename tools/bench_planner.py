@@ -52,15 +52,15 @@ from distembed.planning.times import step_times
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.units import format_bytes
 
-CONFIG = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
 BATCH_SIZE, GPUS = 65_536, 8
 FEWEST_ROWS, MOST_ROWS_A_NODE, MOST_ROWS = 10**3, 5 * 10**6, 10**8
 MIB = 2**20
 
 
-def configured(*overrides: str) -> Callable[[Cluster], PlanRequest]:
-    """Returns what makes a config's model on a cluster."""
-    config = load_config(CONFIG, [f"train.batch_size={BATCH_SIZE}", *overrides])
+def configured(name: str, *overrides: str) -> Callable[[Cluster], PlanRequest]:
+    """Returns the function that makes a config's model on a cluster."""
+    config = load_config(CONFIGS / f"{name}.yaml", [f"train.batch_size={BATCH_SIZE}", *overrides])
     return lambda cluster: ConfiguredModel(config).on_cluster(cluster).request
 
 
@@ -98,12 +98,16 @@ def generated(num_tables: int) -> Callable[[Cluster], PlanRequest]:
 
 
 MODELS: Mapping[str, Callable[[], Callable[[Cluster], PlanRequest]]] = {
-    "kaggle": lambda: configured("embedding.default.force=true"),
+    "kaggle": lambda: configured("criteo_kaggle", "embedding.default.force=true"),
     "terabyte": lambda: configured(
-        "data.schema=criteo_terabyte", "embedding.default.force=true", "embedding.default.embedding_dim=64"
+        "criteo_kaggle",
+        "data.schema=criteo_terabyte",
+        "embedding.default.force=true",
+        "embedding.default.embedding_dim=64",
     ),
-    "mlperf": lambda: configured(
-        "data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"
+    "mlperf": lambda: configured("mlperf_dlrm_dcnv2"),
+    "mlperf-qr4": lambda: configured(
+        "mlperf_dlrm_dcnv2", "embedding.default.partition=quotient_remainder", "embedding.default.collisions=4"
     ),
     "1000-tables": lambda: generated(1000),
     "5000-tables": lambda: generated(5000),

@@ -1,7 +1,7 @@
 """Models, which are unaware of ranks: each is a file with its config in ``config.py``, listed in a name table.
 
 ``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py``,
-``mlp.py`` and ``soft_one_hot.py`` are the layers that models share.
+``low_rank_cross.py``, ``mlp.py`` and ``soft_one_hot.py`` are the layers that models share.
 
 A model of one's own is a config with ``name`` and ``build``, which a plugin registers by ``MODELS["mine"] = MyConfig``;
 see :class:`distembed.models.ModelConfig`.

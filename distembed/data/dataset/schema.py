@@ -209,7 +209,8 @@ def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
     return Schema("label", CRITEO_DENSE, tuple(CategoricalFeature(name, size) for name, size in features))
 
 
-# Ids of each categorical feature of the Criteo 1TB rows, hashed to at most 40 million as MLPerf's DLRM-DCNv2 has them.
+# Ids of each categorical feature of the Criteo 1TB rows, hashed to at most 40 million as in MLPerf's DLRM-DCNv2, whose
+# rows have several ids of most features: configs/mlperf_dlrm_dcnv2.yaml.
 CRITEO_TERABYTE_CARDINALITIES: tuple[int, ...] = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
