@@ -153,6 +153,7 @@ REFUSED = [
     "plan --model models:make --batch-size 64 train.epochs=2",
     "plan --model models:make --batch-size 64 plan.reserve=2",
     "plan --model models:make --batch-size 64 --ids-per-row item",
+    "plan config.yaml --rows 5 --price nan",
     "plan --model models:make --batch-size 64 --sparse-optimizer adamw",
     "plan --model models:make --batch-size 64 --example models:batch",
     "plan --model models:make --batch-size 64 --compress less.yaml",

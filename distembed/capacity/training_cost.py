@@ -5,9 +5,12 @@ Steps alone are counted: no evaluations, no checkpoints, no waiting for rows.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distembed.capacity.assessment import Assessment
 from distembed.units import format_duration
+
+if TYPE_CHECKING:  # options are read before torch is loaded
+    from distembed.capacity.assessment import Assessment
 
 _CATALOGUE_ERROR = 0.3
 """Relative error that most estimates of ``tools/bench_estimates.py`` stay within; no GPU has been compared."""
@@ -59,7 +62,7 @@ class TrainingCost:
         ]
 
 
-def training_cost(assessment: Assessment, run: TrainingRun) -> TrainingCost:
+def training_cost(assessment: "Assessment", run: TrainingRun) -> TrainingCost:
     """Returns what a run takes under a plan that fits.
 
     Args:
