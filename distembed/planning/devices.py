@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from distembed.errors import UserError
 from distembed.names import one_of
@@ -22,6 +24,8 @@ from distembed.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
+_AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 _LOOKUP_SHARE = 0.6
 """Share of the memory's bandwidth that rows of 64 bytes and more reach which lie anywhere."""
@@ -29,47 +33,31 @@ _LOOKUP_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a rank.
+    """One device of a rank."""
 
-    Attributes:
-        name: Name in the catalogue.
-        kind: ``cuda`` or ``cpu``.
-        memory_bytes: Memory as the driver reports it.
-        memory_bandwidth: Bytes a second between the device and its memory.
-        local_bandwidth: Bytes a second to another device of the node.
-        node_bandwidth: Bytes a second to another node.
-        host_bandwidth: Bytes a second to the machine's memory.
-        fp32_flops: Operations a second on float32.
-        bf16_flops: Operations a second on bfloat16.
-        utilisation: Share of the operations a second that networks of this kind reach.
-        lookup_bandwidth: Bytes a second at which rows are read and written one by one.
-        row_seconds: Seconds of each row that is looked up and updated, beside its bytes.
-        launch_seconds: Seconds in which an operation is started, with its share of the autograd graph.
-        collective_seconds: Seconds that a collective takes however little it sends.
-        reduce_bandwidth: Bytes a second at which what a reduce-scatter or an all-gather brings is added up or copied.
-        ranks_at_once: How many ranks of a node its cores and memory run at once, each as fast as if it were alone; None
-            where all are, as those that have a device each.
-        error: Median of the relative errors of the estimates of the steps that calibrated the device; None where none
-            were measured.
-    """
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # of those that a file holds
 
-    name: str
-    kind: str
-    memory_bytes: int
-    memory_bandwidth: float
-    local_bandwidth: float
-    node_bandwidth: float
-    host_bandwidth: float
-    fp32_flops: float
-    bf16_flops: float
-    utilisation: float
-    lookup_bandwidth: float
-    row_seconds: float
-    launch_seconds: float
-    collective_seconds: float
-    reduce_bandwidth: float
-    ranks_at_once: float | None = None
-    error: float | None = None
+    name: Annotated[str, Field(pattern=r"^\P{C}{1,99}$")]  # in the catalogue
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: Annotated[int, Field(ge=1)]  # as the driver reports it
+    memory_bandwidth: _AboveZero  # bytes a second between the device and its memory
+    local_bandwidth: _AboveZero  # bytes a second to another device of the node
+    node_bandwidth: _AboveZero  # bytes a second to another node
+    host_bandwidth: _AboveZero  # bytes a second to the machine's memory
+    fp32_flops: _AboveZero  # operations a second on float32
+    bf16_flops: _AboveZero  # operations a second on bfloat16
+    utilisation: _AboveZero  # share of the operations a second that networks of this kind reach
+    lookup_bandwidth: _AboveZero  # bytes a second at which rows are read and written one by one
+    row_seconds: _ZeroOrMore  # of each row that is looked up and updated, beside its bytes
+    launch_seconds: _ZeroOrMore  # in which an operation is started, with its share of the autograd graph
+    collective_seconds: _ZeroOrMore  # that a collective takes however little it sends
+    reduce_bandwidth: (
+        _AboveZero  # bytes a second at which results of a reduce-scatter or all-gather are added or copied
+    )
+    # ranks of a node that its cores and memory run at once, each as fast as if it were alone; None for all of them
+    ranks_at_once: _AboveZero | None = None
+    # median of the relative errors of the estimates of the steps that calibrated the device; None where none were
+    error: _ZeroOrMore | None = None
 
     def reached_flops(self, bf16: bool) -> float:
         """Returns the operations a second that networks reach."""
@@ -130,25 +118,11 @@ DEVICES: dict[str, Device] = {
 }
 """Devices to plan for, by name."""
 
-_SIZES = {
-    "memory": "memory_bytes",
-    **{
-        name: name
-        for name in (
-            "memory_bandwidth",
-            "local_bandwidth",
-            "node_bandwidth",
-            "host_bandwidth",
-            "lookup_bandwidth",
-            "reduce_bandwidth",
-            "fp32_flops",
-            "bf16_flops",
-        )
-    },
-}
-_SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
-_NUMBERS = ("utilisation", "ranks_at_once", "error", *_SECONDS)
-"""Numbers that are no sizes; seconds are given as such, ``launch_seconds=4e-6``."""
+_BYTES_A_SECOND = [f"{name}_bandwidth" for name in ("memory", "local", "node", "host", "lookup", "reduce")]
+_SIZES = {name: name for name in (*_BYTES_A_SECOND, "fp32_flops", "bf16_flops")} | {"memory": "memory_bytes"}
+_MAY_BE_ZERO = ("row_seconds", "launch_seconds", "collective_seconds")
+_NUMBERS = ("utilisation", "ranks_at_once", "error", *_MAY_BE_ZERO)
+"""Numbers that are no sizes; seconds are given as ``launch_seconds=4e-6``."""
 
 
 def find_device(text: str, field: str = "--gpu") -> Device:
@@ -190,40 +164,20 @@ def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
         if one_of(f"number behind {field}", key, [*_SIZES, *_NUMBERS]) in _SIZES:
             numbers[_SIZES[key]] = parse_bytes(f"{field} {key}", size)
         else:
-            numbers[key] = _seconds(f"{field} {key}", size) if key in _SECONDS else _above_zero(f"{field} {key}", size)
+            numbers[key] = _number(f"{field} {key}", size, may_be_zero=key in _MAY_BE_ZERO)
     return numbers
 
 
-def _seconds(field: str, text: str) -> float:
-    """Returns a number of 0 or more.
-
-    Raises:
-        UserError: The text is none.
-    """
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise UserError(f"{field} is {text!r}; give a number of 0 or more, of seconds such as 4e-6.")
-    return number
-
-
-def _above_zero(field: str, text: str) -> float:
-    """Returns a number above 0.
-
-    Raises:
-        UserError: The text is none.
-    """
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise UserError(f"{field} is {text!r}; give a number above 0, such as 0.5.")
-    return number
-
-
-def _number(text: str) -> float:
-    """Returns the number that a text is; none where it is no number."""
+def _number(field: str, text: str, may_be_zero: bool) -> float:
+    """Returns the number of a text, which is above zero unless it may be zero."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        return math.nan
+        number = math.nan
+    if 0 < number < math.inf or (may_be_zero and number == 0):
+        return number
+    allowed = "a number of 0 or more, of seconds such as 4e-6" if may_be_zero else "a number above 0, such as 0.5"
+    raise UserError(f"{field} is {text!r}; give {allowed}.")
 
 
 def device_here(device: "torch.device", memory_bytes: int) -> Device:

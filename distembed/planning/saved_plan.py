@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from distembed.errors import UserError
 from distembed.files import read_json
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.units import format_ranges
+from distembed.validation import validated
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -117,19 +118,5 @@ def read_saved_plan(path: Path) -> SavedPlan:
         )
     if values.get("plan", True) is None:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
-    try:
-        return TypeAdapter(SavedPlan).validate_python(
-            {key: values[key] for key in ("made_for", "plan") if key in values}
-        )
-    except ValidationError as error:
-        wrong = "\n  ".join(_explained(part) for part in error.errors(include_url=False))
-        raise UserError(f"{path} holds no plan that tables could be placed by; {_REMEDY}:\n  {wrong}") from error
-
-
-def _explained(error: Any) -> str:
-    """Returns a mistake that pydantic found as text: where it is, what is there and what should be."""
-    path = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in error["loc"])
-    if error["type"] == "missing":
-        return f"{path} is missing"
-    wanted = error["msg"].removeprefix("Input should be ").removeprefix("an instance of ")
-    return f"{path or 'the file'} is {reprlib.repr(error['input'])} and should be {wanted}"
+    own = {key: values[key] for key in ("made_for", "plan") if key in values}
+    return validated(TypeAdapter(SavedPlan), SavedPlan, own, f"the plan of {path}; {_REMEDY}")
