@@ -98,13 +98,7 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
 def _lowest_threshold(
     tables: Sequence[CompressibleTable], max_bytes: float, compressed: Collection[str]
 ) -> tuple[float, float]:
-    """Returns a count such that all ids above it have a bucket within so many bytes, and a lower one that is too low.
-
-    Args:
-        tables: Tables to compress.
-        max_bytes: Bytes that all tables may take together.
-        compressed: Names of the tables that are not to be whole.
-    """
+    """Returns a count above which all ids have a bucket within so many bytes, and a lower one that is too low."""
     if _total_bytes(tables, _buckets_above(tables, 0.0, compressed)) <= max_bytes:
         return 0.0, 0.0
     high = 1.0

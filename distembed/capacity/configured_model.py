@@ -109,13 +109,7 @@ class ConfiguredModel(Plannable):
 
 
 def _settings_to_repeat(table: TableConfig, default: TableConfig, scheme: str) -> list[str]:
-    """Returns what to type of a table that keeps its settings, where it may have them from the changed default.
-
-    Args:
-        table: Settings of the table.
-        default: Settings of the default before the change.
-        scheme: Partition scheme of the default after the change.
-    """
+    """Returns what to type of a table that keeps its settings, where it has them from the default that changes."""
     settings = []
     if table.partition == default.partition and scheme != default.partition:
         settings.append(f"partition={table.partition}")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +17,6 @@ from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.errors import UserError
 
 
-class IdCounts(Protocol):
-    """How often each id of a table is looked up in training."""
-
-    def num_ids_above(self, threshold: float) -> int:
-        """Returns how many ids are looked up more often than a threshold.
-
-        Between two whole numbers it grows step by step, so that of the ids of one count any number can be taken.
-        """
-
-
 class CountedIds:
     """Ids of a vocabulary.
 
@@ -39,6 +28,10 @@ class CountedIds:
         self._rising_counts = np.sort(counts)
 
     def num_ids_above(self, threshold: float) -> int:
+        """Returns how many ids are looked up more often than a threshold.
+
+        Between two whole numbers it grows step by step, so that of the ids of one count any number can be taken.
+        """
         count = math.ceil(threshold)
         first, behind = np.searchsorted(self._rising_counts, (count, count + 1))
         return int(len(self._rising_counts) - behind) + round((count - threshold) * int(behind - first))
@@ -52,9 +45,14 @@ class ZipfIds:
     first_count: float = 1.0  # count of the first id
 
     def num_ids_above(self, threshold: float) -> int:
+        """Returns how many ids are looked up more often than a threshold."""
         if threshold * self.num_ids <= self.first_count:
             return self.num_ids
         return int(self.first_count / threshold)
+
+
+IdCounts = CountedIds | ZipfIds
+"""How often each id of a table is looked up in training."""
 
 
 def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> dict[str, IdCounts]:

@@ -88,11 +88,7 @@ def _import(option: str, module_name: str) -> ModuleType:
 
 
 def _run(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Calls a function of the user's.
-
-    Raises:
-        UserError: It raises an error, or ends the program.
-    """
+    """Calls a function of the user's; its errors, and a call of exit, are raised as a ``UserError``."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return function(*arguments, **named)

@@ -15,7 +15,7 @@ from distembed.capacity.plannable import Plannable
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES, Device
+from distembed.planning.devices import DEVICES
 from distembed.planning.networks import NetworkEstimate
 from distembed.units import exact_bytes
 
@@ -74,9 +74,9 @@ def find_remedies(
         assessment: Result of planning the model for the cluster; it is planned once more unless given.
         max_seconds: Seconds after which no other plan is begun.
     """
-    search = _Search(plannable, cluster, assessment if assessment is not None else assess(plannable, cluster))
-    kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes]
-    kinds += [search.memory if memory_is_given else search.device, search.batch_size]
+    assessment = assessment if assessment is not None else assess(plannable, cluster)
+    search = _Search(plannable, cluster, assessment, memory_is_given)
+    kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes, search.device, search.batch_size]
     # where networks alone are too large, smaller tables or other places for them are none
     if search.assessment.bytes_left_for_tables:
         kinds += [search.sharding, search.optimizer, search.host_memory, search.collisions]
@@ -94,16 +94,12 @@ def find_remedies(
 
 
 class _Search:
-    """Looks for remedies: a method a kind, which returns what to type, or None where no change of the kind helps.
+    """Looks for remedies: a method a kind, which returns what to type, or None where no change of the kind helps."""
 
-    Attributes:
-        assessment: Result of planning the model as it is.
-        deadline: Time of the monotonic clock after which no other plan is begun.
-        was_cut_short: Whether there was a plan that was not begun.
-    """
-
-    def __init__(self, plannable: Plannable, cluster: Cluster, assessment: Assessment) -> None:
+    def __init__(self, plannable: Plannable, cluster: Cluster, assessment: Assessment, memory_is_given: bool) -> None:
         self._plannable, self._cluster, self.assessment = plannable, cluster, assessment
+        self._memory_is_given = memory_is_given
+        # time of the monotonic clock after which no other plan is begun; whether there was such a plan
         self.deadline, self.was_cut_short = 0.0, False
 
     def gpus(self) -> str | None:
@@ -127,27 +123,15 @@ class _Search:
         return None if number is None else f"--nodes {number}"
 
     def device(self) -> str | None:
-        """Takes another device of the catalogue."""
-        for device in self._larger_devices():
-            if self._fits(cluster=dataclasses.replace(self._cluster, device=device)):
-                return f"--gpu {device.name}"
-        return None
-
-    def memory(self) -> str | None:
-        """Takes the memory of another device of the catalogue, in place of what was typed."""
-        for device in self._larger_devices():
-            larger = dataclasses.replace(self._cluster.device, memory_bytes=device.memory_bytes)
-            if self._fits(cluster=dataclasses.replace(self._cluster, device=larger)):
-                return f"--memory {exact_bytes(device.memory_bytes)}"
-        return None
-
-    def _larger_devices(self) -> list[Device]:
-        """Returns the devices of the catalogue that have more memory, by their memory."""
+        """Takes another device of the catalogue, or its memory in place of the size that was typed."""
         own = self._cluster.device
-        larger = [
-            device for device in DEVICES.values() if device.kind == own.kind and device.memory_bytes > own.memory_bytes
-        ]
-        return sorted(larger, key=lambda device: device.memory_bytes)
+        for other in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
+            if other.kind != own.kind or other.memory_bytes <= own.memory_bytes:
+                continue
+            device = dataclasses.replace(own, memory_bytes=other.memory_bytes) if self._memory_is_given else other
+            if self._fits(cluster=dataclasses.replace(self._cluster, device=device)):
+                return f"--memory {exact_bytes(other.memory_bytes)}" if self._memory_is_given else f"--gpu {other.name}"
+        return None
 
     def batch_size(self) -> str | None:
         """Halves the batch, as seldom as it takes and not below a row for each rank."""
@@ -207,11 +191,7 @@ class _Search:
         return None if number is None else with_collisions(number)[1]
 
     def _fits(self, plannable: Plannable | None = None, cluster: Cluster | None = None) -> bool:
-        """Plans a changed model, or a changed cluster; False too where the change does not go with other settings.
-
-        Raises:
-            _OutOfTimeError: There are too many ranks to plan for, or there is no time left.
-        """
+        """Plans a changed model or cluster while there is time; False if other settings refuse the change."""
         plannable, cluster = plannable or self._plannable, cluster or self._cluster
         try:
             if plannable.table_bytes() > max_table_bytes(self._plannable, self.assessment, cluster):

@@ -81,12 +81,7 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
 
 
 class _Search:
-    """Plans sizes by their number, each at most once.
-
-    Args:
-        plannable: Model to plan.
-        cluster: Device of each rank, and the most ranks of a node.
-    """
+    """Plans sizes by their number, each at most once."""
 
     def __init__(self, plannable: Plannable, cluster: Cluster) -> None:
         self._plannable, self._cluster = plannable, cluster
@@ -151,11 +146,7 @@ class _Search:
         return dataclasses.replace(self._cluster, nodes=max(1, number - gpus + 1), ranks_per_node=min(number, gpus))
 
     def _first_accepted(self) -> Assessment:
-        """Returns the plan for one device, or where the settings refuse it for one node or for two.
-
-        Raises:
-            UserError: All three are refused.
-        """
+        """Returns the plan for one device, or where the settings refuse it for one node or for two; else raises."""
         gpus = self._cluster.ranks_per_node
         outcomes = [self._outcome(1)]
         for number in (gpus, gpus + 1):

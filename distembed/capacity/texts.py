@@ -18,7 +18,7 @@ from distembed.capacity.by_rank import (
 )
 from distembed.planning.cluster import Cluster
 from distembed.planning.other_placements import Alternative
-from distembed.planning.planned_rank import PlannedRank, SentBytes
+from distembed.planning.planned_rank import SentBytes
 from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes, format_ranges
 
@@ -234,27 +234,21 @@ def _table_demand(assessment: Assessment, items_beside: str) -> str:
 
 def _overfull_ranks(assessment: Assessment) -> list[str]:
     """Returns a line for the memory of devices, and one for host memory, where some rank has too little of it."""
-
-    def shortage(memory: str, used: Callable[[PlannedRank], int], capacity: Callable[[PlannedRank], int]) -> list[str]:
-        over = [rank for rank in assessment.ranks if used(rank) > capacity(rank)]
+    lines = []
+    for number, memory in enumerate(("memory", "host memory")):
+        over = [rank for rank in assessment.ranks if rank.excess_bytes[number] > 0]
         if not over:
-            return []
-        rank = max(over, key=lambda rank: used(rank) - capacity(rank))
+            continue
+        rank = max(over, key=lambda rank: rank.excess_bytes[number])
+        used, excess = (rank.total_bytes, rank.storage.host)[number], rank.excess_bytes[number]
         others = f" (and {len(over) - 1:,} other rank(s) by less or as much)" if over[1:] else ""
-        line = (
-            f"rank {rank.rank} needs {format_bytes(used(rank))} of {memory}, "
-            f"{format_bytes(used(rank) - capacity(rank))} more than the {format_bytes(capacity(rank))} it has{others}"
-        )
-        if memory == "host memory":
-            return [line]
-        items = sorted(memory_by_rank(assessment).items, key=lambda item: -item.amount(rank))[:3]
-        largest = ", ".join(f"{item.name} {format_bytes(round(item.amount(rank)))}" for item in items)
-        return [f"{line}; most: {largest}"]
-
-    return [
-        *shortage("memory", lambda rank: rank.total_bytes, lambda rank: rank.capacity_bytes),
-        *shortage("host memory", lambda rank: rank.storage.host, lambda rank: rank.host_capacity_bytes),
-    ]
+        line = f"rank {rank.rank} needs {format_bytes(used)} of {memory}, {format_bytes(excess)} more than the "
+        line += f"{format_bytes(used - excess)} it has{others}"
+        if memory == "memory":
+            items = sorted(memory_by_rank(assessment).items, key=lambda item: -item.amount(rank))[:3]
+            line += f"; most: {', '.join(f'{own.name} {format_bytes(round(own.amount(rank)))}' for own in items)}"
+        lines.append(line)
+    return lines
 
 
 def _sharding_text(sharding_type: str, compute_kernel: str | None) -> str:

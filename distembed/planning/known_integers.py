@@ -82,11 +82,7 @@ class KnownIntegers(FakeTensorMode):
 
 
 class _ThroughNumpy(TorchFunctionMode):
-    """Makes arrays of numpy's of known integers, and known integers of such arrays, which torch would not.
-
-    Args:
-        mode: The mode in which tensors are fake.
-    """
+    """Makes arrays of numpy's of known integers, and known integers of such arrays, which torch would not."""
 
     def __init__(self, mode: KnownIntegers) -> None:
         super().__init__()

@@ -113,10 +113,7 @@ class _EmptyVectors(torch.autograd.Function):
 class _Vectors(nn.Module):
     """Stands in for an embedding collection: returns vectors of the same shapes, without tables.
 
-    Args:
-        tables: Tables of the collection.
-        names: For each table, feature and name of each vector of the output; as compositional tables have them unless
-            given.
+    The names are, for each table, feature and name of each vector; as compositional tables have them unless given.
     """
 
     def __init__(

@@ -162,12 +162,8 @@ def _because(
 ) -> str:
     """Returns the reason of a placement that the figures of others bear out.
 
-    Args:
-        table: The table.
-        layout: How it is divided.
-        cost: What that costs.
-        allowed_ms: Milliseconds by which the plan may be slower, to have fewer bytes on the fullest rank.
-        tried: Other placements of the table, one that leaves it whole among them if there is one.
+    The plan may be slower by the allowed milliseconds, to have fewer bytes on the fullest rank. Where one of the tried
+    placements leaves the table whole, it is among the others.
     """
     if not tried:
         return "nothing else is possible"

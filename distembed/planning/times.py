@@ -33,12 +33,7 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
 
 
 class _Added:
-    """Costs of placements, added up rank by rank.
-
-    Args:
-        costs: What placements cost.
-        world_size: Number of ranks.
-    """
+    """Costs of placements, added up rank by rank."""
 
     def __init__(self, costs: PlacementCosts, world_size: int) -> None:
         self._costs = costs
