@@ -114,16 +114,9 @@ class _OtherPlacements:
     def _options_to_try(self, table: int, own: int) -> list[int]:
         """Returns options that take ranks least together, and those that leave the table whole."""
         possible = self._problem.options_of(self._tables.unit_of[table])
-        options = sorted((option for option in possible if option != own), key=self._in_all)
+        others = (option for option in possible if option != own)
+        options = sorted(others, key=lambda option: self._problem.mean_ms[option])
         return options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
-
-    def _in_all(self, option: int) -> float:
-        """Returns the milliseconds that an option takes of all ranks together."""
-        problem, blocks = self._problem, self._problem.blocks
-        own, everywhere = problem.option_blocks[option], problem.option_everywhere[option]
-        ms = problem.num_shards[own] * (blocks.lookup_ms[own] + blocks.own_ms[own].sum(1))
-        on_all = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum()
-        return float(ms.sum() + on_all * problem.world_size)
 
     def _try(self, table: int, option: int, own: int) -> _Tried:
         loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_of[table]

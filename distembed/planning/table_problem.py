@@ -185,7 +185,8 @@ class TableProblem:
         buffers = self._buffer_bytes_everywhere(planned.table, layout)
         everywhere = self._block(cost.everywhere or ShardCost(0.0, None), on_all, buffers, cost.all_reduce_ms)
         exchanges = () if cost.exchange is None else (self._exchanges.number(cost.exchange),)
-        return Option(tuple(blocks), everywhere, exchanges)
+        kind = layout.sharding_type, layout.compute_kernel
+        return Option(tuple(blocks), everywhere, exchanges, kind, len(layout.columns))
 
     def _is_within_node(self, layout: Layout) -> bool:
         """Returns whether the ranges of columns have to go to one of several nodes together."""

@@ -34,17 +34,6 @@ _ROUNDS = 12
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """What the options cost, as shares of what all ranks have, for one T; infinite where an option cannot be.
-
-    Attributes:
-        shares: Milliseconds, bytes, and large shards, by sum and option.
-    """
-
-    shares: Floats
-
-
-@dataclass(frozen=True)
 class _Restriction:
     """The options that take part in some exchanges alone, and what every rank starts then.
 
@@ -110,21 +99,6 @@ class LowerBound:
             best = min(best, low)
         return upper if best == almost else best
 
-    def cheapest_options(self, milliseconds: float) -> list[int]:
-        """Returns the option of each table that the relaxation chooses for a time, with the weights that count most."""
-        everything = self._restriction(np.ones(len(self._problem.exchange_start_ms), bool), self._exchanges_of_all())
-        costs = self._costs(min(milliseconds, _LONGEST_MS), everything)
-        if costs is None:
-            return [own.start for own in map(self._problem.options_of, range(self._problem.num_tables))]
-        _, weights = self._largest_excess(costs.shares)
-        weighted = np.einsum("s,so->o", weights, np.where(np.isfinite(costs.shares), costs.shares, 1e30))
-        weighted += 1e-6 * np.where(np.isfinite(costs.shares[0]), costs.shares[0], 0)
-        first = self._problem.first_option
-        by_class = [
-            int(first[c] + weighted[first[c] : first[c + 1]].argmin()) for c in range(len(self._problem.classes))
-        ]
-        return [by_class[own] for own in self._problem.class_of]
-
     def _somewhere(self, restriction: _Restriction) -> float:
         """Returns a time that is not disproved."""
         high = max(self._problem.base_ms, 1e-6)
@@ -173,14 +147,17 @@ class LowerBound:
 
     def _is_disproved(self, milliseconds: float, restriction: _Restriction) -> bool:
         costs = self._costs(milliseconds, restriction)
-        return costs is None or self._largest_excess(costs.shares)[0] > 1e-9
+        return costs is None or self._largest_excess(costs) > 1e-9
 
-    def _costs(self, milliseconds: float, restriction: _Restriction) -> _Costs | None:
-        """Returns the costs of all options, or None where a class has no option left."""
+    def _costs(self, milliseconds: float, restriction: _Restriction) -> Floats | None:
+        """Returns what options cost for one T, as shares of what all ranks have; None where a class has no option left.
+
+        Milliseconds, bytes and large shards, by sum and option; infinite where an option cannot be.
+        """
         problem, world_size = self._problem, self._problem.world_size
         room = milliseconds - problem.base_ms - restriction.started_ms
         if room <= 0:
-            return None if problem.num_tables else _Costs(np.zeros((3, 0)))
+            return None if problem.num_tables else np.zeros((3, 0))
         start_ms, least_start_ms = _starts(restriction, self._groups)
         everywhere_start_ms, least_everywhere_start_ms = _starts(restriction, self._everywhere_groups)
         fits = self._load_ms + start_ms <= room
@@ -203,21 +180,16 @@ class LowerBound:
         impossible |= np.bincount(self._option_of[~fits], minlength=len(restriction.allowed)) > 0
         shares[:, impossible] = np.inf
         least = np.minimum.reduceat(shares[0], problem.first_option[:-1])
-        return _Costs(shares) if np.isfinite(least[self._tables_of_class > 0]).all() else None
+        return shares if np.isfinite(least[self._tables_of_class > 0]).all() else None
 
     def _add(self, sums: Floats, by_block: Floats) -> None:
         sums += np.bincount(self._option_of, by_block, minlength=len(sums))
 
-    def _largest_excess(self, shares: Floats) -> tuple[float, Floats]:
-        """Returns by how much weighted costs exceed 1 for the best weights found, and these."""
-        best, best_weights = -np.inf, np.array([1.0, 0.0, 0.0])
-        weights, step = np.array([1.0, 0.0, 0.0]), 0.5
-        candidates = [np.eye(3)[i] for i in range(3)] + [np.array([0.5, 0.5, 0.0]), np.array([0.5, 0.0, 0.5])]
-        for candidate in candidates:
-            excess, _ = self._excess(shares, candidate)
-            if excess > best:
-                best, best_weights = excess, candidate
-        weights = best_weights
+    def _largest_excess(self, shares: Floats) -> float:
+        """Returns by how much weighted costs exceed 1 for the best weights found."""
+        candidates = [*np.eye(3), np.array([0.5, 0.5, 0.0]), np.array([0.5, 0.0, 0.5])]
+        best, number = max((self._excess(shares, weights)[0], -at) for at, weights in enumerate(candidates))
+        weights, step = candidates[-number], 0.5
         for _ in range(_ROUNDS if best <= 0 else 0):
             _, slopes = self._excess(shares, weights)
             direction = slopes - slopes @ weights
@@ -228,13 +200,12 @@ class LowerBound:
             moved /= moved.sum()
             excess, _ = self._excess(shares, moved)
             if excess > best:
-                best, best_weights, weights = excess, moved, moved
+                best, weights = excess, moved
             else:
                 step /= 2
-                weights = best_weights
             if best > 1e-9:
                 break
-        return float(best), best_weights
+        return best
 
     def _excess(self, shares: Floats, weights: Floats) -> tuple[float, Floats]:
         """Returns the excess for some weights (which sum to 1), and its slope in each of them."""

@@ -44,7 +44,7 @@ class ExactSearch:
         self, problem: Problem, aim: Aim, budget: Budget, accepts: Callable[[Assignment], bool] = lambda _: True
     ) -> None:
         self._problem, self._aim, self._budget, self._accepts = problem, aim, budget, accepts
-        self._least_ms = [min(self._mean_ms(option) for option in options) for options in self._options()]
+        self._least_ms = [problem.mean_ms[problem.options_of(table)].min() for table in range(problem.num_tables)]
         # one after the other: tables that are alike stay together, of which the order does not matter
         self._order = sorted(
             range(problem.num_tables), key=lambda table: (-self._least_ms[table], problem.class_of[table])
@@ -59,17 +59,6 @@ class ExactSearch:
         loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
         is_complete = self._place(loads, 0)
         return Outcome(self._best, is_complete)
-
-    def _options(self) -> Iterator[range]:
-        return (self._problem.options_of(table) for table in range(self._problem.num_tables))
-
-    def _mean_ms(self, option: int) -> float:
-        """Returns the milliseconds that an option takes of all ranks together, without starts, over their number."""
-        problem, blocks = self._problem, self._problem.blocks
-        own, everywhere = problem.option_blocks[option], problem.option_everywhere[option]
-        ms = problem.num_shards[own] * (blocks.lookup_ms[own] + blocks.own_ms[own].sum(1))
-        on_all = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum()
-        return float(ms.sum() / problem.world_size + on_all)
 
     def _place(self, loads: Loads, depth: int) -> bool:
         """Tries all ways to place the remaining tables; returns whether it came to the end."""

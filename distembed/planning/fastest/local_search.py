@@ -1,8 +1,8 @@
-"""Search for an assignment that makes the largest score of all ranks small: longest first, then moves and swaps.
+"""Search for an assignment that makes the largest score of all ranks small: largest first, then moves and swaps.
 
-Tables are placed longest first, each where the largest score stays least. Then the rank with the largest score gives up
-shards: one goes elsewhere, one is exchanged for another, or a table is placed in another way. Where nothing helps, some
-tables are placed anew at random and the same begins again.
+Tables are placed longest first, and again with the most bytes first, each where the largest score stays least. Then the
+rank with the largest score gives up shards: one goes elsewhere, one is exchanged for another, or a table is placed in
+another way. Where nothing helps, some tables are placed anew at random and the same begins again.
 
 Trade-off: no assignment is tried twice the same way, but nothing says that the best was among them; the bound
 (:mod:`distembed.planning.fastest.bound`) does. Work is counted, not timed, so that equal problems have equal outcomes.
@@ -74,14 +74,23 @@ class LocalSearch:
         self._numbers = problem.world_size * (problem.num_phases + len(problem.group_start_ms) + 2)
 
     def construct(self, options: Sequence[Iterable[int]]) -> Found:
-        """Returns the assignment that places tables longest first.
+        """Returns the better of two assignments: one places tables longest first, the other largest first.
 
         Args:
             options: Options that each table may have.
         """
-        loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
         allowed = [list(own) for own in options]
-        sizes = [max(self._size(option) for option in own) for own in allowed]
+        numbers, num_bytes = self._problem.option_blocks, self._problem.blocks.num_bytes
+        found = self._construct(allowed, self._problem.longest_ms)
+        if self._budget.is_spent:
+            return found
+        largest = np.array([num_bytes[own].max(initial=0) for own in numbers])
+        return min(found, self._construct(allowed, largest), key=lambda it: it.score)
+
+    def _construct(self, allowed: Sequence[Sequence[int]], size_of_option: Floats) -> Found:
+        """Places the largest tables first, each where the largest score stays least."""
+        loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
+        sizes = [size_of_option[own].max() for own in allowed]
         for table in sorted(range(self._problem.num_tables), key=lambda table: -sizes[table]):
             option, places, _ = self._best_option(loads, allowed[table])
             loads.put(table, option, places)
@@ -122,16 +131,6 @@ class LocalSearch:
         self._budget.spend(1, self._numbers)
         return loads.scores(self._aim)
 
-    def _size(self, option: int) -> float:
-        """Returns the milliseconds of an option's largest block, or the bytes where these count."""
-        problem, blocks = self._problem, self._problem.blocks
-        own = problem.option_blocks[option]
-        if not len(own):
-            return 0.0
-        if self._aim.limit_ms is not None:
-            return float(blocks.num_bytes[own].max())
-        return float((blocks.lookup_ms[own] + blocks.own_ms[own].sum(1)).max())
-
     def _best_option(self, loads: Loads, options: Sequence[int]) -> tuple[int, Ints, Floats]:
         """Returns the best of some options of a table that is nowhere, its places, and the scores with it."""
         best: tuple[int, Ints, Floats] | None = None
@@ -158,7 +157,7 @@ class LocalSearch:
         """Returns some tables with a shard on a rank, as many of each size."""
         own = sorted(loads.tables_of[rank])
         if len(own) > _TRIES_PER_STEP:
-            own.sort(key=lambda table: self._size(int(loads.assignment.option[table])))
+            own.sort(key=lambda table: self._problem.longest_ms[loads.assignment.option[table]])
             own = [own[int(i)] for i in np.linspace(0, len(own) - 1, _TRIES_PER_STEP)]
         return own
 

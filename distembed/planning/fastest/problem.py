@@ -11,7 +11,7 @@ and no less than those of all ranks of its node over the number of ranks that th
 is the estimate of :mod:`distembed.planning.costs`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,11 +58,14 @@ class Option:
         blocks: What goes to different places, the slowest first.
         everywhere: What every rank has beside them.
         exchanges: Numbers of the exchanges that the table takes part in.
+        kind, num_ranges: How the table is divided, and in how many ranges of columns.
     """
 
     blocks: tuple[Block, ...]
     everywhere: Block
     exchanges: tuple[int, ...] = ()
+    kind: Hashable = None
+    num_ranges: int = 1
 
     def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
         """Returns the bytes of weights and states of all ranks together, and those that some rank has at least."""
@@ -81,6 +84,8 @@ class Option:
             tuple(map(_sum_of_blocks, blocks)),
             _sum_of_blocks([option.everywhere for option in options]),
             tuple(exchanges),
+            options[0].kind,
+            options[0].num_ranges,
         )
 
 
@@ -197,6 +202,27 @@ class Problem:
         """Numbers of the sums that each option adds something to on every rank, and what."""
         changed = [np.flatnonzero(sums) for sums in self.option_sums]
         return [(rows, sums[rows, None]) for rows, sums in zip(changed, self.option_sums, strict=True)]
+
+    @cached_property
+    def mean_sums(self) -> Floats:
+        """Mean over all ranks of what each option adds to their sums (columns of :attr:`block_sums`)."""
+        sums = self.block_sums[self.option_everywhere]
+        option_of = np.repeat(np.arange(len(self.options)), [len(blocks) for blocks in self.option_blocks])
+        blocks = np.concatenate([*self.option_blocks, np.empty(0, np.int64)]).astype(np.int64)
+        np.add.at(sums, option_of, self.block_sums[blocks] * (self.num_shards[blocks] / self.world_size)[:, None])
+        return sums
+
+    @cached_property
+    def mean_ms(self) -> Floats:
+        """Milliseconds that each option takes of all ranks together, without starts, over their number."""
+        ms: Floats = self.mean_sums[:, 0] + self.mean_sums[:, 3 : 3 + self.num_phases].sum(1)
+        return ms
+
+    @cached_property
+    def longest_ms(self) -> Floats:
+        """Milliseconds of each option's longest block."""
+        ms = self.blocks.lookup_ms + self.blocks.own_ms.sum(1)
+        return np.array([ms[blocks].max(initial=0) for blocks in self.option_blocks], np.float64)
 
     @cached_property
     def num_shards(self) -> Ints:

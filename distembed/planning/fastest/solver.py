@@ -1,28 +1,27 @@
 """The fastest assignment that fits, a lower bound beside it, and whether the search came to its end.
 
-Options are chosen by the relaxation of the bound for a few times above it, tables placed longest first and improved
-(:mod:`distembed.planning.fastest.local_search`); then small problems are searched completely
-(:mod:`distembed.planning.fastest.exact`), and larger ones shaken until the best is near the bound or the budget spent.
-Of assignments that are nearly as fast as the best the one with the emptiest fullest rank is taken.
+The tables of first guesses (:mod:`distembed.planning.fastest.guesses`) are placed, the best guesses improved and shaken
+(:mod:`distembed.planning.fastest.local_search`) until one is near the bound or the budget is spent. Small problems are
+then searched completely (:mod:`distembed.planning.fastest.exact`). Of assignments that are nearly as fast as the best
+the one with the emptiest fullest rank is taken.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
+from distembed.planning.fastest.guesses import first_guesses
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget, Found, LocalSearch
 from distembed.planning.fastest.problem import Assignment, Floats, Problem
 
 _SMALL = 8
 """Tables up to which all assignments are searched."""
-_LARGE = 20_000
-"""Tables times ranks from which on the search has two beginnings alone."""
-_FACTORS = (1.0, 1.03, 1.1, 1.3)
-"""Times for which the relaxation chooses options, as multiples of the bound."""
+_GUESSES = 24
+"""First guesses of which tables are placed."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,15 @@ class Solver:
     def fastest(self, capacity: Floats | float) -> Solution:
         """Returns the fastest assignment of which no rank has more bytes, as far as these add up."""
         aim = Aim(capacity, self._host_capacity)
-        best = min((self._from_options(aim, options) for options in self._beginnings()), key=lambda it: it.score)
-        lower_bound = self._bound.milliseconds(best.score)
-        if not self._is_near(best.score, lower_bound):
-            best = self._shaken(best, aim, lower_bound)
-        if not self._is_near(best.score, lower_bound) and self._problem.num_tables > _SMALL:
-            best = min(best, self._undivided(aim, lower_bound), key=lambda found: found.score)
-        return self._solution(best.assignment, aim, lower_bound)
+        best = self._from_guesses(aim, self._bound.milliseconds(np.inf) * (1 + self._tolerance / 2))
+        return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def repaired(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns a solution changed so that no rank has more bytes, as far as they add up."""
         aim, budget = Aim(capacity, self._host_capacity), self._budget()
         search = LocalSearch(self._problem, aim, budget)
         best = search.improve(solution.assignment)
-        again = self._from_options(aim, [list(self._options_by_bytes(table)) for table in self._tables()])
+        again = self._from_options(aim, [self._problem.options_of(table) for table in self._tables()])
         best = min(best, again, key=lambda found: found.score)
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=1).shake(best, solution.milliseconds)
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
@@ -85,7 +79,7 @@ class Solver:
     def emptiest(self, capacity: Floats | float) -> Assignment:
         """Returns an assignment with few bytes on the fullest rank, whatever its time."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
-        best = self._from_options(aim, [list(self._options_by_bytes(table)) for table in self._tables()])
+        best = self._from_options(aim, [self._problem.options_of(table) for table in self._tables()])
         return LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(best, 0.0).assignment
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
@@ -129,37 +123,39 @@ class Solver:
     def _tables(self) -> range:
         return range(self._problem.num_tables)
 
-    def _budget(self) -> Budget:
-        return Budget(4_000 + 8 * self._problem.num_tables)
+    def _budget(self, times: int = 6) -> Budget:
+        return Budget(times * (700 + 1.5 * self._problem.num_tables))
 
     def _from_options(self, aim: Aim, options: Sequence[Sequence[int]]) -> Found:
         search = LocalSearch(self._problem, aim, self._budget())
         return search.improve(search.construct(options).assignment)
 
-    def _beginnings(self) -> Iterator[list[list[int]]]:
-        """Yields options that tables are placed by at first."""
-        is_large = self._problem.num_tables * self._problem.world_size > _LARGE
-        lowest = self._bound.milliseconds(np.inf)
-        for factor in _FACTORS[:2] if is_large else _FACTORS:
-            yield [[option] for option in self._bound.cheapest_options(lowest * factor)]
-        if not is_large:
-            yield [[self._problem.options_of(table).start] for table in self._tables()]
-            yield [list(self._problem.options_of(table)) for table in self._tables()]
+    def _from_guesses(self, aim: Aim, enough: float) -> Found:
+        """Returns the best assignment grown from the first guesses: fewer of them at each stage, with more work."""
+        total, placed = Budget(60_000 + 20 * self._problem.num_tables), list[Found]()
+        constructing = Budget(total.units / 3)
+        for options in first_guesses(self._problem, aim)[:_GUESSES]:
+            placed.append(LocalSearch(self._problem, aim, constructing).construct([[own] for own in options.tolist()]))
+            if constructing.is_spent or placed[-1].score <= enough:
+                break
+        total.units -= total.units / 3 - constructing.units
+        # where none has room yet, the estimate tells more than the score
+        candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
+        best = sorted({id(found): found for found in candidates}.values(), key=_score)
+        for count, times, shakes in ((7, 6, False), (3, 10, True), (1, 20, True)):
+            grown = []
+            for found in best[:count]:
+                if found.score <= enough or total.is_spent:
+                    grown.append(found)
+                    continue
+                budget = self._budget(times)
+                allowed = budget.units = min(budget.units, total.units)
+                search = LocalSearch(self._problem, aim, budget, seed=times // 20)
+                grown.append(search.shake(found, enough) if shakes else search.improve(found.assignment))
+                total.units -= allowed - budget.units
+            best = sorted(grown, key=_score)
+        return best[0]
 
-    def _shaken(self, found: Found, aim: Aim, lower_bound: float) -> Found:
-        """Returns a better assignment, if one is found."""
-        search = LocalSearch(self._problem, aim, Budget(2_000 + 4 * self._problem.num_tables))
-        return search.shake(found, lower_bound * (1 + self._tolerance / 2))
 
-    def _undivided(self, aim: Aim, lower_bound: float) -> Found:
-        """Returns an assignment of all tables by their first option, for which all the work is spent on places.
-
-        Arrays of a problem with many options are longer than they would be with these alone, and take more work.
-        """
-        budget = Budget(12_000 + 24 * self._problem.num_tables)
-        search = LocalSearch(self._problem, aim, budget, keeps_options=True)
-        first = search.construct([[self._problem.options_of(table).start] for table in self._tables()])
-        return search.shake(search.improve(first.assignment), lower_bound * (1 + self._tolerance / 2))
-
-    def _options_by_bytes(self, table: int) -> range:
-        return self._problem.options_of(table)
+def _score(found: Found) -> float:
+    return found.score
