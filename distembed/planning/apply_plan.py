@@ -7,7 +7,6 @@ wrong. :func:`load_plan` reads and applies a plan for a model of one's own.
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable, read_saved_plan
+from distembed.planning.saved_plan import SavedPlan, SavedTable, read_saved_plan
 from distembed.ranks import Ranks
 from distembed.sharding.exchange import common_exchange
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
@@ -112,11 +111,10 @@ def apply_saved_plan(
             f"the plan was made for something else than what is to run; plan anew, with `{now.command} --nodes {nodes} "
             f"--gpus {now.local_world_size} --gpu DEVICE --output FILE`, or run without it:\n  {listed}"
         )
-    target = _PlanTarget(now.world_size, now.local_world_size, now.device_kind, fused)
     differences = [
         difference
         for module, own in tables.items()
-        for difference in _differences(saved, module, {table.name: table for table in own}, target)
+        for difference in _differences(saved, module, {table.name: table for table in own}, now, fused)
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -128,39 +126,22 @@ def apply_saved_plan(
     for module, own in tables.items():
         plan[module] = sharded = EmbeddingModuleShardingPlan()
         for table in own:
-            sharded[table.name] = target.sharding(saved.modules[module][table.name])
+            sharded[table.name] = _sharding(saved.modules[module][table.name], now)
     return ShardingPlan(plan)
 
 
-@dataclass(frozen=True)
-class _PlanTarget:
-    """The ranks and devices of this run, on which a plan has to place the tables."""
-
-    world_size: int  # number of ranks
-    local_world_size: int  # number of ranks on a machine
-    device_kind: str  # type of their devices, `cuda` or `cpu`
-    fused: bool  # whether FBGEMM has the tables' optimizer on them
-
-    def sharding(self, own: SavedTable) -> ParameterSharding:
-        """Returns where a table is placed in TorchRec's form."""
-        shards = [
-            ShardMetadata(
-                list(shard.offset), list(shard.size), placement(self.device_kind, shard.rank, self.local_world_size)
-            )
-            for shard in own.shards
-        ]
-        spec = EnumerableShardingSpec(shards) if shards else None
-        return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
-
-    def kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> Sequence[str]:
-        """Returns the compute kernels that a table of a sharding type can have."""
-        if sharding_type == ShardingType.DATA_PARALLEL.value or table.dense_gradient or not self.fused:
-            return (_DENSE,)
-        return COMPUTE_KERNELS if self.device_kind == "cuda" else _ON_CPU
+def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
+    """Returns where a table is placed in TorchRec's form."""
+    shards = [
+        ShardMetadata(shard.offset, shard.size, placement(now.device_kind, shard.rank, now.local_world_size))
+        for shard in own.shards
+    ]
+    spec = EnumerableShardingSpec(shards) if shards else None
+    return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
 
 
 def _differences(
-    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], target: _PlanTarget
+    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], now: PlanInputs, fused: bool
 ) -> Iterator[str]:
     """Yields a line for each reason why the tables of a module cannot be placed by the plan."""
     if module not in saved.modules:
@@ -170,37 +151,41 @@ def _differences(
     yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
     for name, table in tables.items():
         if name in planned:
-            yield from _table_differences(table, planned[name], target)
+            yield from _table_differences(table, planned[name], now, fused)
         else:
             yield f"table {name!r} is in the model and not in the plan"
 
 
-def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, target: _PlanTarget) -> Iterator[str]:
+def _table_differences(
+    table: CompositionalEmbeddingConfig, own: SavedTable, now: PlanInputs, fused: bool
+) -> Iterator[str]:
     """Yields a line for each reason why a table cannot be placed where the plan says."""
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:
         yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
         return
-    if own.compute_kernel not in target.kernels(table, kind):
-        unfused = "" if target.fused else " with an optimizer that FBGEMM lacks"
+    is_dense = kind == ShardingType.DATA_PARALLEL.value or table.dense_gradient or not fused
+    kernels = (_DENSE,) if is_dense else COMPUTE_KERNELS if now.device_kind == "cuda" else _ON_CPU
+    if own.compute_kernel not in kernels:
+        unfused = "" if fused else " with an optimizer that FBGEMM lacks"
         unfused = " with gradients in all rows" if table.dense_gradient else unfused
         yield (
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
-            f"{target.device_kind}{unfused} are {', '.join(target.kernels(table, kind))}"
+            f"{now.device_kind}{unfused} are {', '.join(kernels)}"
         )
-    found = [*_wrong_ranks(own, target), *_wrong_shards(own, table, target)]
+    found = [*_wrong_ranks(own, now), *_wrong_shards(own, table, now)]
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
-            place_table(table, target.sharding(own), target.world_size)
+            place_table(table, _sharding(own, now), now.world_size)
         except UserError as error:
             yield str(error)
 
 
-def _wrong_ranks(own: SavedTable, target: _PlanTarget) -> Iterator[str]:
+def _wrong_ranks(own: SavedTable, now: PlanInputs) -> Iterator[str]:
     """Yields what is wrong with the ranks of a table and of its shards."""
-    kind, shard_ranks, world_size = own.sharding_type, [shard.rank for shard in own.shards], target.world_size
+    kind, shard_ranks, world_size = own.sharding_type, [shard.rank for shard in own.shards], now.world_size
     beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
     there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
     if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
@@ -210,39 +195,30 @@ def _wrong_ranks(own: SavedTable, target: _PlanTarget) -> Iterator[str]:
     elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
         yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
     elif kind in WITHIN_NODES:
-        yield from _wrong_nodes(own, target.local_world_size)
+        yield from _wrong_nodes(kind, shard_ranks, now.local_world_size)
     if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
         yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
 
 
-def _wrong_nodes(own: SavedTable, ranks_per_node: int) -> Iterator[str]:
-    """Yields the ranges of columns whose rows are not divided between the ranks of one node, in order."""
-    for (start, stop), blocks in _ranges_of_columns(own.shards).items():
-        ranks = [block.rank for block in blocks]
-        first = ranks[0] - ranks[0] % ranks_per_node
-        if ranks != list(range(first, first + ranks_per_node)):
+def _wrong_nodes(kind: str, shard_ranks: Sequence[int], size: int) -> Iterator[str]:
+    """Yields the ranks of ranges of columns whose rows are not divided between the ranks of one node, in order."""
+    for index in range(0, len(shard_ranks), size):
+        ranks, first = shard_ranks[index : index + size], shard_ranks[index] - shard_ranks[index] % size
+        if ranks != list(range(first, first + size)):
             yield (
-                f"is planned {own.sharding_type} with columns [{start:,}, {stop:,}) on ranks {reprlib.repr(ranks)}, "
-                f"and the rows of a range are divided between the {ranks_per_node} rank(s) of one machine, in order"
+                f"is planned {kind} with a range of columns on ranks {reprlib.repr(ranks)}, and the rows of a range "
+                f"are divided between the {size} rank(s) of one machine, in order"
             )
 
 
-def _ranges_of_columns(shards: Sequence[SavedShard]) -> dict[tuple[int, int], list[SavedShard]]:
-    """Returns the shards of each range of columns, in the order of the plan."""
-    ranges: dict[tuple[int, int], list[SavedShard]] = {}
-    for shard in shards:
-        ranges.setdefault(shard.span(1), []).append(shard)
-    return ranges
-
-
-def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, target: _PlanTarget) -> Iterator[str]:
+def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:
     """Yields where the shards are others than those into which TorchRec divides the table."""
     kind, size, expected = own.sharding_type, unit_size(table), list[str]()
     if kind != ShardingType.DATA_PARALLEL.value:
         num_columns = own.shards[0].size[1] if own.shards else size[1]
         meta = torch.empty(size, device="meta")
         sizes, offsets = calculate_shard_sizes_and_offsets(
-            meta, target.world_size, target.local_world_size, kind, num_columns or size[1]
+            meta, now.world_size, now.local_world_size, kind, num_columns or size[1]
         )
         expected = list(map(_block, offsets, sizes))
     found = [_block(shard.offset, shard.size) for shard in own.shards]

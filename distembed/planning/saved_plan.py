@@ -35,10 +35,6 @@ class SavedShard:
     offset: _Pair  # first row and first column of the shard in the table
     size: _Pair  # number of rows and of columns
 
-    def span(self, axis: int) -> tuple[int, int]:
-        """Returns the first row (axis 0) or column (axis 1), and the one after the last."""
-        return self.offset[axis], self.offset[axis] + self.size[axis]
-
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedTable:
