@@ -43,12 +43,6 @@ class CompressibleTable:
     Functions of path-based tables lie on every rank, vectors on one. No table has fewer buckets than take the fewest
     bytes, nor so many that it is no smaller than whole.
 
-    Attributes:
-        name: Name of the table.
-        num_ids: Number of ids.
-        min_bytes: Bytes with the number of buckets that takes the fewest.
-        whole_bytes: Bytes of the whole table.
-
     Args:
         feature: Feature that is looked up in the table.
         settings: Settings of the compressed table, but for ``num_buckets``.
@@ -78,7 +72,7 @@ class CompressibleTable:
         self._parameters = _LinearSize.through([probe.num_parameters for probe in probes])
         self._min_buckets = self._find_min_buckets()
         self._max_buckets = self._find_max_buckets()
-        self.min_bytes = self.num_bytes(self._min_buckets)
+        self.min_bytes = self.num_bytes(self._min_buckets)  # with the number of buckets that takes the fewest
 
     def num_bytes(self, num_buckets: int | None) -> int:
         """Returns the bytes with a number of buckets; None stands for the whole table."""

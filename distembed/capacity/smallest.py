@@ -148,13 +148,11 @@ class _Search:
     def _first_accepted(self) -> Assessment:
         """Returns the plan for one device, or where the settings refuse it for one node or for two; else raises."""
         gpus = self._cluster.ranks_per_node
-        outcomes = [self._outcome(1)]
-        for number in (gpus, gpus + 1):
-            if isinstance(outcomes[-1], UserError):
-                outcomes.append(self._outcome(number))
-        if isinstance(outcomes[-1], UserError):
-            raise outcomes[-1]
-        return outcomes[-1]
+        for number in (1, gpus, gpus + 1):
+            outcome = self._outcome(number)
+            if isinstance(outcome, Assessment):
+                return outcome
+        raise outcome
 
     def _outcome(self, number: int) -> Assessment | UserError:
         """Returns the plan for a size, or why the settings refuse it."""

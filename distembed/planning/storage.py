@@ -154,13 +154,20 @@ def _sharded_storage(
 ) -> TableStorage:
     """Returns the storage of one rank's shards of one partition."""
     kernel, shards = part
-    is_fused = kernel != EmbeddingComputeKernel.DENSE.value
-    optimizers = optimizers.for_table(table)
-    storage = _parameter(shards, table.bytes_per_number, optimizers.sparse, is_fused)
+    optimizer = optimizers.for_table(table).sparse
+    storage = _parameter(shards, table.bytes_per_number, optimizer, kernel != EmbeddingComputeKernel.DENSE.value)
     if kernel not in IN_HOST_MEMORY:
         return storage
-    num_rows, slots = sum(rows for rows, _ in shards), cache_ratio if kernel == CACHED else None
-    return _in_host_memory(storage, num_rows, optimizers.sparse, slots)
+    num_rows = sum(rows for rows, _ in shards)
+    row_states = num_rows * OPTIMIZERS[optimizer].row_state_bytes
+    # an int32 a row, and two int64 a slot
+    cache = cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio) if kernel == CACHED else 0
+    return TableStorage(
+        optimizer_state=row_states,
+        cache=round(cache),
+        host_weights=storage.weights,
+        host_optimizer_state=storage.optimizer_state - row_states,
+    )
 
 
 def _replicated_storage(
@@ -181,18 +188,6 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
     if is_fused:
         return TableStorage(numbers * itemsize, kind.fused_state_bytes(rows, numbers))
     return TableStorage(numbers * itemsize, kind.torch_state_bytes(rows, numbers), numbers * itemsize)
-
-
-def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_ratio: float | None) -> TableStorage:
-    row_states = num_rows * OPTIMIZERS[optimizer].row_state_bytes
-    # an int32 a row, and two int64 a slot
-    cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
-    return TableStorage(
-        optimizer_state=row_states,
-        cache=round(cache),
-        host_weights=storage.weights,
-        host_optimizer_state=storage.optimizer_state - row_states,
-    )
 
 
 def total(storage: Mapping[str, TableStorage]) -> TableStorage:
