@@ -152,6 +152,7 @@ class _Search:
             outcome = self._outcome(number)
             if isinstance(outcome, Assessment):
                 return outcome
+        assert isinstance(outcome, UserError)
         raise outcome
 
     def _outcome(self, number: int) -> Assessment | UserError:
