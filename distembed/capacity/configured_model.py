@@ -33,17 +33,14 @@ class ConfiguredModel(Plannable):
 
     @property
     def plan(self) -> PlanConfig:
-        """Ways in which tables may be placed."""
         return self.config.plan
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step on all ranks."""
         return self.config.train.batch_size
 
     @property
     def sparse_optimizer(self) -> str:
-        """Name of the optimizer of the tables."""
         return self.config.train.sparse_optimizer.name
 
     @property

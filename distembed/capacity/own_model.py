@@ -122,12 +122,10 @@ class OwnModel(Plannable):
 
     @property
     def plan(self) -> PlanConfig:
-        """Ways in which tables may be placed."""
         return self.plan_config
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step on all ranks."""
         return self.step.batch_size
 
     @property
