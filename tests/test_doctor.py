@@ -211,8 +211,9 @@ def test_dependencies_are_checked_against_the_metadata() -> None:
             assert f" torch=={tested.torch}" in finding.remedy, "a dependency must not bring another torch"
 
 
-def test_it_says_on_which_clusters_rows_can_be_prepared() -> None:
-    ray, spark = findings.check_engines({"ray": "2.60.0"})
+def test_it_says_which_extras_there_are() -> None:
+    ray, spark, polish = findings.check_extras({"ray": "2.60.0", "highspy": "1.16.0"})
+    assert polish == Finding("plan --polish", "ok", "yes, by highspy 1.16.0")
     assert ray == Finding("prepare on ray", "ok", "yes, by ray 2.60.0")
     assert spark.status == "note" and spark.detail.endswith("pyspark is not installed; `tools/setup.sh spark` adds it")
 

@@ -131,6 +131,9 @@ def plan_command(
         bool,
         typer.Option("--smallest", help="Find the fewest GPUs that fit: up to --gpus on one node, then whole nodes."),
     ] = False,
+    polish: Annotated[
+        float | None, typer.Option(help="Seconds in which HiGHS looks for a faster plan: `plan.polish_seconds`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Plan a config, or a model of one's own, for a cluster that need not be there: where tables go, what ranks hold.
@@ -147,6 +150,8 @@ def plan_command(
     if smallest:
         _require_searchable(cluster, files)
     arguments = [] if config is None else [config, *(overrides or [])]
+    if polish is not None and (arguments or own.model is not None):
+        arguments.append(f"plan.polish_seconds={polish}")
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
     plannable = (
         _configured_model(arguments, own, to_write) if own.model is None else _own_model(arguments, own, to_write)

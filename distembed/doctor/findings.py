@@ -53,7 +53,7 @@ def judge(facts: Facts) -> list[Finding]:
         *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
         *check_dependencies(facts.installed, facts.requirements, tested),
         check_fused_lookup(facts.fused_lookup),
-        *check_engines(facts.installed),
+        *check_extras(facts.installed),
         *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu, facts.driver, tested),
         *check_machine(facts.machine),
     ]
@@ -179,14 +179,19 @@ def check_fused_lookup(result: LoadResult) -> Finding:
     return Finding("fused lookup", "ok", f"yes, by numba {result.facts['numba']}")
 
 
-def check_engines(installed: Mapping[str, str]) -> list[Finding]:
-    """Tells whether raw rows can be prepared on a Ray or a Spark cluster, which are extras of distembed."""
+def check_extras(installed: Mapping[str, str]) -> list[Finding]:
+    """Tells whether raw rows can be prepared on a Ray or a Spark cluster, and plans polished: extras of distembed."""
     findings = []
-    for extra, distribution in (("ray", "ray"), ("spark", "pyspark")):
+    extras = (
+        ("prepare on ray", "ray", "ray"),
+        ("prepare on spark", "spark", "pyspark"),
+        ("plan --polish", "polish", "highspy"),
+    )
+    for what, extra, distribution in extras:
         found = installed.get(distribution)
         absent = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
         detail = f"yes, by {distribution} {found}" if found else absent
-        findings.append(Finding(f"prepare on {extra}", "ok" if found else "note", detail))
+        findings.append(Finding(what, "ok" if found else "note", detail))
     return findings
 
 

@@ -57,6 +57,8 @@ class PlanConfig:
             most like theirs.
         reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
             gaps, CUDA's context and NCCL's buffers.
+        polish_seconds: Seconds in which HiGHS, of the extra `polish`, looks for a faster plan after the search. It is
+            for tight memory on few ranks; problems of too many tables and ranks are left as they are.
         tables: Exceptions, by table name.
         together: Groups of tables that lie on the same ranks, in as many shards each, by table name.
     """
@@ -67,5 +69,6 @@ class PlanConfig:
     time_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     device: str | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    polish_seconds: Annotated[float, Field(ge=0)] = 0.0
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)
     together: list[list[str]] = field(default_factory=list)

@@ -127,6 +127,8 @@ class Search:
             capacity = np.minimum(lower, capacity)
             solution = self._solver.repaired(solution, capacity)
         fastest = self._solver.complete(fitting, self._fits)
+        if seconds := self._request.config.polish_seconds:
+            fastest = self._solver.polished(fastest, capacity, seconds, self._memory.excess)
         return self._emptiest(capacity) if fastest is None else self._emptier(fastest, capacity)
 
     def _emptier(self, fastest: Solution, capacity: Floats) -> Solution:

@@ -6,11 +6,13 @@ then searched completely (:mod:`distembed.planning.fastest.exact`). Of assignmen
 the one with the emptiest fullest rank is taken.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distembed.planning.fastest import polish
 from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.guesses import first_guesses
@@ -101,6 +103,54 @@ class Solver:
             return replace(solution, lower_bound_ms=solution.milliseconds, is_complete=True)
         low = best.score if outcome.is_complete else self._bound.milliseconds(best.score)
         return Solution(best.assignment, best.score, low, outcome.is_complete or self._is_near(best.score, low))
+
+    def polished(
+        self,
+        solution: Solution | None,
+        capacity: Floats | float,
+        seconds: float,
+        excess: Callable[[Assignment], tuple[float, Floats]],
+    ) -> Solution | None:
+        """Returns the fastest solution that HiGHS finds within some seconds, or the one that it begins with.
+
+        Args:
+            solution: A solution that fits; None where none is known.
+            capacity: Bytes of each rank, as far as these add up.
+            seconds: Seconds that may be taken.
+            excess: Counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would not.
+
+        Raises:
+            UserError: highspy is not installed.
+        """
+        rejected: list[Floats] = []
+
+        def accepts(assignment: Assignment) -> bool:
+            lacking, lower = excess(assignment)
+            if lacking > 0:
+                rejected.append(lower)
+            return lacking <= 0
+
+        deadline, problem, limits = time.monotonic() + seconds, self._problem.with_stored_bytes(), self._bound_capacity
+        best, low = solution, 0.0 if solution is None else solution.lower_bound_ms
+        while (left := deadline - time.monotonic()) > 0:
+            rejected.clear()
+            start = None if best is None else best.assignment
+            found, bound = polish.solve(
+                problem, Aim(limits, self._host_capacity), start, left, accepts, self._tolerance
+            )
+            if problem is not self._problem:  # every plan that fits has room for its weights and states
+                low = max(low, bound)
+            if found is not None:
+                ms = float(Loads(self._problem, found.copy()).milliseconds().max())
+                best = Solution(found, ms, low, False) if best is None or ms < best.milliseconds else best
+            if not rejected or np.all(rejected[-1] <= 0):
+                break
+            capacity = np.minimum(rejected[-1], capacity)
+            problem, limits = self._problem, capacity
+        if best is None:
+            return None
+        low = min(low, best.milliseconds)
+        return replace(best, lower_bound_ms=low, is_complete=best.is_complete or self._is_near(best.milliseconds, low))
 
     def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns an assignment within the tolerance of a solution's time with fewer bytes on the fullest rank."""

@@ -1,0 +1,247 @@
+"""A faster assignment, and a tighter bound, by HiGHS: a mixed-integer program that begins with a known assignment.
+
+The program has a binary for each option of a table; for each place and each kind of shard of an option; for each group
+of lookups on each rank; for each exchange. Milliseconds of a phase are no less than what a rank does for its own shards
+and for those of others, and the objective is no less than the milliseconds of any rank.
+
+Trade-off: HiGHS proves optima of tens of tables on a node, while a program of many ranks outgrows any time. Where the
+time ends first, the answer depends on the machine's speed.
+"""
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from distembed.errors import UserError
+from distembed.planning.fastest.loads import Aim
+from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
+
+_MOST_PLACES = 200_000
+"""Places of shards up to which a program is written down."""
+
+
+class Program:
+    """A problem as a mixed-integer program, whose first variable is the slowest rank's milliseconds.
+
+    Args:
+        problem: The problem.
+        aim: Bytes of each rank.
+    """
+
+    def __init__(self, problem: Problem, aim: Aim) -> None:
+        self._problem, self._ranks = problem, range(problem.world_size)
+        self.uppers: list[float] = []  # of variables: 1 of a binary, else infinite
+        self.rows: list[
+            tuple[dict[int, float], float, float]
+        ] = []  # coefficients by variable, least and most of the sum
+        self._chosen: dict[tuple[int, int], int] = {}  # by table and option
+        self._placed: dict[tuple[int, int, int], Ints] = {}  # variables of all places, by table, option and block
+        self._slowest, self._one = self._variable(np.inf), self._variable()
+        self.rows.append(({self._one: 1.0}, 1.0, 1.0))
+        self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
+        self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
+        # what a sum of milliseconds, or of shares of a capacity, has for each variable; sums are at most 0
+        self._sums: dict[object, dict[int, float]] = defaultdict(dict)
+        capacities = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
+        self._capacity = np.maximum(np.stack(capacities), 1.0)
+        self._kinds_of_bytes = ["bytes", "host"] if problem.blocks.host_bytes.any() else ["bytes"]
+        self._add_ranks()
+        for table in range(problem.num_tables):
+            self._add_table(table)
+        self.rows += [(own, -np.inf, 0.0) for own in self._sums.values()]
+
+    def assignment(self, values: Floats) -> Assignment:
+        """Returns the assignment of a solution's values."""
+        found = Assignment.empty(self._problem.num_tables)
+        for (table, option), chosen in self._chosen.items():
+            if values[chosen] > 0.5:
+                blocks = self._problem.option_blocks[option].tolist()
+                own = {it: iter(np.flatnonzero(values[self._placed[table, option, it]] > 0.5)) for it in set(blocks)}
+                found.option[table] = option
+                found.places[table] = np.array([next(own[block]) for block in blocks], np.int64)
+        return found
+
+    def variables(self, assignment: Assignment) -> Ints:
+        """Returns the variables of options and places that are 1 in an assignment."""
+        found = []
+        for table, option in enumerate(assignment.option.tolist()):
+            found.append(self._chosen[table, option])
+            for block, place in zip(self._problem.option_blocks[option], assignment.places[table], strict=True):
+                found.append(int(self._placed[table, option, block][place]))
+        return np.array(found, np.int64)
+
+    @property
+    def choices(self) -> Ints:
+        """All variables of options and places."""
+        return np.concatenate([[*self._chosen.values()], *self._placed.values()]).astype(np.int64)
+
+    def _variable(self, upper: float = 1.0) -> int:
+        self.uppers.append(upper)
+        return len(self.uppers) - 1
+
+    def _add_ranks(self) -> None:
+        """Adds what ranks take without any table; what every rank has of all tables is one variable for all of them."""
+        problem, phases = self._problem, range(self._problem.num_phases)
+        names: list[object] = [
+            "ms",
+            *self._kinds_of_bytes,
+            *(("own", phase) for phase in phases),
+            *(("other", phase) for phase in phases),
+        ]
+        common = {name: self._variable(np.inf) for name in names}
+        for name, total in common.items():
+            self._sums[name, "common"][total] = -1.0
+        by_rank = [self._variable(np.inf) for _ in self._ranks]
+        for rank in self._ranks:
+            ms = self._sums["ms", rank]
+            ms |= {by_rank[rank]: -1.0, self._one: problem.base_ms, common["ms"]: 1.0}
+            ms |= dict(zip(self._exchanges, problem.exchange_start_ms, strict=True))
+            ms |= {own[rank]: start for own, start in zip(self._groups, problem.group_start_ms, strict=True)}
+            for name, capacity in zip(self._kinds_of_bytes, self._capacity[:, rank], strict=False):
+                self._sums[name, rank] |= {self._one: -1.0, common[name]: self._capacity.max() / capacity}
+            for phase in phases:
+                longer = self._variable(np.inf)
+                ms[longer] = 1.0
+                for side in ("own", "other"):
+                    self._sums[(side, phase), rank] |= {longer: -1.0, common[side, phase]: 1.0}
+            self._sums["slowest", rank] |= {by_rank[rank]: 1.0, self._slowest: -1.0}
+        if problem.ranks_at_once < problem.ranks_per_node:
+            for first in self._ranks[:: problem.ranks_per_node]:
+                own = dict.fromkeys(by_rank[first : first + problem.ranks_per_node], 1.0)
+                self._sums["node", first] |= {**own, self._slowest: -problem.ranks_at_once}
+
+    def _add_table(self, table: int) -> None:
+        users: dict[int, dict[int, float]] = defaultdict(dict)
+        for option in self._problem.options_of(table):
+            self._chosen[table, option] = self._variable()
+            self._add_common(option, self._chosen[table, option], users)
+            self._add_shards(table, option, users)
+        self.rows.append(({self._chosen[table, it]: 1.0 for it in self._problem.options_of(table)}, 1.0, 1.0))
+        # what any of a table's options starts is started, of which there is one alone
+        self.rows += [({**own, started: -1.0}, -np.inf, 0.0) for started, own in users.items()]
+
+    def _add_common(self, option: int, chosen: int, users: dict[int, dict[int, float]]) -> None:
+        """Adds what every rank has of an option."""
+        problem, num_phases = self._problem, self._problem.num_phases
+        sums = problem.option_sums[option]
+        self._sums["ms", "common"][chosen] = sums[0]
+        for name, number in zip(self._kinds_of_bytes, sums[1:3], strict=False):
+            self._sums[name, "common"][chosen] = number / self._capacity.max()
+        for side, phase in itertools.product(("own", "other"), range(num_phases)):
+            self._sums[(side, phase), "common"][chosen] = sums[3 + phase + num_phases * (side == "other")]
+        for exchange in problem.options[option].exchanges:
+            users[self._exchanges[exchange]][chosen] = 1.0
+        for group in problem.options[option].everywhere.groups:
+            for started in self._groups[group]:
+                users[started][chosen] = 1.0
+
+    def _add_shards(self, table: int, option: int, users: dict[int, dict[int, float]]) -> None:
+        problem, chosen = self._problem, self._chosen[table, option]
+        kinds = Counter(problem.option_blocks[option].tolist())
+        for block, count in kinds.items():
+            size = int(problem.num_shards[block])
+            places = np.array([self._variable() for _ in range(problem.world_size // size)], np.int64)
+            self._placed[table, option, block] = places
+            self.rows.append(({**dict.fromkeys(places.tolist(), 1.0), chosen: -float(count)}, 0.0, 0.0))
+            if problem.allowed is not None:
+                allowed = problem.allowed[option].reshape(-1, size).all(1)
+                for place in places[~allowed].tolist():
+                    self.uppers[place] = 0.0
+            for rank in self._ranks:
+                self._add_shard(block, int(places[rank // size]), rank, users)
+        if kinds.total() > 1:
+            # shards of one table lie in different places
+            for here in zip(*(self._placed[table, option, block].tolist() for block in kinds), strict=True):
+                self.rows.append(({**dict.fromkeys(here, 1.0), chosen: -1.0}, -np.inf, 0.0))
+
+    def _add_shard(self, block: int, placed: int, rank: int, users: dict[int, dict[int, float]]) -> None:
+        num_phases, sums = self._problem.num_phases, self._problem.block_sums[block]
+        self._sums["ms", rank][placed] = sums[0]
+        for name, number, capacity in zip(self._kinds_of_bytes, sums[1:3], self._capacity[:, rank], strict=False):
+            self._sums[name, rank][placed] = number / capacity
+        for side, phase in itertools.product(("own", "other"), range(num_phases)):
+            self._sums[(side, phase), rank][placed] = sums[3 + phase + num_phases * (side == "other")]
+        for group in self._problem.blocks.groups[block].tolist():
+            if group >= 0:
+                users[self._groups[group][rank]][placed] = 1.0
+
+
+def solve(
+    problem: Problem,
+    aim: Aim,
+    start: Assignment | None,
+    seconds: float,
+    accepts: Callable[[Assignment], bool] = lambda _: True,
+    gap: float = 1e-4,
+) -> tuple[Assignment | None, float]:
+    """Returns the fastest assignment that HiGHS found and that is accepted, and the milliseconds none goes below.
+
+    Args:
+        problem: The problem.
+        aim: Bytes of each rank.
+        start: An assignment to begin with.
+        seconds: Seconds after which HiGHS is stopped.
+        accepts: Tells whether an assignment fits; HiGHS is stopped at the first that does not.
+        gap: Share by which the assignment may be slower than the fastest.
+
+    Raises:
+        UserError: highspy is not installed.
+    """
+    try:
+        import highspy
+    except ImportError:
+        raise UserError(
+            "plan.polish_seconds (--polish) needs highspy, which is not installed: `pip install 'distembed[polish]'`"
+        ) from None
+    deadline, found = time.monotonic() + seconds, list[Assignment]()
+    places = sum(problem.world_size * len(set(own.tolist())) for own in problem.option_blocks)
+    if places * problem.num_tables > _MOST_PLACES * len(problem.classes):
+        return None, 0.0
+    program = Program(problem, aim)
+
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS says its name here, before any option can be set
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    highs = Silent()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("threads", 1)
+    highs.setOptionValue("mip_rel_gap", gap)
+    highs.passModel(_model(highspy, program))
+    if start is not None:
+        choices, ones = program.choices, program.variables(start)
+        highs.setSolution(len(choices), choices.astype(np.int32), np.isin(choices, ones).astype(np.float64))
+
+    def take(event: "highspy.HighsCallbackEvent") -> None:
+        assignment = program.assignment(np.asarray(event.data_out.mip_solution))
+        if accepts(assignment):
+            found.append(assignment)
+        else:
+            event.interrupt()
+
+    highs.cbMipImprovingSolution.subscribe(take)
+    highs.setOptionValue("time_limit", max(deadline - time.monotonic(), 0.0))
+    highs.run()
+    bound = highs.getInfo().mip_dual_bound
+    return (found[-1] if found else None), float(bound) if np.isfinite(bound) else 0.0
+
+
+def _model(highspy: Any, program: Program) -> Any:
+    """Returns HiGHS's model of a program."""
+    model = highspy.HighsLp()
+    uppers, (rows, lower, upper) = np.array(program.uppers), zip(*program.rows, strict=True)
+    model.num_col_, model.num_row_ = len(uppers), len(rows)
+    model.col_cost_ = np.eye(1, len(uppers))[0]
+    model.col_lower_, model.col_upper_ = np.zeros(len(uppers)), uppers
+    model.row_lower_, model.row_upper_ = np.array(lower), np.array(upper)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    model.a_matrix_.index_ = np.fromiter((at for row in rows for at in row), np.int32)
+    model.a_matrix_.value_ = np.fromiter((value for row in rows for value in row.values()), np.float64)
+    kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+    model.integrality_ = [kinds[int(np.isinf(own))] for own in uppers]
+    return model
