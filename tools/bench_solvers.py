@@ -1,34 +1,27 @@
-"""Compares the search for the fastest plan with mixed-integer solvers: HiGHS, which scipy brings, and OR-tools' CP-SAT.
+"""Compares the search for the fastest plan with mixed-integer solvers: HiGHS and OR-tools' CP-SAT.
 
 ::
 
     python tools/bench_solvers.py                     # with `pip install ortools` for CP-SAT; left out without it
 
 All get the same problem in numbers (:mod:`distembed.planning.fastest.problem`) of the same plan request, with the bytes
-of weights and optimizer states, which add up. First the search solves it, then each solver from nothing: for as long as
-the search took, and for ten times as long. Plans are evaluated by the same function, whatever the solver said of them;
-a bound is what no plan that fits goes below. The time in which the program is written down for a solver is not counted.
-
-The program has a binary for each option of a table; for each rank (or node) and each kind of shard of an option;
-for each group of lookups on each rank; for each exchange. Milliseconds of a phase are no less than what a rank does for
-its own shards and for those of others, and the objective no less than the milliseconds of any rank.
+of weights and optimizer states, which add up. First the search solves it. Then each solver solves its program
+(:mod:`distembed.planning.fastest.polish`) from nothing, for as long as the search took and for ten times as long, and
+HiGHS from the search's plan for ten times as long. Plans are evaluated by the same function, whatever the solver said
+of them; a bound is what no plan that fits goes below.
 """
 
 import argparse
-import itertools
 import math
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 from torch import nn
 
 from distembed.capacity.configured_model import ConfiguredModel
@@ -41,7 +34,8 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.devices import find_device
 from distembed.planning.estimated_plan import CountedMemory
-from distembed.planning.fastest.loads import Loads
+from distembed.planning.fastest import polish
+from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment, Problem
 from distembed.planning.fastest.solver import Solver
 from distembed.planning.table_problem import TableProblem
@@ -62,24 +56,6 @@ try:
 except ImportError:
     cp_model = None
 
-Variable = int
-
-
-@dataclass(frozen=True)
-class Row:
-    """Numbers that the sum of coefficients times variables lies between.
-
-    Attributes:
-        coefficients: Coefficient of each variable.
-        lower, upper: The numbers.
-        is_measured: Whether it adds up milliseconds, or shares of a capacity; else it counts.
-    """
-
-    coefficients: Mapping[Variable, float]
-    lower: float
-    upper: float
-    is_measured: bool = False
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -96,181 +72,21 @@ class Answer:
     claimed_ms: float = math.inf
 
 
-@dataclass
-class Program:
-    """A problem as a mixed-integer program, whose first variable is to be small: the slowest rank's milliseconds.
-
-    Attributes:
-        problem: The problem.
-        capacity: Bytes of each rank.
-        rows: All rows.
-        is_measured: Whether a variable is a number of milliseconds, or a share of the capacity; else it is binary.
-        chosen: Variable of each table's options, by table and option.
-        placed: Variables of all places of a kind of shard, by table, option and block.
-    """
-
-    problem: Problem
-    capacity: float
-    rows: list[Row] = field(default_factory=list)
-    is_measured: list[bool] = field(default_factory=list)
-    chosen: dict[tuple[int, int], Variable] = field(default_factory=dict)
-    placed: dict[tuple[int, int, int], list[Variable]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        problem = self.problem
-        if problem.ranks_at_once < problem.ranks_per_node:
-            raise ValueError("ranks that share cores are not in the program; take a device for each rank")
-        self._slowest = self._variable(is_measured=True)
-        self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
-        self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
-        self._sums: dict[object, dict[Variable, float]] = defaultdict(dict)
-        self._add_ranks()
-        for table in range(problem.num_tables):
-            self._add_table(table)
-        self.rows += [Row(sums, -math.inf, 0.0, is_measured=True) for sums in self._sums.values()]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.problem.world_size)
-
-    def _variable(self, is_measured: bool = False) -> Variable:
-        self.is_measured.append(is_measured)
-        return len(self.is_measured) - 1
-
-    def _at_most(self, sum_of: object, total: Variable) -> None:
-        """Says that a sum of milliseconds, or of bytes, is at most a variable."""
-        self._sums[sum_of][total] = -1.0
-
-    def _add_ranks(self) -> None:
-        """Adds what ranks take without any table; what every rank has of all tables is one variable for all of them."""
-        problem = self.problem
-        one = self._variable()
-        self.rows.append(Row({one: 1}, 1, 1))
-        phases = range(problem.num_phases)
-        common = {name: self._variable(is_measured=True) for name in ["ms", "bytes"]}
-        common_own = [self._variable(is_measured=True) for _ in phases]
-        common_other = [self._variable(is_measured=True) for _ in phases]
-        for name, total in common.items():
-            self._at_most((name, "common"), total)
-        for phase in phases:
-            self._at_most(("own", phase, "common"), common_own[phase])
-            self._at_most(("other", phase, "common"), common_other[phase])
-        for rank in self._ranks:
-            ms, num_bytes = self._sums["ms", rank], self._sums["bytes", rank]
-            ms |= {self._slowest: -1.0, one: problem.base_ms, common["ms"]: 1.0}
-            num_bytes |= {one: -1.0, common["bytes"]: 1.0}
-            ms |= dict(zip(self._exchanges, problem.exchange_start_ms, strict=True))
-            ms |= {own[rank]: start for own, start in zip(self._groups, problem.group_start_ms, strict=True)}
-            for phase in phases:
-                longer = self._variable(is_measured=True)
-                ms[longer] = 1.0
-                self._sums["own", phase, rank] |= {longer: -1.0, common_own[phase]: 1.0}
-                self._sums["other", phase, rank] |= {longer: -1.0, common_other[phase]: 1.0}
-
-    def _add_table(self, table: int) -> None:
-        options = self.problem.options_of(table)
-        self.chosen |= {(table, option): self._variable() for option in options}
-        self.rows.append(Row({self.chosen[table, option]: 1 for option in options}, 1, 1))
-        users: dict[Variable, dict[Variable, float]] = defaultdict(dict)
-        for option in options:
-            chosen = self.chosen[table, option]
-            self._add_common(option, chosen, users)
-            for exchange in self.problem.options[option].exchanges:
-                users[self._exchanges[exchange]][chosen] = 1
-            self._add_shards(table, option, users)
-        # what any of a table's options starts is started, of which there is one alone
-        self.rows += [Row({**own, started: -1}, -math.inf, 0) for started, own in users.items()]
-
-    def _add_common(self, option: int, chosen: Variable, users: dict[Variable, dict[Variable, float]]) -> None:
-        problem, blocks, block = self.problem, self.problem.blocks, self.problem.option_everywhere[option]
-        self._sums["ms", "common"][chosen] = float(blocks.lookup_ms[block])
-        self._sums["bytes", "common"][chosen] = float(blocks.num_bytes[block]) / self.capacity
-        own = problem.option_blocks[option]
-        other_ms = blocks.other_ms[block] + (problem.num_shards[own, None] * blocks.other_ms[own]).sum(0)
-        for phase in range(problem.num_phases):
-            self._sums["own", phase, "common"][chosen] = float(blocks.own_ms[block, phase])
-            self._sums["other", phase, "common"][chosen] = float(other_ms[phase])
-        for group in filter(lambda own: own >= 0, blocks.groups[block]):
-            for started in self._groups[group]:
-                users[started][chosen] = 1
-
-    def _add_shards(self, table: int, option: int, users: dict[Variable, dict[Variable, float]]) -> None:
-        problem, kinds = self.problem, Counter(self.problem.option_blocks[option].tolist())
-        chosen = self.chosen[table, option]
-        for block, count in kinds.items():
-            size = problem.ranks_per_node if problem.blocks.fills_node[block] else 1
-            places = [self._variable() for _ in range(problem.world_size // size)]
-            self.placed[table, option, block] = places
-            self.rows.append(Row({**dict.fromkeys(places, 1), chosen: -count}, 0, 0))
-            for place, rank in itertools.product(range(len(places)), range(size)):
-                self._add_shard(block, places[place], place * size + rank, users)
-        if kinds.total() > 1:
-            # shards of one table lie in different places
-            for here in zip(*(self.placed[table, option, block] for block in kinds), strict=True):
-                self.rows.append(Row({**dict.fromkeys(here, 1), chosen: -1}, -math.inf, 0))
-
-    def _add_shard(self, block: int, placed: Variable, rank: int, users: dict[Variable, dict[Variable, float]]) -> None:
-        blocks = self.problem.blocks
-        self._sums["ms", rank][placed] = float(blocks.lookup_ms[block])
-        self._sums["bytes", rank][placed] = float(blocks.num_bytes[block]) / self.capacity
-        for phase in range(self.problem.num_phases):
-            self._sums["own", phase, rank][placed] = float(blocks.own_ms[block, phase])
-            self._sums["other", phase, rank][placed] = -float(blocks.other_ms[block, phase])
-        for group in filter(lambda own: own >= 0, blocks.groups[block]):
-            users[self._groups[group][rank]][placed] = 1
-
-    def assignment(self, values: Callable[[Variable], float]) -> Assignment:
-        """Returns the assignment of a solution's values."""
-        found = Assignment.empty(self.problem.num_tables)
-        for (table, option), chosen in self.chosen.items():
-            if values(chosen) < 0.5:
-                continue
-            blocks = self.problem.option_blocks[option].tolist()
-            places = {block: self._places(table, option, block, values) for block in set(blocks)}
-            found.option[table] = option
-            found.places[table] = np.array([next(places[block]) for block in blocks], np.int64)
-        return found
-
-    def _places(self, table: int, option: int, block: int, values: Callable[[Variable], float]) -> Iterator[int]:
-        placed = self.placed[table, option, block]
-        return (place for place, variable in enumerate(placed) if values(variable) > 0.5)
+def solve_with_highs(problem: Problem, capacity: float, seconds: float, start: Assignment | None = None) -> Answer:
+    """Solves a problem by HiGHS on one thread, from nothing or from an assignment."""
+    return Answer(*polish.solve(problem, Aim(capacity), start, seconds))
 
 
-def solve_with_highs(program: Program, seconds: float) -> Answer:
-    """Solves a program by HiGHS, on one thread as scipy has it."""
-    is_measured = np.array(program.is_measured)
-    numbers = [(i, *number) for i, row in enumerate(program.rows) for number in row.coefficients.items() if number[1]]
-    rows, columns, values = (np.array(own) for own in zip(*numbers, strict=True))
-    matrix = csr_array((values, (rows, columns)), shape=(len(program.rows), len(is_measured)))
-    lower, upper = ([getattr(row, name) for row in program.rows] for name in ("lower", "upper"))
-    result = milp(
-        np.eye(1, len(is_measured))[0],
-        integrality=~is_measured,
-        bounds=Bounds(0, np.where(is_measured, np.inf, 1)),
-        constraints=LinearConstraint(matrix, lower, upper),
-        options={"time_limit": seconds},
-    )
-    bound = result.mip_dual_bound
-    bound = 0.0 if bound is None or not math.isfinite(bound) else float(bound)
-    if result.x is None:
-        return Answer(None, bound)
-    return Answer(program.assignment(lambda own: float(result.x[own])), bound, float(result.fun))
-
-
-def solve_with_cp_sat(program: Program, seconds: float, workers: int) -> Answer:
-    """Solves a program by CP-SAT. Coefficients are rounded down, so that its bound is one of the problem too."""
-    model = cp_model.CpModel()
-    variables = [model.new_int_var(0, LONGEST_MS * PARTS if own else 1, "") for own in program.is_measured]
-    for row in program.rows:
-        whole = {
-            own: math.floor(value * (PARTS if row.is_measured and not program.is_measured[own] else 1))
-            for own, value in row.coefficients.items()
-        }
+def solve_with_cp_sat(problem: Problem, capacity: float, seconds: float, workers: int) -> Answer:
+    """Solves a problem by CP-SAT. Coefficients are rounded down, so that its bound is one of the problem too."""
+    program, model = polish.Program(problem, Aim(capacity)), cp_model.CpModel()
+    is_measured = np.isinf(program.uppers)
+    variables = [model.new_int_var(0, LONGEST_MS * PARTS if own else 1, "") for own in is_measured]
+    for row, lower, upper in program.rows:
+        parts = PARTS if is_measured[list(row)].any() else 1
+        whole = {own: math.floor(value * (1 if is_measured[own] else parts)) for own, value in row.items()}
         total = cp_model.LinearExpr.weighted_sum([variables[own] for own in whole], list(whole.values()))
-        if row.lower == row.upper:
-            model.add(total == int(row.upper))
-        else:
-            model.add(total <= int(row.upper))
+        model.add(total == int(upper) if lower == upper else total <= int(upper))
     model.minimize(variables[0])
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
@@ -279,7 +95,7 @@ def solve_with_cp_sat(program: Program, seconds: float, workers: int) -> Answer:
     bound = max(0.0, solver.best_objective_bound / PARTS)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound)
-    found = program.assignment(lambda own: solver.value(variables[own]))
+    found = program.assignment(np.array([solver.value(own) for own in variables]))
     return Answer(found, bound, solver.objective_value / PARTS)
 
 
@@ -356,13 +172,17 @@ def compare(request: PlanRequest, workers: int) -> Iterator[Sequence[str]]:
     own = solve_by_search(problem, capacity)
     seconds = time.perf_counter() - started
     yield _row("search", "", seconds, milliseconds(problem, own, capacity), own)
-    program = Program(problem, capacity)
-    solvers: dict[str, Callable[[Program, float], Answer]] = {"HiGHS": solve_with_highs}
+    solvers: dict[str, Callable[[float], Answer]] = {"HiGHS": partial(solve_with_highs, problem, capacity)}
     if cp_model is not None:
-        solvers["CP-SAT"] = partial(solve_with_cp_sat, workers=workers)
-    for allowed, (name, solve) in itertools.product((seconds, min(10 * seconds, MOST_SECONDS)), solvers.items()):
+        solvers["CP-SAT"] = partial(solve_with_cp_sat, problem, capacity, workers=workers)
+    longer = min(10 * seconds, MOST_SECONDS)
+    runs = [(allowed, name) for allowed in (seconds, longer) for name in solvers]
+    if own.assignment is not None and fits(problem, own.assignment, capacity):
+        solvers["HiGHS from the search"] = partial(solve_with_highs, problem, capacity, start=own.assignment)
+        runs.append((longer, "HiGHS from the search"))
+    for allowed, name in runs:
         started = time.perf_counter()
-        answer = solve(program, allowed)
+        answer = solvers[name](allowed)
         taken = time.perf_counter() - started
         yield _row(name, f"{allowed:.1f}", taken, milliseconds(problem, answer, capacity), answer)
 
