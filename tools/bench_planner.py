@@ -4,11 +4,13 @@
 
     python tools/bench_planner.py --plans FOLDER
 
-Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up to four planners:
+Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up to five planners:
 
 - *ours*: ``distembed plan`` as it is
 - *TorchRec*: its ``EmbeddingShardingPlanner`` with our sharders, on the same topology, batch and memory, by its own
   estimates
+- *estimates*: the same with our :class:`~distembed.planning.CompositionalShardEstimator`, with
+  the ids of a row, and free to cut tables into ranges of 4 columns
 - *table-wise*: ours, with ``plan.sharding_types=[table_wise]``
 - *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
 
@@ -19,6 +21,7 @@ takes: seconds of a processor, from when the model is there, and peak memory, wi
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 import resource
 import signal
@@ -30,8 +33,9 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from distembed.capacity.configured_model import ConfiguredModel
@@ -40,7 +44,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.errors import RunError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning import CompositionalShardEstimator, PlanConfig, PlanRequest, Workload
 from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
@@ -125,13 +129,26 @@ def table_wise(request: PlanRequest) -> ShardingPlan:
     return find_plan(dataclasses.replace(request, config=PlanConfig(sharding_types=["table_wise"]))).plan
 
 
-def torchrecs(request: PlanRequest) -> ShardingPlan:
+def torchrecs(request: PlanRequest, has_our_estimates: bool = False) -> ShardingPlan:
     """Returns the plan of TorchRec's planner, which has as much memory for tables as our search begins with."""
     cluster, workload = request.cluster, request.workload
+    topology, batch_size, enumerator = cluster.topology(), workload.rows_of_rank(cluster.world_size), None
+    if has_our_estimates:
+        constraints = {
+            table.name: ParameterConstraints(
+                min_partition=4,  # ours is as free; TorchRec's planner never cuts below 128 columns unless told
+                pooling_factors=[workload.ids_per_row.get(name, 1.0) for name in table.feature_names],
+            )
+            for tables in request.tables_by_collection.values()
+            for table in tables
+        }
+        estimator = CompositionalShardEstimator(topology, constraints, cluster.device.name)
+        enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator)
     room = request.plannable_bytes.min() - sum(workload.bytes_beside_tables(cluster.world_size).values())
     planner = EmbeddingShardingPlanner(
-        topology=cluster.topology(),
-        batch_size=workload.rows_of_rank(cluster.world_size),
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=enumerator,
         storage_reservation=FixedPercentageStorageReservation(1 - room / cluster.rank_bytes),
     )
     return planner.plan(request.model, list(request.sharders))
@@ -140,6 +157,7 @@ def torchrecs(request: PlanRequest) -> ShardingPlan:
 PLANNERS: Mapping[str, Callable[[PlanRequest], ShardingPlan]] = {
     "ours": ours,
     "TorchRec": torchrecs,
+    "estimates": functools.partial(torchrecs, has_our_estimates=True),
     "table-wise": table_wise,
 }
 

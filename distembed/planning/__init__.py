@@ -10,7 +10,18 @@ if TYPE_CHECKING:
     from distembed.planning.plan import make_plan
     from distembed.planning.request import PlanRequest
     from distembed.planning.saved_plan import describe_plan, plan_as_json
+    from distembed.planning.torchrec_planner import CompositionalShardEstimator, CompositionalShardingPlanner
     from distembed.planning.workload import Workload
 
-__all__ = ["PlanConfig", "PlanRequest", "Workload", "describe_plan", "load_plan", "make_plan", "plan_as_json"]
+__all__ = [
+    "CompositionalShardEstimator",
+    "CompositionalShardingPlanner",
+    "PlanConfig",
+    "PlanRequest",
+    "Workload",
+    "describe_plan",
+    "load_plan",
+    "make_plan",
+    "plan_as_json",
+]
 __getattr__ = imports_on_demand(__name__)

@@ -336,18 +336,18 @@ class Step:
         ids = 0.0
         for placement in self._placements.values():
             # several collections may read one feature
-            ids += self._num_rows * self._ids_per_row(
-                [name for name in placement.table.feature_names if name not in seen]
-            )
-            seen.update(placement.table.feature_names)
+            new = [name for name in placement.table.feature_names if name not in seen]
+            ids += self._num_rows * self._ids_per_row(new) * (_LONG + self._workload.weight_bytes(new))
+            seen.update(new)
         numbers = (self._workload.num_dense + 1) * self._num_rows
-        return math.ceil(ids) * _LONG + len(seen) * self._num_rows * _INT + numbers * _FLOAT
+        return math.ceil(ids) + len(seen) * self._num_rows * _INT + numbers * _FLOAT
 
     def _sent_id_bytes(self, placement: Placement) -> int:
         """Returns the bytes of the next batch's ids in the order of their ranks; each column shard takes a copy."""
         if not _is_sent(placement.unit.sharding_type, self._world_size):
             return 0
-        ids, bags = self._num_ids(placement) * _LONG, self._num_bags(placement) * _INT
+        id_bytes = _LONG + self._workload.weight_bytes(placement.table.feature_names)
+        ids, bags = self._num_ids(placement) * id_bytes, self._num_bags(placement) * _INT
         if is_on_every_rank(placement.unit.sharding_type):
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)

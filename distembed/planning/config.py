@@ -25,6 +25,12 @@ ShardingTypes = Annotated[
 ]
 
 
+ComputeKernels = Annotated[
+    list[Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"]],
+    Field(min_length=1),
+]
+
+
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TablePlanConfig:
     """Ways in which one table may be placed; null is as for all tables.
@@ -33,11 +39,14 @@ class TablePlanConfig:
         sharding_types: Sharding types that the planner chooses from.
         min_partition: The fewest columns that a rank gets of a table that is placed column-wise.
         ranks: Ranks that the table is pinned to: its shards lie on some of these; null for any.
+        compute_kernels: Compute kernels that look the table up, by TorchRec's name; those in host memory are taken only
+            where they are named here or ``plan.host_memory`` is set.
     """
 
     sharding_types: ShardingTypes | None = None
     min_partition: Width | None = None
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    compute_kernels: ComputeKernels | None = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

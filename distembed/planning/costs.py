@@ -171,6 +171,7 @@ class PlacementCosts:
                 len(features),
                 sum(self._workload.ids_per_row.get(name, 1.0) for name in features),
                 any(self._workload.has_bags(name) for name in features),
+                self._workload.weight_bytes(features),
             )
         return self._classes[table.name]
 
@@ -279,6 +280,7 @@ class PlacementCosts:
         num_ids = num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
         num_bags = num_rows * len(table.feature_names)
         itemsize, exchange = self._id_bytes.get(collection, LONG_BYTES), self._exchange_of(collection)
+        itemsize += self._workload.weight_bytes(table.feature_names)
         return TableTraffic(num_ids, num_bags, itemsize, is_pooled(table), exchange)
 
     def num_row_shards(self, sharding_type: str) -> int:

@@ -222,10 +222,13 @@ class Layouts:
                 yield Layout(sharding_type, kernel, ranges)
 
     def _kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> list[str]:
+        own, is_cuda = self.own(table).compute_kernels, self._cluster.device.kind == "cuda"
         if sharding_type == _DATA_PARALLEL or not self._request.table_optimizers.for_table(table).is_fused:
-            return [EmbeddingComputeKernel.DENSE.value]
-        has_host = self._config.host_memory and self._cluster.device.kind == "cuda"
-        return [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]
+            possible = [EmbeddingComputeKernel.DENSE.value]
+        else:
+            has_host = is_cuda and (self._config.host_memory or own is not None)
+            possible = [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]
+        return possible if own is None else [name for name in possible if name in own]
 
     def _in_one_pass(self, table: CompositionalEmbeddingConfig, layouts: Sequence[Layout]) -> list[Layout]:
         """Returns those layouts whose columns are looked up in one pass on every rank.
@@ -302,10 +305,12 @@ class Layouts:
         return next(iter(enough or widths), common)
 
     def _no_layout(self, table: CompositionalEmbeddingConfig, types: Sequence[str]) -> str:
+        kernels, own = self.own(table).compute_kernels, f"plan.tables.{table.name}"
+        named = "" if kernels is None else f" by the kernels {', '.join(kernels)}"
         return (
-            f"plan: table {table.name!r} may only be placed {', '.join(types)}, but {width(table)} columns cannot be "
-            f"divided so among {self._cluster.world_size} ranks. Allow table_wise in "
-            f"plan.tables.{table.name}.sharding_types."
+            f"plan: table {table.name!r} may only be placed {', '.join(types)}{named}, but {width(table)} columns "
+            f"cannot be divided so among {self._cluster.world_size} ranks. Allow table_wise in {own}.sharding_types"
+            f"{'' if kernels is None else f', or fused and dense in {own}.compute_kernels'}."
         )
 
 

@@ -13,7 +13,7 @@ from distembed.planning.table_problem import TableProblem
 from distembed.planning.transfers import is_divided_within_nodes
 from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import IN_HOST_MEMORY
-from distembed.units import format_bytes
+from distembed.units import format_bytes, format_ranges
 
 _PER_TABLE = 2
 _TRIED = 4
@@ -85,12 +85,18 @@ class _OtherPlacements:
         return f"{_in_words(layout)}: {_because(planned.table, layout, cost, allowed_ms, tried)}"
 
     def note(self, table: int) -> str:
-        """Returns how FBGEMM or the memory of devices decides a table's kernel; empty where they do not."""
+        """Returns how FBGEMM or the memory of devices decides a table's kernel, and where the config has the table."""
         optimizers, kernel = self._request.table_optimizers, self._tables.layout(table, self._option(table))
         dense = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
         if self._tables.tables[table].table.dense_gradient:
             dense = "; dense kernel: all rows have gradients"
-        return dense + ("; host memory: no device has room" if kernel.compute_kernel in IN_HOST_MEMORY else "")
+        members = [self._tables.tables[own].table for own in self._tables.tables_of[self._tables.unit_of[table]]]
+        ranks = self._tables.layouts.ranks(members)
+        names = [own.name for own in members if own.name != self._tables.tables[table].table.name]
+        notes = [dense] if dense else []
+        notes += ["; host memory: no device has room"] if kernel.compute_kernel in IN_HOST_MEMORY else []
+        notes += [f"; pinned to ranks {format_ranges(ranks)}"] if ranks else []
+        return "".join([*notes, *([f"; together with {', '.join(names)}"] if names else [])])
 
     def tried(self, table: int) -> list[_Tried]:
         """Returns other placements, the best first."""
@@ -126,14 +132,17 @@ class _OtherPlacements:
         fits = self._aim.fits(loads.num_bytes, loads.host_bytes)
         is_slowest = unit in loads.tables_of[int(by_rank.argmax())]
         loads.take(unit)
-        cost, before = self._tables.cost(table, option), self._tables.cost(table, own)
+        cost, members = self._tables.cost(table, option), self._tables.tables_of[unit]
+        sent_bytes, sent_before = (
+            sum(self._tables.cost(member, each).sent_bytes for member in members) for each in (option, own)
+        )
         alternative = Alternative(
             sharding_type=layout.sharding_type,
             compute_kernel=layout.compute_kernel,
             num_shards=self._num_shards(layout, option),
             added_milliseconds=float(by_rank.max()) - self._ms,
             added_memory_bytes=round(num_bytes - self._num_bytes),
-            added_sent_bytes=round(cost.sent_bytes - before.sent_bytes),
+            added_sent_bytes=round(sent_bytes - sent_before),
             fits=fits,
         )
         return _Tried(layout, cost, alternative, is_slowest)

@@ -51,7 +51,7 @@ def make_plan(
         step = workload if isinstance(workload, Workload) else workload()
         estimated = find_plan(PlanRequest(model, sharders, cluster, step, own_config, optimizers))
         if not estimated.fits:
-            raise _step_does_not_fit(estimated)
+            raise step_does_not_fit(estimated)
         return estimated.plan
 
     return Collectives().on_first(plan_here)
@@ -124,7 +124,7 @@ def _require_room_beside_tables(request: PlanRequest) -> None:
         )
 
 
-def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
+def step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
     """Returns the error of a plan whose tables have room and whose step has not, with the remedy."""
     fullest = max(estimated.ranks, key=lambda rank: rank.total_bytes)
     by_size = sorted(fullest.memory.items(), key=lambda item: -item[1])

@@ -44,6 +44,7 @@ class PlanRequest:
     config: PlanConfig = field(default_factory=PlanConfig)
     # optimizers of the compositional tables; None for what the tables declare themselves
     optimizers: TableOptimizers | None = None
+    cache_load_factor: float | None = None
 
     def __post_init__(self) -> None:
         path_of_table: dict[str, str] = {}
@@ -128,8 +129,10 @@ class PlanRequest:
 
     @property
     def cache_ratio(self) -> float:
-        """Cached rows of a table in host memory, as a share of its rows: what the first sharder that sets it says."""
-        ratios = [(getattr(sharder, "fused_params", None) or {}).get("cache_load_factor") for sharder in self.sharders]
+        """Cached rows of a table in host memory, as a share of its rows: as given, or what the first sharder says."""
+        ratios = [self.cache_load_factor] + [
+            (getattr(sharder, "fused_params", None) or {}).get("cache_load_factor") for sharder in self.sharders
+        ]
         return next((ratio for ratio in ratios if ratio is not None), DEFAULT_CACHE_RATIO)
 
 

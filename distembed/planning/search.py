@@ -88,11 +88,7 @@ class Search:
             needed[ranks] = needed.get(ranks, 0.0) + min(in_all for in_all, _ in possible)
             most = float(capacity[list(ranks or range(world_size))].max())
             if needed_by_one > most:
-                names = [
-                    f"table {own.table.name!r}"
-                    for own, at in zip(self._tables.tables, self._tables.unit_of, strict=True)
-                    if at == unit
-                ]
+                names = [f"table {self._tables.tables[own].table.name!r}" for own in self._tables.tables_of[unit]]
                 raise InsufficientMemory(
                     f"The embedding tables do not fit in the memory of {world_size} rank(s): "
                     f"{' with '.join(names)} needs {needed_by_one:,.0f} bytes of one rank at least, with its "

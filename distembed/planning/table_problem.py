@@ -62,6 +62,7 @@ class TableProblem:
     Attributes:
         tables: The tables of the request.
         unit_of: Number of each table's unit.
+        tables_of: Numbers of each unit's tables.
 
     Raises:
         UserError: The config names a table that does not exist, or allows no way for one that does.
@@ -92,9 +93,11 @@ class TableProblem:
             self._class_of.append(numbers.number(key))
             for (table, path), first in zip(own, self._first_of_class[key], strict=True):
                 unit_of[table.name] = unit, PlannedTable(table, path, first.layouts)
+        self.tables_of: list[list[int]] = [[] for _ in members]
         for tables in request.tables_by_collection.values():
             for table in tables:
                 unit, planned = unit_of[table.name]
+                self.tables_of[unit].append(len(self.tables))
                 self.unit_of.append(unit)
                 self.tables.append(planned)
 
@@ -133,6 +136,11 @@ class TableProblem:
     def cost(self, table: int, option: int) -> PlacementCost:
         """Returns what an option of a table costs."""
         return self._cost(self.tables[table], self.layout(table, option))
+
+    def option(self, planned: PlannedTable, layout: Layout) -> Option:
+        """Returns what a layout of a table takes of ranks, be it one of the problem's or another."""
+        self._note(self._cost(planned, layout))
+        return self._option(planned, layout)
 
     def plan(self, assignment: Assignment) -> ShardingPlan:
         """Returns TorchRec's plan of an assignment."""

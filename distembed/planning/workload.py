@@ -1,7 +1,7 @@
 """What a training step works on beside the tables: its rows, its ids, its networks."""
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ class Workload:
     # memory and operations of the networks for a rank's share of B; None where nothing is known of them
     network: NetworkEstimate | None = None
     bf16: bool = False  # whether the networks compute in bf16
+    weighted: Set[str] = frozenset()  # features whose ids have weights, which are sent with them
     # bytes of the knowledge graphs by which ids are replaced, on every rank, by table
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
     # number of threads that a rank computes in on a CPU; as many as this process does unless given
@@ -32,6 +33,10 @@ class Workload:
     def has_bags(self, feature: str) -> bool:
         """Returns whether a row may have several ids of a feature."""
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
+
+    def weight_bytes(self, features: Iterable[str]) -> int:
+        """Returns the bytes of the weight that each id of some features has; 0 where ids have none."""
+        return 4 if not self.weighted.isdisjoint(features) else 0
 
     def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
         """Returns the bytes of a rank beside tables and their exchange, by item, at the networks' fullest moment.

@@ -1,7 +1,7 @@
 """The sharders: show the planner what there is to place, and build the sharded module from its plan."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +15,14 @@ from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from distembed.sharding.exchange import codecs_registry, output_settings
-from distembed.sharding.placement import SHARDING_TYPES
+from distembed.sharding.placement import SHARDING_TYPES, can_be_placed
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.units import unit_parameters
 
@@ -41,6 +42,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
     """
 
     _sharding_types: Sequence[str] = SHARDING_TYPES
+    table: CompositionalEmbeddingConfig | None = None  # the table that a planner asks about
 
     def __init__(
         self,
@@ -75,11 +77,15 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
             # the planner's copy alone: a sharded module makes its own units, and still reads fused_params
             if unit.requires_grad and not hasattr(unit, "_optimizer_classes"):
                 unit._optimizer_classes = [named]  # type: ignore[attr-defined]
-        return units
+        return _Units(self, units, {table.name: table for table in module.tables()})
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types of compositional tables, the same on every device."""
-        return list(self._sharding_types)
+        """Returns the sharding types of compositional tables, the same on every device.
+
+        Within a loop over the items of ``shardable_parameters``, as TorchRec's planner has it, they are those of the
+        loop's table.
+        """
+        return [name for name in self._sharding_types if self.table is None or can_be_placed(self.table, name)]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the kernels of a sharding type: fused ones, but dense where weights are replicated."""
@@ -89,6 +95,31 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         if self._host_memory and compute_device_type == "cuda":
             kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value]
         return kernels
+
+
+class _Units(dict[str, nn.Parameter]):
+    """Parameters by table, which tell their sharder at which of them a loop over them is.
+
+    TorchRec's planner asks a sharder for sharding types within this loop, without naming the table.
+    """
+
+    def __init__(
+        self,
+        sharder: _CompositionalSharder[Any],
+        units: Mapping[str, nn.Parameter],
+        tables: Mapping[str, CompositionalEmbeddingConfig],
+    ) -> None:
+        super().__init__(units)
+        self._sharder, self._tables = sharder, tables
+
+    def items(self) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        """Yields the name of each table and its parameter."""
+        try:
+            for name, unit in super().items():
+                self._sharder.table = self._tables[name]
+                yield name, unit
+        finally:
+            self._sharder.table = None
 
 
 class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[CompositionalEmbeddingBagCollection]):

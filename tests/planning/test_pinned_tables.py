@@ -1,0 +1,175 @@
+"""Tables pinned to ranks, tables together, ranks of unequal memory: plans against every plan, and wishes that fail."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from torch import nn
+
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.errors import InsufficientMemory, UserError
+from distembed.optim.declared import TableOptimizers
+from distembed.partitions import QuotientRemainder
+from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.cluster import Cluster
+from distembed.planning.config import TablePlanConfig
+from distembed.planning.costs import Layout, PlacementCosts
+from distembed.planning.devices import find_device
+from distembed.planning.estimated_plan import plan_placements
+from distembed.planning.plan import find_plan
+from distembed.planning.table_problem import TableProblem, unit_sharding
+from distembed.planning.times import step_times
+from distembed.sharding import default_sharders
+from distembed.sharding.placement import place_table
+
+MIB = 2**20
+
+
+def request(config: PlanConfig, memory: tuple[int, ...] = (), ranks: int = 3, seed: int = 0) -> PlanRequest:
+    """Full and compressed tables t0 to t4, of 1 to 100 MiB with their optimizer; ids of a row are drawn."""
+    random = np.random.default_rng(seed)
+    tables = []
+    for number in range(5):
+        num_ids, dim = int(10 ** random.uniform(4, 5.9)), int(random.choice([8, 16]))
+        scheme = QuotientRemainder(num_ids, collisions=4) if random.random() < 0.5 else "naive"
+        tables.append(CompositionalEmbeddingBagConfig(f"t{number}", num_ids, dim, [f"f{number}"], partition=scheme))
+    workload = Workload(3 * 2**13, {f"f{number}": float(random.integers(1, 5)) for number in range(5)})
+    cluster = Cluster(find_device("h100-80gb"), 1, ranks, memory_by_rank=memory)
+    model = nn.ModuleDict({"bags": CompositionalEmbeddingBagCollection(tables, device="meta")})
+    return PlanRequest(model, default_sharders(), cluster, workload, config, TableOptimizers("adagrad"))
+
+
+def ranks_of(request: PlanRequest) -> dict[str, set[int]]:
+    """The ranks of each table in the plan that is found, which fits."""
+    found = find_plan(request)
+    assert found.fits
+    return {name: set(own.ranks or []) for name, own in found.plan.plan["bags"].items()}  # type: ignore[attr-defined]
+
+
+def fastest_of_all(request: PlanRequest) -> float:
+    """Milliseconds of the best plan that has each table whole and keeps all limits; infinite where none does."""
+    (tables,), config, cluster = request.tables_by_collection.values(), request.config, request.cluster
+    costs, best = PlacementCosts(request), np.inf
+    for ranks in itertools.product(range(cluster.world_size), repeat=len(tables)):
+        rank_of = dict(zip([table.name for table in tables], ranks, strict=True))
+        pins = (rank_of[name] in (own.ranks or ranks) for name, own in config.tables.items())
+        if not all(pins) or any(len({rank_of[name] for name in group}) > 1 for group in config.together):
+            continue
+        units = [
+            unit_sharding(table, Layout("table_wise", "fused", ((0, table.embedding_dim),)), [rank], cluster)
+            for table, rank in zip(tables, ranks, strict=True)
+        ]
+        placements = [place_table(own, unit, 3, "bags") for own, unit in zip(tables, units, strict=True)]
+        held = [rank.total_bytes for rank in request.step(placements).ranks()]
+        if (np.array(held) <= request.plannable_bytes).all():
+            best = min(best, max(time.total for time in step_times(placements, costs, cluster)))
+    return best
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 5 else ()) for seed in range(40)])
+def test_plans_keep_the_wishes_and_are_the_best_that_do(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    names = [f"t{number}" for number in random.permutation(5)]
+    pins = {name: sorted(random.permutation(3)[: random.integers(1, 3)].tolist()) for name in names[:2]}
+    together = [names[1:3], names[3:]] if random.random() < 0.7 else []
+    config = PlanConfig(
+        ["table_wise"], tables={name: TablePlanConfig(ranks=own) for name, own in pins.items()}, together=together
+    )
+    roomy = request(config, seed=seed)
+    memory = tuple(int(random.choice([120, 200, 400])) * MIB for _ in range(3))
+    for own in (roomy, dataclasses.replace(roomy, cluster=dataclasses.replace(roomy.cluster, memory_by_rank=memory))):
+        best = fastest_of_all(own)
+        try:
+            found = find_plan(own)
+        except InsufficientMemory:
+            assert np.isinf(best)
+            continue
+        assert found.fits == np.isfinite(best)
+        if not found.fits:
+            continue
+        rank_of = {name: unit.ranks[0] for name, unit in found.plan.plan["bags"].items()}  # type: ignore[attr-defined]
+        assert all(rank_of[name] in ranks for name, ranks in pins.items())
+        assert all(len({rank_of[name] for name in group}) == 1 for group in together)
+        slowest = max(rank.times.total for rank in found.ranks)
+        assert best * (1 - 1e-9) <= slowest <= 1.02 * best
+        assert found.lower_bound_ms <= best * (1 + 1e-9)
+
+
+def test_the_search_adds_up_the_times_of_tables_together_that_are_reported() -> None:
+    own = request(PlanConfig(together=[["t0", "t3"], ["t1", "t2", "t4"]]))
+    tables = TableProblem(own, PlacementCosts(own))
+    assert tables.problem.num_tables == 2
+    assert tables.unit_of == [0, 1, 1, 0, 1]
+    found = find_plan(own)
+    placed = step_times(plan_placements(own.model, found.plan, 3), PlacementCosts(own), own.cluster)
+    assert max(time.total for time in placed) == pytest.approx(max(rank.times.total for rank in found.ranks))
+    assert found.lower_bound_ms <= max(time.total for time in placed) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "row_wise", "data_parallel"])
+def test_tables_together_are_divided_alike(kind: str) -> None:
+    config = PlanConfig([kind], together=[["t0", "t1", "t2"]])  # type: ignore[list-item]
+    ranks = ranks_of(request(config, ranks=4))
+    assert ranks["t0"] == ranks["t1"] == ranks["t2"]
+
+
+def test_a_table_pinned_to_several_ranks_is_divided_among_these_at_most() -> None:
+    ranks = ranks_of(request(PlanConfig(["column_wise"], tables={"t0": TablePlanConfig(ranks=[1, 3])}), ranks=4))
+    assert ranks["t0"] == {1, 3}
+
+
+def test_a_reason_names_pins_and_tables_together() -> None:
+    config = PlanConfig(["table_wise"], tables={"t0": TablePlanConfig(ranks=[2])}, together=[["t0", "t1"]])
+    why = find_plan(request(config)).why
+    assert why["t0"].endswith("; pinned to ranks 2; together with t1")
+    assert why["t1"].endswith("; pinned to ranks 2; together with t0")
+    assert "pinned" not in why["t2"]
+    assert "together" not in why["t2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "message"),
+    [
+        (PlanConfig(tables={"t0": TablePlanConfig(ranks=[3])}), 0, r"plan.tables.t0.ranks has rank 3.*from 0 to 2"),
+        (PlanConfig(together=[["t0", "t9"]]), 0, "plan.together.*t9"),
+        (PlanConfig(together=[["t0", "t1"], ["t1", "t2"]]), 0, "plan.together has table 't1' twice"),
+        (
+            PlanConfig(tables={n: TablePlanConfig(ranks=[int(n[1])]) for n in ("t0", "t1")}, together=[["t0", "t1"]]),
+            0,
+            "pinned to different ranks: 't0' to ranks 0, 't1' to ranks 1",
+        ),
+        (
+            PlanConfig(tables={"t0": TablePlanConfig(["row_wise"], ranks=[0, 1])}),
+            0,
+            "'t0' is pinned to ranks 0-1 of 3, and row_wise needs more of them",
+        ),
+        (
+            PlanConfig(
+                tables={"t0": TablePlanConfig(["row_wise"]), "t1": TablePlanConfig(["table_wise"])},
+                together=[["t0", "t1"]],
+            ),
+            0,
+            "cannot be divided alike: 't0' can be row_wise; 't1' can be table_wise",
+        ),
+        (PlanConfig(tables={"t0": TablePlanConfig(ranks=[0])}), 1, r"table 't0' needs .* to which it is pinned"),
+        (
+            PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)}),
+            0.99,
+            "pinned to ranks 0 do not fit",
+        ),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(config: PlanConfig, memory: float, message: str) -> None:
+    own = request(config)
+    if memory:
+        held = find_plan(
+            request(PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)}))
+        )
+        of_tables = held.ranks[0].storage.total
+        of_first = of_tables if memory < 1 else MIB // 16
+        memory_bytes = round(of_first * min(memory, 1) / (1 - own.reserved_share))
+        cluster = dataclasses.replace(own.cluster, memory_by_rank=(memory_bytes, 2**36, 2**36))
+        own = dataclasses.replace(own, cluster=cluster)
+    with pytest.raises((UserError, InsufficientMemory), match=message):
+        find_plan(own)
