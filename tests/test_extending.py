@@ -262,9 +262,8 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
     assert assessment.fits
     assert [table.name for table in assessment.tables] == tables
     for table in assessment.tables:
-        assert table.placement is not None
-        num_copies = 2 if table.placement.sharding_type == "data_parallel" else 1
-        assert table.placement.storage.weights == num_copies * table.one_copy.weights > 0
+        num_copies = 2 if table.sharding_type == "data_parallel" else 1
+        assert table.storage.weights == num_copies * table.one_copy.weights > 0
 
 
 @pytest.mark.slow
