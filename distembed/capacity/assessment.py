@@ -96,7 +96,8 @@ class Assessment:
     @property
     def bytes_left_for_tables(self) -> int:
         """Bytes of all ranks together that :attr:`bytes_beside_tables` leaves."""
-        return max(0, self.cluster.rank_bytes - sum(self.bytes_beside_tables.values())) * self.cluster.world_size
+        beside = sum(self.bytes_beside_tables.values())
+        return sum(max(0, num_bytes - beside) for num_bytes in self.cluster.bytes_by_rank)
 
 
 def reserve_bytes(reserve: float, cluster: Cluster) -> int:

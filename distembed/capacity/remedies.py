@@ -105,7 +105,7 @@ class _Search:
     def gpus(self) -> str | None:
         """Adds GPUs to the only node; on a CPU further ranks would share its memory."""
         cluster = self._cluster
-        if cluster.nodes > 1 or cluster.device.kind == "cpu":
+        if cluster.nodes > 1 or cluster.device.kind == "cpu" or cluster.memory_by_rank:
             return None
         numbers = range(cluster.ranks_per_node + 1, _MAX_GPUS + 1)
         sufficient = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, ranks_per_node=n)))
@@ -115,6 +115,8 @@ class _Search:
     def nodes(self) -> str | None:
         """Adds nodes."""
         cluster = self._cluster
+        if cluster.memory_by_rank:
+            return None
         number = self._least(
             lambda n: self._fits(cluster=dataclasses.replace(cluster, nodes=n)),
             cluster.nodes,
@@ -125,6 +127,8 @@ class _Search:
     def device(self) -> str | None:
         """Takes another device of the catalogue, or its memory in place of the size that was typed."""
         own = self._cluster.device
+        if self._cluster.memory_by_rank:
+            return None
         for other in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
             if other.kind != own.kind or other.memory_bytes <= own.memory_bytes:
                 continue
@@ -151,11 +155,11 @@ class _Search:
     def sharding(self) -> str | None:
         """Drops what the settings say of how tables may be placed."""
         plan = self._plannable.plan
-        free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}}
+        free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}, "together": []}
         changed = {name: value for name, value in free.items() if getattr(plan, name) != value}
         if not changed:
             return None
-        settings = " ".join(f"plan.{name}={'null' if value is None else '{}'}" for name, value in changed.items())
+        settings = " ".join(f"plan.{name}={'null' if value is None else value}" for name, value in changed.items())
         return settings if self._fits(self._plannable.with_plan(dataclasses.replace(plan, **changed))) else None
 
     def optimizer(self) -> str | None:

@@ -65,7 +65,8 @@ def is_in_host_memory(table: AssessedTable) -> bool:
 
 def verdict(assessment: Assessment) -> str:
     """Returns such as ``fits: 1 x 8 h100-80gb (79.65 GiB a rank)``."""
-    memory = f"({format_bytes(assessment.cluster.rank_bytes)} a rank)"
+    sizes = sorted({min(assessment.cluster.bytes_by_rank), assessment.cluster.rank_bytes})
+    memory = f"({' to '.join(map(format_bytes, sizes))} a rank)"
     return f"{'fits' if assessment.fits else 'does not fit'}: {cluster_text(assessment.cluster)} {memory}"
 
 

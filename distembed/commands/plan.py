@@ -42,7 +42,12 @@ class ClusterOptions:
             "`h100-80gb,memory=96GiB,node_bandwidth=25GB`."
         ),
     ] = None
-    memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a device in place of the catalogue's: 80GiB. Ranks that differ have one each: 80GiB,40GiB."
+        ),
+    ] = None
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of each machine, where `plan.host_memory` lets tables lie in it: 1TiB.")
     ] = None
@@ -60,10 +65,12 @@ class ClusterOptions:
         from distembed.planning.devices import find_device
 
         found = find_device(device or _DEVICE, "plan.device") if self.gpu is None else find_device(self.gpu)
-        if self.memory is not None:
-            found = dataclasses.replace(found, memory_bytes=parse_bytes("--memory", self.memory))
+        memory = [parse_bytes("--memory", own) for own in self.memory.split(",")] if self.memory is not None else []
+        if len(memory) == 1:
+            found = dataclasses.replace(found, memory_bytes=memory[0])
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
-        return Cluster(device=found, nodes=self.nodes, ranks_per_node=self.gpus, host_memory_bytes=host_memory_bytes)
+        of_ranks = tuple(memory) if len(memory) > 1 else ()
+        return Cluster(found, self.nodes, self.gpus, host_memory_bytes, of_ranks)
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,12 @@ def _require_searchable(cluster: ClusterOptions, files: FileOptions) -> None:
     """Refuses options that say what ``--smallest`` is to find, or that change it.
 
     Raises:
-        UserError: There are several nodes, or tables are to be compressed.
+        UserError: There are several nodes, ranks have memory of their own, or tables are to be compressed.
     """
+    if cluster.memory is not None and "," in cluster.memory:
+        raise UserError(
+            f"--smallest finds the number of ranks, and --memory {cluster.memory} is of each; give one size."
+        )
     if cluster.nodes != 1:
         raise UserError(f"--smallest finds the number of nodes, and --nodes is {cluster.nodes}; leave one of them out.")
     if files.compress is not None:

@@ -95,7 +95,7 @@ class _OtherPlacements:
         names = [own.name for own in members if own.name != self._tables.tables[table].table.name]
         notes = [dense] if dense else []
         notes += ["; host memory: no device has room"] if kernel.compute_kernel in IN_HOST_MEMORY else []
-        notes += [f"; pinned to ranks {format_ranges(ranks)}"] if ranks else []
+        notes += [f"; pinned to rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}"] if ranks else []
         return "".join([*notes, *([f"; together with {', '.join(names)}"] if names else [])])
 
     def tried(self, table: int) -> list[_Tried]:

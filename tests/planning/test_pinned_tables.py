@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from distembed.commands.plan import ClusterOptions
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import InsufficientMemory, UserError
 from distembed.optim.declared import TableOptimizers
@@ -122,8 +123,8 @@ def test_a_table_pinned_to_several_ranks_is_divided_among_these_at_most() -> Non
 def test_a_reason_names_pins_and_tables_together() -> None:
     config = PlanConfig(["table_wise"], tables={"t0": TablePlanConfig(ranks=[2])}, together=[["t0", "t1"]])
     why = find_plan(request(config)).why
-    assert why["t0"].endswith("; pinned to ranks 2; together with t1")
-    assert why["t1"].endswith("; pinned to ranks 2; together with t0")
+    assert why["t0"].endswith("; pinned to rank 2; together with t1")
+    assert why["t1"].endswith("; pinned to rank 2; together with t0")
     assert "pinned" not in why["t2"]
     assert "together" not in why["t2"]
 
@@ -173,3 +174,10 @@ def test_wishes_that_cannot_be_met_are_refused(config: PlanConfig, memory: float
         own = dataclasses.replace(own, cluster=cluster)
     with pytest.raises((UserError, InsufficientMemory), match=message):
         find_plan(own)
+
+
+def test_the_command_takes_the_memory_of_each_rank() -> None:
+    cluster = ClusterOptions(gpus=2, memory="1GiB,2GiB").cluster()
+    assert cluster.bytes_by_rank == (2**30, 2**31)
+    with pytest.raises(UserError, match="memory is given for 2 ranks; name all 3"):
+        ClusterOptions(gpus=3, memory="1GiB,2GiB").cluster()
