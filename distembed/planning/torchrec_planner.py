@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import distributed as dist
 from torch import nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import (
@@ -30,15 +29,12 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.planner.utils import placement, sharder_name
-from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import (
     ModuleSharder,
-    ParameterSharding,
     ShardingPlan,
     ShardingPlanner,
     ShardingType,
-    ShardMetadata,
 )
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -55,7 +51,7 @@ from distembed.planning.fastest.problem import Option
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan, step_does_not_fit
 from distembed.planning.request import PlanRequest
-from distembed.planning.table_problem import PlannedTable, TableProblem
+from distembed.planning.table_problem import PlannedTable, TableProblem, unit_sharding
 from distembed.planning.workload import Workload
 from distembed.ranks import Collectives
 from distembed.sharding import default_sharders
@@ -77,7 +73,8 @@ class CompositionalShardingPlanner(ShardingPlanner):
     """Plans as ``distembed plan`` does, wherever TorchRec takes a planner or its plan.
 
     Args:
-        topology: Ranks, their memory, which may differ from rank to rank, and bandwidths.
+        topology: Ranks, their memory, which may differ from rank to rank, and bandwidths; the multipliers of TorchRec's
+            own estimates are not read.
         batch_size: Rows of a step on one rank, as TorchRec's planner takes them.
         constraints: Ways in which a table may be placed, and its ids, by table name.
         storage_reservation: What is kept free of each rank's memory; unless given, 15% of it.
@@ -129,8 +126,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
         """Plans on rank 0 and returns the same plan, or raises the same error, on every rank; all ranks call it."""
-        own = get_default_sharders() + default_sharders()[:2] if sharders is None else sharders
-        return Collectives(pg).on_first(lambda: self.plan(module, own))
+        return Collectives(pg).on_first(lambda: self.plan(module, default_sharders() if sharders is None else sharders))
 
     def _request(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> PlanRequest:
         topology, network, reserve = self._topology, None, PlanConfig().reserve
@@ -451,22 +447,13 @@ def _is_possible(
     sharding: ShardingOption, table: CompositionalEmbeddingConfig, layout: Layout, request: PlanRequest
 ) -> bool:
     """Returns whether sharding takes a table in a layout."""
-    cluster, kind = request.cluster, request.cluster.device.kind
+    cluster, optimizer = request.cluster, request.table_optimizers.for_table(table).sparse
     if layout.compute_kernel not in COMPUTE_KERNELS:
         return False
-    shards = [
-        ShardMetadata(own.offset, own.size, placement(kind, rank % cluster.world_size, cluster.ranks_per_node))
-        for rank, own in enumerate(sharding.shards)
-    ]
-    spec = None if sharding.sharding_type == _DATA_PARALLEL else EnumerableShardingSpec(shards)
-    ranks = [rank % cluster.world_size for rank in range(len(shards))]
+    ranks = [number % cluster.world_size for number in range(len(sharding.shards))]
     try:
-        place_table(
-            table, ParameterSharding(layout.sharding_type, layout.compute_kernel, ranks, spec), cluster.world_size
-        )
+        place_table(table, unit_sharding(table, layout, ranks, cluster), cluster.world_size)
     except UserError:
         return False
-    optimizer = request.table_optimizers.for_table(table).sparse
-    return table.kernel != "fused" or not any(
-        reason_not_fused(own, kind, optimizer) for own in divided_table(table, layout)[0]
-    )
+    slices, _ = divided_table(table, layout)
+    return table.kernel != "fused" or not any(reason_not_fused(own, cluster.device.kind, optimizer) for own in slices)
