@@ -31,16 +31,19 @@ from distembed.sharding.placement import BY_ROWS, partition_kernels
 from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table
 
 _MS = 1e3
+_BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 _ID_COLLECTIVES = 3
 """TorchRec exchanges how many ids go where, how many each row has, and the ids."""
-_EXCHANGE_LAUNCHES = 40
-"""Operations that TorchRec starts around the collectives of an exchange: sorting ids by feature and by rank, copies."""
-_CODEC_LAUNCHES = 12
-"""Operations of TorchRec's codecs in an exchange: clamping, rounding and widening vectors, and their gradients."""
-_UPDATE_LAUNCHES = 40
-"""Operations of a replicated weight's own: its gradient's way into a bucket, and torch's update, weight by weight."""
-_ROUTING_LAUNCHES = 40
-"""Operations that map the ids of one feature to rows where they go to the ranks that have these."""
+_EXCHANGE_LAUNCHES = 11
+"""Operations around the collectives of an exchange: permuting ids and lengths, copies."""
+_ROUTING_LAUNCHES = 8
+"""Further operations of an exchange by rows: mapping ids to rows and sorting them by rank, for all features at once."""
+_COLUMN_LAUNCHES = 7
+"""Further operations of an exchange by columns, which put the ranges of a table's columns side by side."""
+_CODEC_LAUNCHES = 6
+"""Operations of TorchRec's codecs in an exchange: rounding and widening vectors, and their gradients."""
+_UPDATE_LAUNCHES = 10
+"""Operations of a replicated weight: adding its gradient to the buffer of all, and torch's row-wise Adagrad."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ class PlacementCosts:
         device = self._cluster.device
         levels = 2 if is_divided_within_nodes(exchange[1]) else 1
         collectives = _ID_COLLECTIVES + 2 * levels
-        launches = _EXCHANGE_LAUNCHES + _CODEC_LAUNCHES * levels * self._exchange_of(exchange[0]).comms.is_used
+        launches = _EXCHANGE_LAUNCHES + _ROUTING_LAUNCHES * (exchange[1] in BY_ROWS)
+        launches += _COLUMN_LAUNCHES * (exchange[1] in _BY_COLUMNS)
+        launches += _CODEC_LAUNCHES * levels * self._exchange_of(exchange[0]).comms.is_used
         return _MS * (collectives * device.collective_seconds + launches * device.launch_seconds)
 
     def table_class(self, table: CompositionalEmbeddingConfig, collection: str) -> Hashable:
@@ -203,7 +208,7 @@ class PlacementCosts:
                 by_shape[own.shape] = self._shard(own, layout, exchange, traffic)
             shards += [by_shape[own.shape]] * self.num_row_shards(layout.sharding_type)
             sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
-        common_ms = self._common_ms(table, replicated, layout.sharding_type)
+        common_ms = self._update_ms(replicated)
         if self._is_exchanged(layout.sharding_type):
             # of the vectors of a rank's own rows, whoever has looked them up
             common_ms += self._rounding_ms(traffic, sum(own.num_columns for own in slices))
@@ -229,19 +234,9 @@ class PlacementCosts:
         """Returns the milliseconds in which codecs round and widen the vectors and gradients of a rank's batch."""
         return _MS * traffic.rounding_bytes(round(num_columns)) / self._cluster.device.memory_bandwidth
 
-    def _common_ms(
-        self, table: CompositionalEmbeddingConfig, replicated: Sequence[PartitionTable], sharding_type: str
-    ) -> float:
-        """Returns the milliseconds that every rank takes to update what is replicated, and to route ids by their rows.
-
-        Args:
-            table: The table.
-            replicated: Parameters of its partitions that are on every rank.
-            sharding_type: TorchRec's name of the way in which the table is divided.
-        """
+    def _update_ms(self, replicated: Sequence[PartitionTable]) -> float:
+        """Returns the milliseconds that every rank takes to update the parameters that are on all ranks."""
         launches = _UPDATE_LAUNCHES * len(replicated)
-        if sharding_type in BY_ROWS and self._cluster.world_size > 1:
-            launches += _ROUTING_LAUNCHES * len(table.feature_names)
         return _MS * launches * self._cluster.device.launch_seconds + self._lookups.replicated_update_ms(
             sum(part.num_parameters for part in replicated if not part.is_function),
             sum(part.num_parameters for part in replicated if part.is_function),
@@ -254,7 +249,6 @@ class PlacementCosts:
         device, num_shards = self._cluster.device, self.num_row_shards(layout.sharding_type)
         self._group_starts[group] = _MS * self._lookups.group_launches(load) * device.launch_seconds
         lookup_ms = self._lookups.milliseconds(load, num_shards)
-        lookup_ms += _MS * self._lookups.feature_launches(load) * device.launch_seconds
         if self._is_exchanged(layout.sharding_type):
             shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag
             lookup_ms += self._cluster.world_size / shares * self._rounding_ms(traffic, own.num_columns)

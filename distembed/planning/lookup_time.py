@@ -25,8 +25,8 @@ _SORT_BYTES = 64
 _ONE_PASS_ROWS = 0.2
 """Share of FBGEMM's seconds of a row that a partition's row takes in one pass, by ``tools/bench_embedding.py``."""
 _DENSE_COPIES = 8
-_REPLICATED_LAUNCHES = 30
-"""Operations of torch's lookup of a partition in the place of FBGEMM's, with its gradient, average and update."""
+_REPLICATED_LAUNCHES = 11
+"""Further operations of a partition that torch looks up in the place of FBGEMM: stacking, sums and their gradients."""
 _FUNCTION_LAUNCHES = 60
 """Operations of the functions of one partition of a path."""
 
@@ -68,19 +68,16 @@ class LookupTimes:
 
     def group_launches(self, load: TableLoad) -> int:
         """Returns how many operations a rank starts for a group that has a table, whatever number of tables it has."""
-        launches, table = self._group_type(load).launches(load), load.slice.table
+        kind, table = self._group_type(load), load.slice.table
+        launches, work = kind.launches(load), kind.work(load)
         replicated = sum(part.partition not in load.slice.sharded for part in load.slice.partitions)
         functions = len(table.function_tables())
         return (
             launches.group
             + launches.partition * len(load.slice.partitions)
-            + _REPLICATED_LAUNCHES * replicated
+            + _REPLICATED_LAUNCHES * (0 if work.in_one_pass else replicated)
             + _FUNCTION_LAUNCHES * functions
         )
-
-    def feature_launches(self, load: TableLoad) -> int:
-        """Returns how many operations a rank starts for the features of a table, beside those of its group."""
-        return self._group_type(load).launches(load).feature * load.num_features
 
     def _group_type(self, load: TableLoad) -> type[Group]:
         optimizer = self._optimizers.for_table(load.slice.table).sparse

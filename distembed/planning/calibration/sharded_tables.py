@@ -1,10 +1,8 @@
 """Tables sharded for real, whose steps can be timed and estimated: the embedding part of a model, and nothing else.
 
-A step is forward, backward and update, with all exchanges: row-wise Adagrad of sharded tables within the backward pass,
-and torch's form of it for what every rank has.
+A step is forward, backward and update, with all exchanges: row-wise Adagrad of all tables within the backward pass.
 """
 
-import copy
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -17,12 +15,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.optim.kinds import OPTIMIZERS, row_wise_name
+from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.devices import Device
@@ -34,6 +31,7 @@ from distembed.planning.times import step_times
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.exchange import codecs_registry
 from distembed.sharding.table_slice import width
 
 _LEARNING_RATE = 0.01
@@ -56,53 +54,62 @@ class ShardedTables:
     Args:
         tables: The tables and their places, the same on every rank.
         ranks: This rank among them.
+        comms: Rounding of vectors and gradients while they are sent; None for none.
+        ids_per_bag: Number of ids of each row and feature.
     """
 
-    def __init__(self, tables: Sequence[TablePlace], ranks: Ranks) -> None:
-        self.tables, self.ranks = [own.table for own in tables], ranks
-        collection = CompositionalEmbeddingBagCollection(self.tables, device="meta")
-        vectors = collection.get_submodule("embedding_bags").parameters()
-        apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": _LEARNING_RATE})
-        self._unsharded: Any = _Embedding(collection)
-        self._sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
+    def __init__(
+        self,
+        tables: Sequence[TablePlace],
+        ranks: Ranks,
+        comms: QuantizedCommsConfig | None = None,
+        ids_per_bag: int = 1,
+    ) -> None:
+        self.tables, self.ranks, self.ids_per_bag = [own.table for own in tables], ranks, ids_per_bag
+        self._unsharded, trained = _embedding(self.tables), _embedding(self.tables)
+        self._sharders: list[Any] = [
+            CompositionalEmbeddingBagCollectionSharder(
+                qcomm_codecs_registry=codecs_registry(comms or QuantizedCommsConfig())
+            )
+        ]
         places = {own.table.name: own.place for own in tables}
         module_plan: Any = construct_module_sharding_plan(
-            collection, places, self._sharders[0], ranks.local_world_size, ranks.world_size, ranks.device.type
+            self._unsharded.get_submodule(_PATH),
+            places,
+            self._sharders[0],
+            ranks.local_world_size,
+            ranks.world_size,
+            ranks.device.type,
         )
         self._plan = ShardingPlan({_PATH: module_plan})
         self._model = DistributedModelParallel(
-            copy.deepcopy(self._unsharded),
+            trained,
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=ranks.device,
             plan=self._plan,
             sharders=self._sharders,
             init_data_parallel=ranks.world_size > 1,
         )
-        replicated = [weight for _, weight in in_backward_optimizer_filter(self._model.named_parameters())]
-        self._optimizer = OPTIMIZERS[row_wise_name()].make(replicated, lr=_LEARNING_RATE) if replicated else None
 
     def step(self, ids: Int64[Tensor, " ids"], gradient: Float[Tensor, "rows columns"]) -> None:
         """Takes a step; all ranks call it together.
 
         Args:
-            ids: One id for each row and feature, feature after feature.
+            ids: ``ids_per_bag`` ids for each row and feature, feature after feature.
             gradient: Gradient of the vectors.
         """
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
         names = [name for table in self.tables for name in table.feature_names]
-        lengths = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
+        lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
         # new features: those of an earlier step have their offsets already
         vectors = self._model(KeyedJaggedTensor(names, ids, lengths=lengths))
         vectors.backward(gradient)
-        if self._optimizer is not None:
-            self._optimizer.step()
 
     def estimate(self, num_rows: int, device: Device) -> list[StepTime]:
         """Returns the estimated times of every rank for a batch of so many rows each, as if on this device."""
         ranks = self.ranks
         cluster = Cluster(device, ranks.world_size // ranks.local_world_size, ranks.local_world_size)
-        workload = Workload(num_rows * ranks.world_size, network=NetworkEstimate())
+        ids_per_row = {name: float(self.ids_per_bag) for table in self.tables for name in table.feature_names}
+        workload = Workload(num_rows * ranks.world_size, ids_per_row, network=NetworkEstimate())
         request = PlanRequest(self._unsharded, self._sharders, cluster, workload)
         placements = plan_placements(self._unsharded, self._plan, cluster.world_size)
         return step_times(placements, PlacementCosts(request), cluster)
@@ -135,14 +142,24 @@ class TimedStep:
     def _draw_ids(self, generator: torch.Generator) -> Int64[Tensor, " ids"]:
         """Draws ids that are skewed like those of clicks, log-uniform over each table, feature after feature."""
         sizes = [table.num_embeddings for table in self._tables.tables for _ in table.feature_names]
-        drawn = torch.rand(len(sizes), self._num_rows, generator=generator, dtype=torch.float64)
+        drawn = torch.rand(
+            len(sizes), self._num_rows * self._tables.ids_per_bag, generator=generator, dtype=torch.float64
+        )
         exponents = drawn * torch.tensor(sizes, dtype=torch.float64).log().unsqueeze(1)
         last = torch.tensor(sizes).unsqueeze(1) - 1
         return (exponents.exp() - 1).long().clamp(min=0).minimum(last).flatten()
 
 
+def _embedding(tables: Sequence[CompositionalEmbeddingBagConfig]) -> Any:
+    """Returns a model of nothing but tables, all trained within the backward pass; a copy of it would not be."""
+    collection = CompositionalEmbeddingBagCollection(tables, device="meta")
+    vectors = collection.get_submodule("embedding_bags").parameters()
+    apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": _LEARNING_RATE})
+    return _Embedding(collection)
+
+
 class _Embedding(nn.Module):
-    """A model that is nothing but its tables."""
+    """A model of nothing but its tables."""
 
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()

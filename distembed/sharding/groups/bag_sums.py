@@ -12,7 +12,7 @@ from distembed.sharding.groups.load import (
     TableLoad,
 )
 
-BAG_SUMS_LAUNCHES = Launches(group=14, partition=22)
+BAG_SUMS_LAUNCHES = Launches(group=1, partition=10)
 
 
 def bag_sums_work(load: TableLoad) -> LookupWork:

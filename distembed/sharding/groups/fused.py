@@ -180,8 +180,8 @@ class FusedGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns the two passes, and what finds the tables."""
-        return Launches(group=6, partition=2)
+        """Returns the two passes of a CPU or the kernels of a GPU, and what finds the tables."""
+        return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=8, partition=2)
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:

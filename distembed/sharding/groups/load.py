@@ -93,12 +93,10 @@ class Launches:
     Attributes:
         group: Operations of the group as a whole.
         partition: Operations for each partition whose vectors are looked up.
-        feature: Operations for each feature.
     """
 
     group: int
     partition: int
-    feature: int = 0
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ _FINDING_BYTES = 400
 """Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
 _TAKING_BYTES = 100
 """The same where every id is taken as it is: its place among those that are padded."""
-DISTINCT_LAUNCHES = Launches(group=60, partition=30, feature=3)
-EVERY_ID_LAUNCHES = Launches(group=34, partition=26)
+DISTINCT_LAUNCHES = Launches(group=33, partition=15)
+EVERY_ID_LAUNCHES = Launches(group=23, partition=10)
 
 
 class DistinctGroup(Group):

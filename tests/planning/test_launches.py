@@ -1,0 +1,109 @@
+"""Constants of the time model that count operations, against those that torch's profiler counts in sharded steps.
+
+What a step starts is what an estimate counts on a device whose operations alone take time.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
+
+from distembed.composition import PathMLP
+from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.embedding.exchange import QuantizedCommsConfig
+from distembed.partitions import QuotientRemainder
+from distembed.planning.calibration.fit import count_numbers
+from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.devices import DEVICES
+from distembed.ranks import Ranks
+from tests.planning.launches import count_started
+from tests.ranks import run_on_ranks
+
+NUM_IDS, DIM, ROWS = 400, 16, 16
+NUM_TABLES = (1, 2, 4)
+TOLERANCE, FEW = 0.2, 5
+"""Share by which a step's estimate may differ, and number of operations by which it may in any case."""
+QUOTIENT = QuotientRemainder(NUM_IDS, collisions=4)
+WAYS: Mapping[str, Callable[[int], Any]] = {
+    "table_wise": lambda world_size: table_wise(rank=0, compute_kernel="fused"),
+    "row_wise": lambda world_size: row_wise(compute_kernel="fused"),
+    "column_wise": lambda world_size: column_wise(ranks=list(range(world_size)), compute_kernel="fused"),
+    "data_parallel": lambda world_size: data_parallel(),
+}
+KINDS: Mapping[str, dict[str, Any]] = {
+    "full": {},
+    "one pass": {"partition": QUOTIENT},
+    "one pass, 3 features": {"partition": QUOTIENT, "feature_names": ["a", "b", "c"]},
+    "partitions": {"partition": QUOTIENT, "kernel": "fbgemm"},
+    "concatenated": {"partition": QUOTIENT, "kernel": "fbgemm", "composition": "concat"},
+    "distinct ids": {"partition": QUOTIENT, "kernel": "fbgemm"},
+    "path": {"partition": QUOTIENT, "composition": PathMLP(hidden=[8])},
+}
+CODECS = QuantizedCommsConfig("fp16", "bf16")
+CASES = {
+    1: [(way, kind) for way in ("table_wise", "data_parallel") for kind in KINDS],
+    2: [(way, kind) for way in WAYS for kind in KINDS if (way, kind) != ("column_wise", "path")],
+}
+"""Way and kind of tables, by number of ranks; one rank is not given rows or columns to divide."""
+
+
+def sharded(ranks: Ranks, way: str, kind: str, num_tables: int, comms: QuantizedCommsConfig) -> ShardedTables:
+    tables = []
+    for i in range(num_tables):
+        settings = dict(KINDS[kind])
+        features = [f"{name}{i}" for name in settings.pop("feature_names", ["f"])]
+        table = CompositionalEmbeddingBagConfig(f"t{i}", NUM_IDS, DIM, features, **settings)
+        tables.append(TablePlace(table, WAYS[way](ranks.world_size)))
+    return ShardedTables(tables, ranks, comms, ids_per_bag=3 if kind == "distinct ids" else 1)
+
+
+def count_all(rank: int, world_size: int, file: Path) -> None:
+    """Writes what the steps of all cases start on the first rank, and what is estimated."""
+    ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
+    found = {}
+    cases = [(*case, count, QuantizedCommsConfig()) for case in CASES[world_size] for count in NUM_TABLES]
+    cases += [(way, "full", 2, CODECS) for way in WAYS if world_size == 2]
+    for way, kind, count, comms in cases:
+        tables = sharded(ranks, way, kind, count, comms)
+        started = count_started(TimedStep(tables, ROWS))
+        estimated = count_numbers(lambda own: tables.estimate(ROWS, own)[0].total / 1e3, DEVICES["cpu-256gb"])  # noqa: B023
+        name = f"{way}, {kind}, {count}{', codecs' if comms.is_used else ''}"
+        found[name] = [*started, estimated["launch_seconds"], estimated["collective_seconds"]]
+    if rank == 0:
+        file.write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[float]]]:
+    """Counted operations and collectives of each case, and those estimated, by number of ranks."""
+    found = {}
+    for world_size in CASES:
+        file = tmp_path_factory.mktemp("launches") / "counted.json"
+        run_on_ranks(world_size, count_all, file)
+        found[world_size] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("count", NUM_TABLES)
+@pytest.mark.parametrize(
+    ("world_size", "way", "kind"), [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
+)
+def test_a_step_starts_as_many_operations_as_are_estimated(
+    world_size: int, way: str, kind: str, count: int, counted: dict[int, dict[str, list[float]]]
+) -> None:
+    launches, collectives, estimated, estimated_collectives = counted[world_size][f"{way}, {kind}, {count}"]
+    assert abs(estimated - launches) <= max(FEW, TOLERANCE * launches), (launches, estimated)
+    # an estimate has the average of the networks' gradients, which these steps have not
+    assert 0 <= estimated_collectives - collectives <= 1 or kind == "path"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["table_wise", "row_wise", "column_wise"])
+def test_codecs_start_as_many_operations_as_are_estimated(way: str, counted: dict[int, dict[str, list[float]]]) -> None:
+    plain, coded = (counted[2][f"{way}, full, 2{codecs}"] for codecs in ("", ", codecs"))
+    assert coded[2] - plain[2] == pytest.approx(coded[0] - plain[0], abs=2)
