@@ -28,7 +28,7 @@ def kernels(optimizer: str, device: str = "h100-80gb", **settings: Any) -> set[t
     cluster = Cluster(find_device(device), 1, 2, 10**12)
     config = PlanConfig(host_memory=device != "cpu-256gb")
     request = PlanRequest(model, default_sharders(), cluster, Workload(64), config, TableOptimizers(optimizer))
-    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of(table, "")}
+    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of_unit([(table, "")])[0]}
 
 
 def test_no_table_is_planned_where_rows_are_read_through_a_cache() -> None:

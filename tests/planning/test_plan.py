@@ -163,4 +163,5 @@ def test_ranges_of_columns_within_nodes_lie_on_one_node_each() -> None:
         assert placed["ranks"] in ([0, 1, 2, 3], [4, 5, 6, 7])
         assert [shard["offset"][1] for shard in placed["shards"]] == [0, 16, 32, 48]
     assert found.lower_bound_ms is not None
-    assert found.lower_bound_ms <= max(rank.times.total for rank in found.ranks)
+    # the bound and the step add the same times up in another order
+    assert found.lower_bound_ms <= max(rank.times.total for rank in found.ranks) * (1 + 1e-12)
