@@ -168,6 +168,16 @@ def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
     assert plan(*settings, "plan.host_memory=true", "--host-memory", "10MB")[0] == 3
 
 
+def test_no_table_is_in_host_memory_that_is_faster_on_a_device_with_room() -> None:
+    hosts = ["plan.host_memory=true", "--host-memory", "1TiB"]
+    _, planned = plan("--gpus", 4, "--gpu", "a100-40gb", *hosts, config=MLPERF)
+    hosted = [table for table in planned["tables"] if table["host_bytes"]]
+    assert hosted
+    for table in hosted:
+        on_devices = [own for own in table["alternatives"] if own["compute_kernel"] == "fused" and own["fits"]]
+        assert all(own["milliseconds"] >= 0 for own in on_devices), table["name"]
+
+
 def test_a_report_is_written_beside_what_is_printed(tmp_path: Path) -> None:
     for name in ("plan.html", "plan.png", "plan.svg"):
         assert plan("--gpus", 2, "--report", tmp_path / name)[0] == 0

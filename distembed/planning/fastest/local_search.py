@@ -10,6 +10,7 @@ Trade-off: no assignment is tried twice the same way, but nothing says that the 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -174,8 +175,12 @@ class LocalSearch:
         return self._replace(loads, tables, scores, keeps_option=True)
 
     def _replace(self, loads: Loads, tables: Sequence[int], scores: Floats, keeps_option: bool = False) -> bool:
-        """Places the table anew that makes the largest score least; tells whether one makes it smaller."""
-        best: tuple[int, int, Ints, Floats] | None = None
+        """Places the table anew that makes the largest score least; tells whether one makes it smaller.
+
+        Where options may change, each other table that made it smaller takes its best option too, if that still does:
+        trying all options of all tables again for each of these tables would spend the budget.
+        """
+        improving: list[tuple[Floats, int, int, Ints]] = []
         tried: set[tuple[int, bytes]] = set()
         for table in tables:
             if self._budget.is_spent:
@@ -189,12 +194,25 @@ class LocalSearch:
                 loads, [before] if keeps_option else list(self._problem.options_of(table))
             )
             loads.put(table, before, places)
-            if _is_less(after, scores if best is None else best[3]):
-                best = table, option, better, after
-        if best is None:
+            if _is_less(after, scores):
+                improving.append((after, table, option, better))
+        if not improving:
             return False
-        loads.take(best[0])
-        loads.put(best[0], best[1], best[2])
+        best = reduce(lambda own, other: other if _is_less(other[0], own[0]) else own, improving)
+        scores, table, option, better = best
+        loads.take(table)
+        loads.put(table, option, better)
+        if keeps_option:
+            return True
+        for _, table, option, _ in sorted(improving, key=lambda own: own[0].max()):
+            before, places = int(loads.assignment.option[table]), loads.assignment.places[table]
+            if table == best[1] or option == before:
+                continue
+            loads.take(table)
+            _, better, after = self._best_option(loads, [option])
+            is_less = _is_less(after, scores)
+            scores = after if is_less else scores
+            loads.put(table, option if is_less else before, better if is_less else places)
         return True
 
     def _swap(self, loads: Loads, tables: Sequence[int], worst: int, scores: Floats) -> bool:
