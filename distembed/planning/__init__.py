@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from distembed.planning.plan import make_plan
     from distembed.planning.request import PlanRequest
     from distembed.planning.saved_plan import describe_plan, plan_as_json
-    from distembed.planning.torchrec_planner import CompositionalShardEstimator, CompositionalShardingPlanner
+    from distembed.planning.torchrec_estimator import CompositionalShardEstimator
+    from distembed.planning.torchrec_planner import CompositionalShardingPlanner
     from distembed.planning.workload import Workload
 
 __all__ = [
