@@ -14,7 +14,7 @@ from distembed.planning.planned_rank import PlannedRank
 from distembed.units import binary_unit, format_bytes, format_ranges
 
 LineT = TypeVar("LineT")
-_NEARLY_EMPTY = 0.4  # of the capacity; bars of what is used are drawn as large as there is room where it is less
+_NEARLY_EMPTY = 0.4  # share of the capacity below which bars are drawn relative to the fullest rank
 _GREY = "#9a9a9a"
 
 
@@ -152,7 +152,7 @@ class RankQuantity:
 
     @cached_property
     def sorted_groups(self) -> list[RankGroup]:
-        """The groups, from the ranks that have most to those that have least."""
+        """The groups, from the ranks with the most memory or time to the ranks with the least."""
         return sorted(self.groups, key=lambda group: -self.total(group.first))
 
     @property
@@ -161,9 +161,9 @@ class RankQuantity:
         return self.sorted_groups[0]
 
     def shown_groups(self, max_lines: int) -> tuple[list[RankGroup], str]:
-        """Returns the groups to show, and a text on those that are left out.
+        """Returns the groups to show, and a text that counts the ranks that are left out.
 
-        All are shown where they are not too many; else those with most and those with least, from most to least.
+        More groups than ``max_lines`` are cut to the groups with the most and the groups with the least, sorted.
         """
         if len(self.groups) <= max_lines:
             return self.groups, ""
@@ -186,7 +186,7 @@ def memory_by_rank(assessment: Assessment) -> RankQuantity:
         return f"{name} a rank", unit_bytes
 
     caption = (
-        f"What is used, at most {percent_at_most(most_used / capacity)} of the device's {format_bytes(capacity)}; "
+        f"Memory in use, at most {percent_at_most(most_used / capacity)} of the device's {format_bytes(capacity)}; "
         f"{format_bytes(assessment.allocator_bytes)} of the rest are kept free for the allocator."
         if is_nearly_empty
         else f"The dashed line is the device's capacity, {format_bytes(capacity)}."

@@ -39,7 +39,7 @@ class CountedIds:
 
 @dataclass(frozen=True)
 class ZipfIds:
-    """Ids of which the i-th, from 1, is looked up 1/i times as often as the first."""
+    """Ids with Zipf's distribution: id i, from 1, is looked up 1/i times as often as id 1."""
 
     num_ids: int  # number of ids of the table
     first_count: float = 1.0  # count of the first id

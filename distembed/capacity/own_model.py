@@ -54,11 +54,11 @@ _UNKNOWN_STEP = (
 
 @dataclass(frozen=True)
 class MadeModel:
-    """What a function made."""
+    """The model that a user's function returned."""
 
     name: str  # name of the function, `package.module:function`
     module: nn.Module  # the model, on the meta device
-    # sharders of its collections; None for those of all collections that are known
+    # sharders of its collections; None for the default sharders
     sharders: Sequence[ModuleSharder[Any]] | None
 
     @cached_property

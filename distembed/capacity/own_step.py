@@ -24,7 +24,7 @@ class OwnStep:
     batch_size: int  # rows on all ranks
     # mean number of ids of a row, by feature, where the example batch has another or none
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
-    # function that returns what the model is called with, from a number of rows; None where there is none
+    # function that makes an example batch of so many rows; None where the user gives no function
     example: NamedFunction | None = None
     bf16: bool = False  # whether the networks compute in bf16
     # name of the optimizer of tables that declare none; None for the one that FBGEMM takes

@@ -19,7 +19,7 @@ REPORT_SUFFIXES = (".html", ".png", ".svg")
 
 @dataclass(frozen=True)
 class PlanFiles:
-    """Files to write; None for those that were not asked for."""
+    """The files that the user asks for; None for the others."""
 
     output: Path | None = None  # the plan, for `distembed train --plan`
     compress: Path | None = None  # the config, compressed as little as the cluster asks for

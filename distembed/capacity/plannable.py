@@ -14,11 +14,11 @@ PlannableT = TypeVar("PlannableT", bound="Plannable")
 
 @dataclass(frozen=True)
 class ModelOnCluster:
-    """A model with its step on a cluster: what a plan is made from."""
+    """A model with its training step on a cluster."""
 
     request: PlanRequest
-    plan_inputs: PlanInputs  # what the plan is made for, to compare when it is used again
-    notes: Sequence[str] = ()  # what the reader should know of the workload, a sentence each
+    plan_inputs: PlanInputs  # compared when the saved plan is applied
+    notes: Sequence[str] = ()  # remarks on the workload for the reader, a sentence each
 
 
 class Plannable(ABC):

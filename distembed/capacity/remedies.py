@@ -113,7 +113,7 @@ class _Search:
         return None if number is None else f"--gpus {number}"
 
     def nodes(self) -> str | None:
-        """Adds nodes."""
+        """Adds nodes to the cluster, at most ``_MAX_NODES_FACTOR`` times as many."""
         cluster = self._cluster
         if cluster.memory_by_rank:
             return None

@@ -23,7 +23,7 @@ class CapacityReport:
 
     @property
     def cost(self) -> TrainingCost | None:
-        """What the training run takes; None where none was asked for, or the model does not fit."""
+        """Hours and money of the training run; None where no run is given, or the model does not fit."""
         if self.training_run is None or not self.assessment.fits:
             return None
         return training_cost(self.assessment, self.training_run)

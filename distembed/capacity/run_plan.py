@@ -30,8 +30,7 @@ def run_plan(
     memory_is_given: bool,
     smallest: bool,
     training_run: TrainingRun | None,
-    as_json: bool,
-    console: Console,
+    console: Console | None,
     errors: Console,
 ) -> bool:
     """Plans, prints and writes; returns whether the model fits.
@@ -43,8 +42,7 @@ def run_plan(
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
         smallest: Whether the smallest cluster that fits is looked for, with at most as many ranks a node.
         training_run: Training run to cost, where one is asked for.
-        as_json: Whether JSON is printed, in place of tables.
-        console: Console that tables are printed to.
+        console: Console that tables are printed to; JSON is printed in their place where it is None.
         errors: Console that says which files are not written.
 
     Raises:
@@ -60,7 +58,7 @@ def run_plan(
             reason = str(error)  # then the config is planned as it is
     report = report_capacity(plannable, cluster, memory_is_given, smallest)
     report = dataclasses.replace(report, training_run=training_run)
-    if as_json:
+    if console is None:
         print(_json_text(report), flush=True)
     else:
         print_capacity_report(report, console)

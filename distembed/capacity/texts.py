@@ -23,8 +23,8 @@ from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes, format_ranges
 
 ALTERNATIVES_LEGEND = (
-    "instead: other placements of a table, the others staying where they are, with what they would add: milliseconds "
-    "of the slowest rank's step, bytes of the fullest rank, bytes that all ranks send in a step"
+    "instead: other placements of a table while all other tables stay, with their differences: milliseconds of the "
+    "slowest rank's step, bytes of the fullest rank, bytes that all ranks send in a step"
 )
 _MAX_LINES, _MAX_REASON_CHARACTERS = 32, 300
 _ROUNDING = 1e-9

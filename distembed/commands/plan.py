@@ -172,8 +172,7 @@ def plan_command(
         memory_is_given=cluster.memory is not None,
         smallest=smallest,
         training_run=training_run,
-        as_json=as_json,
-        console=console,
+        console=None if as_json else console,
         errors=errors,
     )
     if not fits:

@@ -300,7 +300,7 @@ def test_the_page_tells_bound_and_other_placements_and_ranks_alike_once(tmp_path
     assert [len(memory), memory[1][0]] == [len(time), time[1][0]] == [2, "0-3 (4)"]
     text = "row_wise in 4 shards +0.500 ms, +1.00 MiB, does not fit"
     assert tables[0][-1] == "instead" and [row[-1] for row in tables[1:3]] == [f"{text}\n{text}", "none"]
-    for said in ("at most 2.0% above", "stopped early", "slowest: ranks 0-3 (4), ", "the others staying where they"):
+    for said in ("at most 2.0% above", "stopped early", "slowest: ranks 0-3 (4), ", "while all other tables stay"):
         assert said in shown.text
 
 
@@ -315,7 +315,7 @@ def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
 
 def test_of_a_plan_that_leaves_most_free_it_is_said_how_much(tmp_path: Path) -> None:
     found = plan_assessment(1, 2)
-    assert "What is used" not in page(overfull(found, 0, by=1), tmp_path).text
+    assert "Memory in use" not in page(overfull(found, 0, by=1), tmp_path).text
     found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
     share = max(used_bytes(rank) / rank.capacity_bytes for rank in found.ranks)
     said = page(found, tmp_path).text

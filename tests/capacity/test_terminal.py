@@ -280,7 +280,7 @@ def test_other_placements_are_told_with_what_they_would_add() -> None:
     ]
     for text in (wide, narrow):
         assert " data_parallel  " in text and "(dense)" not in text
-        assert "instead: other placements of a table, the others staying where they are" in text
+        assert "instead: other placements of a table while all other tables stay" in text
     assert "instead" not in printed(plan_assessment(1, 2))
 
 
