@@ -37,7 +37,7 @@ class TablePlanConfig:
 
     Attributes:
         sharding_types: Sharding types that the planner chooses from.
-        min_partition: The fewest columns that a rank gets of a table that is placed column-wise.
+        min_partition: The fewest columns that a rank gets of a table that is divided by columns.
         ranks: Ranks that the table is pinned to: its shards lie on some of these; null for any.
         compute_kernels: Compute kernels that look the table up, by TorchRec's name; those in host memory are taken only
             where they are named here or ``plan.host_memory`` is set.
@@ -56,8 +56,9 @@ class PlanConfig:
     Attributes:
         sharding_types: Sharding types that the planner chooses from. Null for all that the table can have, but for
             table_column_wise, and for column_wise of sequences, whose tables would all have ranges of one width.
-        min_partition: The fewest columns that a rank gets of a table that is placed column-wise; null for 4, the fewest
-            that FBGEMM's kernels read.
+        min_partition: The fewest columns that a rank gets of a table that is divided by columns. Null for a line of the
+            cache, 32 numbers of fp32 on a GPU and 16 on a CPU; or, where sharding_types name a way by columns, for 4,
+            the fewest that FBGEMM's kernels read.
         time_tolerance: Share of a step's time by which the plan may be slower than the fastest that was found, to have
             fewer bytes on the fullest rank; the search ends where the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.

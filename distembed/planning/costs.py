@@ -40,6 +40,12 @@ _ROUTING_LAUNCHES = 8
 """Further operations of an exchange by rows: mapping ids to rows and sorting them by rank, for all features at once."""
 _COLUMN_LAUNCHES = 7
 """Further operations of an exchange by columns, which put the ranges of a table's columns side by side."""
+_ORDER_COPIES = 3
+"""Copies of a rank's vectors: side by side by way of dividing, in the order of features, and of gradients back."""
+_PIECE_ROWS = 0.07
+"""Share of a row's seconds that each copy to the order of features takes for a range of columns of one vector."""
+_EXCHANGE_COPIES = 3
+"""Copies of a rank's vectors around an exchange: vectors of all ranks side by side, gradients by rank and divided."""
 _CODEC_LAUNCHES = 6
 """Operations of TorchRec's codecs in an exchange: rounding and widening vectors, and their gradients."""
 _UPDATE_LAUNCHES = 10
@@ -208,10 +214,12 @@ class PlacementCosts:
                 by_shape[own.shape] = self._shard(own, layout, exchange, traffic)
             shards += [by_shape[own.shape]] * self.num_row_shards(layout.sharding_type)
             sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
-        common_ms = self._update_ms(replicated)
-        if self._is_exchanged(layout.sharding_type):
-            # of the vectors of a rank's own rows, whoever has looked them up
-            common_ms += self._rounding_ms(traffic, sum(own.num_columns for own in slices))
+        # of the vectors of a rank's own rows, whoever has looked them up
+        num_columns, is_exchanged = sum(own.num_columns for own in slices), self._is_exchanged(layout.sharding_type)
+        common_ms = self._update_ms(replicated) + self._ordering_ms(traffic, num_columns, len(slices))
+        if is_exchanged:
+            common_ms += self._rounding_ms(traffic, num_columns)
+            common_ms += self._copying_ms(traffic, num_columns, _EXCHANGE_COPIES)
         everywhere = ShardCost(common_ms, None) if common_ms else None
         if is_on_every_rank(layout.sharding_type):
             everywhere, shards = replace(shards[0], lookup_ms=shards[0].lookup_ms + common_ms), []
@@ -219,7 +227,7 @@ class PlacementCosts:
             shards,
             everywhere,
             self._traffic.all_reduce_ms(replicated_bytes),
-            exchange if self._is_exchanged(layout.sharding_type) else None,
+            exchange if is_exchanged else None,
             sent_bytes,
         )
 
@@ -233,6 +241,17 @@ class PlacementCosts:
     def _rounding_ms(self, traffic: TableTraffic, num_columns: float) -> float:
         """Returns the milliseconds in which codecs round and widen the vectors and gradients of a rank's batch."""
         return _MS * traffic.rounding_bytes(round(num_columns)) / self._cluster.device.memory_bandwidth
+
+    def _copying_ms(self, traffic: TableTraffic, num_columns: float, copies: int) -> float:
+        """Returns the milliseconds in which the vectors of a rank's batch, or their gradients, are copied."""
+        copied_bytes = copies * 2 * FLOAT_BYTES * traffic.num_vectors * num_columns
+        return _MS * copied_bytes / self._cluster.device.memory_bandwidth
+
+    def _ordering_ms(self, traffic: TableTraffic, num_columns: float, num_ranges: int) -> float:
+        """Returns the milliseconds in which vectors get into the order of features, and their gradients back."""
+        pieces = 2 * traffic.num_vectors * num_ranges
+        in_pieces = _MS * _PIECE_ROWS * pieces * self._cluster.device.row_seconds
+        return in_pieces + self._copying_ms(traffic, num_columns, _ORDER_COPIES)
 
     def _update_ms(self, replicated: Sequence[PartitionTable]) -> float:
         """Returns the milliseconds that every rank takes to update the parameters that are on all ranks."""

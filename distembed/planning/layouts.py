@@ -37,6 +37,8 @@ from distembed.units import format_ranges
 
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
+_LINE_BYTES = {"cuda": 128, "cpu": 64}
+"""Bytes that a cache reads at once: the narrowest range unless the config names a width or a sharding by columns."""
 _BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 _GRID = ShardingType.GRID_SHARD.value
 
@@ -258,7 +260,10 @@ class Layouts:
         if not is_pooled(table):
             wide = self._sequence_width[collection]
             return [columns // wide] if columns // wide <= most else []
-        narrowest = max(_VECTOR, self._min_partition(table))
+        # one range is table-wise by another name, for those that may have no other
+        is_forced = sharding_type in (self.own(table).sharding_types or self._config.sharding_types or ())
+        in_line = _VECTOR if is_forced else _LINE_BYTES[self._cluster.device.kind] // table.bytes_per_number
+        narrowest = max(_VECTOR, self._min_partition(table) or in_line)
         numbers = [
             number
             for number in range(2, most + 1)
@@ -270,8 +275,6 @@ class Layouts:
         if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and self._cluster.nodes > 1:
             # the ranks of a node have a range each, alike
             numbers = [number for number in numbers if number == most and _are_alike(table, columns // number)]
-        # one range is table-wise by another name, for those that may have no other
-        is_forced = sharding_type in (self.own(table).sharding_types or self._config.sharding_types or ())
         return numbers or ([1] if is_forced else [])
 
     def _sent_together(self, collection: str) -> int:
@@ -286,7 +289,8 @@ class Layouts:
         return self._cluster.world_size
 
     def _min_partition(self, table: CompositionalEmbeddingConfig) -> int:
-        return self.own(table).min_partition or self._config.min_partition or _VECTOR
+        """Returns the fewest columns of a range that the config names for a table, or 0."""
+        return self.own(table).min_partition or self._config.min_partition or 0
 
     def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig], collection: str) -> int:
         """Returns the width of the ranges of all sequences of a collection that may be divided by columns."""

@@ -2,13 +2,15 @@
 
 Of each partition a lookup reads n rows of d numbers and writes m sums, and the backward pass reads n gradients, sorts
 the n rows, and reads and writes each of the rows that occur with its states. Weights that are the same on every rank
-are looked up by torch, whose gradients are those of all rows, and so is the update; they are copied where several
-tables are stacked. What composing moves is said by the group (:mod:`distembed.sharding.groups`).
+are looked up by torch, whose gradients are those of all rows, and so is the update. Rows of fewer than 128 numbers are
+read more slowly on GPUs, as TorchRec's planner has it. What composing moves is said by the group
+(:mod:`distembed.sharding.groups`).
 """
 
 from dataclasses import dataclass
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY
 
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
@@ -22,9 +24,12 @@ from distembed.sharding.table_slice import PartitionSlice
 _MS = 1e3
 _SORT_BYTES = 64
 """Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
-_ONE_PASS_ROWS = 0.2
-"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass, by ``tools/bench_embedding.py``."""
-_DENSE_COPIES = 8
+_REPEATED = 0.15
+"""Share of a row's seconds that each lookup of it takes; the row itself takes the seconds once, as it is updated."""
+_ONE_PASS_ROWS = 0.25
+"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass."""
+_DENSE_COPIES = 3
+"""Numbers read or written for each weight that torch trains: its gradient is zeroed, and copied into a bucket."""
 _REPLICATED_LAUNCHES = 11
 """Further operations of a partition that torch looks up in the place of FBGEMM: stacking, sums and their gradients."""
 _FUNCTION_LAUNCHES = 60
@@ -96,10 +101,21 @@ class LookupTimes:
         beside = rows.num_ids * (LONG_BYTES + _SORT_BYTES) + (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
         read = rows.num_ids * rows.row_bytes
         return (
-            rows.num_ids * device.row_seconds
-            + (read + updated + beside) / device.lookup_bandwidth
+            self._row_seconds(rows)
+            + (read + updated + beside) / self._bandwidth(rows.dim)
             + self._missed(compute_kernel) * (read + updated) / device.host_bandwidth
         )
+
+    def _bandwidth(self, num_columns: int) -> float:
+        """Returns the bytes a second at which rows are read and written: narrow ones leave threads of a GPU idle."""
+        slower = 1.0
+        if self._device.kind == "cuda" and num_columns < FULL_BLOCK_EMB_DIM:
+            slower = HALF_BLOCK_PENALTY if 2 * num_columns >= FULL_BLOCK_EMB_DIM else QUARTER_BLOCK_PENALTY
+        return self._device.lookup_bandwidth / slower
+
+    def _row_seconds(self, rows: "_Rows") -> float:
+        """Returns the seconds of rows beside their bytes: of each that occurs, and of each time that it does."""
+        return (rows.num_distinct + _REPEATED * rows.num_ids) * self._device.row_seconds
 
     def _updated_bytes(self, rows: "_Rows") -> float:
         """Returns the bytes of rows that occur, and of their states, read and written."""
@@ -119,8 +135,8 @@ class LookupTimes:
         vectors = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
         sorts = rows.num_ids * _SORT_BYTES if device.kind == "cuda" else 0
         return (
-            _ONE_PASS_ROWS * rows.num_ids * device.row_seconds
-            + (read + updated + beside + vectors + sorts) / device.lookup_bandwidth
+            _ONE_PASS_ROWS * self._row_seconds(rows)
+            + (read + updated + beside + vectors + sorts) / self._bandwidth(rows.dim)
             + self._missed(compute_kernel) * (read + updated) / device.host_bandwidth
         )
 
@@ -135,13 +151,8 @@ class LookupTimes:
         device = self._device
         looked_up = rows.num_ids * (2 * LONG_BYTES + _SORT_BYTES + 3 * rows.dim * FLOAT_BYTES)
         sums = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
-        # weights are stacked; their gradient is zeroed, taken apart, scaled and put into a bucket
         copied = _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES
-        return (
-            rows.num_ids * device.row_seconds
-            + (looked_up + sums) / device.lookup_bandwidth
-            + copied / device.memory_bandwidth
-        )
+        return self._row_seconds(rows) + (looked_up + sums) / device.lookup_bandwidth + copied / device.memory_bandwidth
 
     def _update_seconds(self, num_numbers: float, optimizer: str) -> float:
         """Returns the seconds of torch's optimizer: it reads gradients, and reads and writes weights and states."""

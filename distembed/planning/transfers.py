@@ -9,6 +9,9 @@ on all ranks, b on one; W ranks lie on N nodes of L::
                     B rows up among them, B / L for each, and send them to the other nodes
     data_parallel   nothing but gradients of the weights, which are averaged
 
+A GPU sends while it receives: a phase takes the longer of the two. A CPU's ranks copy all messages with their own
+cores: a phase takes half of both, for the bandwidth is that of a rank that sends as much as it receives.
+
 Gradients go the way back. An average adds the gradients of P bytes up within nodes, then between them, each rank
 ``2 P (L - 1) / L`` and ``2 P (N - 1) / (N L)``, which is what a ring sends.
 """
@@ -27,7 +30,8 @@ _MS = 1e3
 _LENGTH_BYTES, _FLOAT_BYTES = 4, 4
 
 Phase = tuple[ExchangeKey, str]
-"""An exchange, and what is sent in it: ``ids``, ``sums`` within a node, or ``vectors``; these two with gradients."""
+"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``; sums and vectors with their gradients. On
+CPUs the ranks that are not the owner have parts of their own, ``ids of others`` and ``vectors of others``."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Traffic:
         self._nodes, self._ranks_per_node, self._world_size = cluster.nodes, ranks_per_node, world_size
         self._local, self._node = _MS / device.local_bandwidth, _MS / device.node_bandwidth
         self._reduced = _MS / device.reduce_bandwidth
+        self._sends_while_receiving = device.kind != "cpu"
         # milliseconds of a byte to each of the other ranks, and of a byte to any of them
         self._to_all = (ranks_per_node - 1) * self._local + (world_size - ranks_per_node) * self._node
         self._to_any = self._to_all / max(1, world_size - 1)
@@ -135,13 +140,17 @@ class Traffic:
             added = (self._world_size - 1) * self._reduced if table.is_pooled else 0.0
             return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * (self._to_all + added))}
         if not is_divided_within_nodes(sharding_type):
-            return {ids: self._both(table.id_bytes(1)), vectors: self._both(vector_bytes)}
+            id_bytes = table.id_bytes(1)
+            return {
+                **self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any),
+                **self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any),
+            }
         summed = (share - 1) / share * self._world_size * vector_bytes
-        between = vector_bytes * self._node
+        between, id_bytes = vector_bytes * self._node, table.id_bytes(share)
         return {
-            ids: self._both(table.id_bytes(share)),
+            **self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any),
             (exchange, "sums"): Transfer(summed * (self._local + self._reduced)),
-            vectors: Transfer((self._nodes - 1) * between, between / share),
+            **self._phases(vectors, (self._nodes - 1) * between, between / share),
         }
 
     def sent_bytes(self, table: TableTraffic, sharding_type: str, num_columns: int) -> float:
@@ -157,9 +166,12 @@ class Traffic:
         summed = (share - 1) * self._world_size * vector_bytes
         return share * (others * table.id_bytes(share) + (self._nodes - 1) * vector_bytes) + summed
 
-    def _both(self, num_bytes: float) -> Transfer:
-        """Returns the transfer of some bytes between the owner and each other rank."""
-        return Transfer(num_bytes * self._to_all, num_bytes * self._to_any)
+    def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> Mapping[Phase, Transfer]:
+        """Returns the phases of what a shard's owner sends, or receives, and each other rank receives, or sends."""
+        if self._sends_while_receiving:
+            return {phase: Transfer(owner_ms, other_ms)}
+        exchange, part = phase
+        return {phase: Transfer(owner_ms / 2), (exchange, f"{part} of others"): Transfer(0.0, other_ms / 2)}
 
 
 def is_divided_within_nodes(sharding_type: str) -> bool:

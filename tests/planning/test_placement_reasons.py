@@ -38,7 +38,7 @@ def test_a_table_that_no_rank_has_room_for_is_divided_for_that() -> None:
 
 
 def test_a_table_that_one_rank_is_slow_with_is_divided_for_that() -> None:
-    assert why(LARGE, rows_of_rank=500_000).endswith(": whole its rank would be the slowest")
+    assert why(LARGE, rows_of_rank=200_000).endswith(": whole its rank would be the slowest")
 
 
 def test_a_table_whose_gradients_are_less_than_its_vectors_is_replicated() -> None:

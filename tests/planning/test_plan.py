@@ -17,10 +17,11 @@ from distembed.planning import plan as plan_module
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import find_device
+from distembed.planning.layouts import Layouts
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
 from distembed.ranks import Ranks
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import place_table
 from tests.ranks import run_on_ranks
 
@@ -38,9 +39,9 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
 
 
 def one_table(num_bytes: int, composition: str = "product") -> list[CompositionalEmbeddingBagConfig]:
-    num_ids = num_bytes // (16 * 4) * 4
+    num_ids = num_bytes // (32 * 4) * 4
     scheme = QuotientRemainder(num_ids, collisions=4)
-    return [CompositionalEmbeddingBagConfig("a", num_ids, 16, ["a"], scheme, composition)]
+    return [CompositionalEmbeddingBagConfig("a", num_ids, 32, ["a"], scheme, composition)]
 
 
 def plan(
@@ -99,6 +100,26 @@ def check_plans(rank: int, world_size: int) -> None:
         plan(PlanConfig(), one_table(1 * GIB), Workload(20_000_000))
     with pytest.raises(InsufficientMemory, match=r"beside tables each rank needs 3,221,225,472 bytes.*activations"):
         plan(PlanConfig(), workload=Workload(8, network=NetworkEstimate(peak=3 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("device", "data_type", "config", "narrowest"),
+    [
+        ("h100-80gb", "FP32", PlanConfig(), 32),
+        ("h100-80gb", "FP16", PlanConfig(), 64),
+        ("cpu-256gb", "FP32", PlanConfig(), 16),
+        ("h100-80gb", "FP32", PlanConfig(min_partition=8), 8),
+        ("h100-80gb", "FP32", PlanConfig(["table_wise", "column_wise"]), 4),
+    ],
+)
+def test_columns_are_cut_to_lines_of_the_cache_unless_the_config_says_otherwise(
+    device: str, data_type: Any, config: PlanConfig, narrowest: int
+) -> None:
+    table = CompositionalEmbeddingBagConfig("t", 1000, 128, ["f"], data_type=data_type)
+    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
+    request = PlanRequest(model, default_sharders(), Cluster(find_device(device), 1, 64), Workload(64), config)
+    layouts = Layouts(request).of_unit([(table, "e")])[0]
+    assert min(stop - start for layout in layouts for start, stop in layout.columns) == narrowest
 
 
 def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:

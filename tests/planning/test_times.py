@@ -19,7 +19,7 @@ from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
 from distembed.planning.cluster import Cluster
-from distembed.planning.costs import PlacementCosts, layout
+from distembed.planning.costs import Layout, PlacementCosts, layout
 from distembed.planning.devices import Device, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
@@ -30,6 +30,10 @@ from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import unit_size
 
 NUM_IDS, DIM, ROWS = 100_000, 64, 4096
+HALF_BLOCK = 1.15
+"""Seconds of a row of 64 numbers on a GPU, as multiples of its bytes' at full speed, by TorchRec's planner."""
+COPIED_BYTES = 2 * 4 * DIM * ROWS * (3 + 3)
+"""Vectors and gradients copied to the order of features, and around an exchange: read and written."""
 A100 = find_device("a100-80gb")
 QUOTIENT = QuotientRemainder(NUM_IDS, collisions=4)
 TABLES = [
@@ -170,9 +174,43 @@ def test_a_plain_table_takes_its_bytes_over_the_bandwidths() -> None:
     distinct = NUM_IDS * (1 - (1 - 1 / NUM_IDS) ** num_ids)
     forward = num_ids * (8 + 2 * 4 * DIM)
     backward = num_ids * (64 + 4 * DIM) + 2 * distinct * 4 * DIM
-    assert own.lookup == pytest.approx(1e3 * (forward + backward) / A100.lookup_bandwidth)
+    seconds = HALF_BLOCK * (forward + backward) / A100.lookup_bandwidth + COPIED_BYTES / A100.memory_bandwidth
+    assert own.lookup == pytest.approx(1e3 * seconds)
     # the other rank's ids with their numbers; vectors and gradients
     assert own.exchange == pytest.approx(1e3 * ROWS * (8 + 4 + 2 * 4 * DIM) / A100.local_bandwidth)
+
+
+def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() -> None:
+    tables, cluster = TABLES[1:3], Cluster(find_device("cpu-256gb"), 1, 2)
+    costs = PlacementCosts(request(tables, cluster, Workload(2 * ROWS)))
+
+    def exchanges(*ranks: int) -> list[float]:
+        placed = [
+            place_table(table, unit(table, "table_wise", [[rank]]), 2, "e")
+            for table, rank in zip(tables, ranks, strict=True)
+        ]
+        return [own.exchange for own in step_times(placed, costs, cluster)]
+
+    # as many bytes go from one rank to the other, however the tables lie
+    one_table = 1e3 * ROWS * (8 + 4 + 2 * 4 * DIM) / cluster.device.local_bandwidth
+    assert exchanges(0, 0) == pytest.approx([one_table, one_table])
+    assert exchanges(0, 1) == pytest.approx([one_table, one_table])
+
+
+def test_each_range_of_columns_takes_its_time_on_cpus_to_be_put_in_order() -> None:
+    table, cluster = TABLES[0], Cluster(find_device("cpu-256gb"), 1, 4)
+    costs = PlacementCosts(request([table], cluster, Workload(4 * ROWS)))
+
+    def common_ms(number: int) -> float:
+        wide = DIM // number
+        ranges = tuple((at, at + wide) for at in range(0, DIM, wide))
+        own = costs.cost(table, Layout("column_wise", "fused", ranges), "e").everywhere
+        assert own is not None
+        return own.lookup_ms
+
+    one_range = common_ms(2) - common_ms(1)
+    assert 0 < one_range < 1e3 * ROWS * cluster.device.row_seconds
+    assert common_ms(4) - common_ms(1) == pytest.approx(3 * one_range)
 
 
 def test_a_table_of_torchrec_costs_what_the_same_full_table_does() -> None:
@@ -189,11 +227,14 @@ def test_a_table_of_torchrec_costs_what_the_same_full_table_does() -> None:
 
 
 def test_more_partitions_take_longer_to_look_up_and_no_longer_to_exchange() -> None:
-    plain = times()[0]
-    two = times(QUOTIENT)[0]
-    three = times(MixedRadix(NUM_IDS, num_partitions=3))[0]
-    halves = times(QUOTIENT, "concat")[0]
-    path = times(QUOTIENT, PathMLP(hidden=[64]))[0]
+    copied = 1e3 * COPIED_BYTES / A100.memory_bandwidth
+
+    def without_copies(*table: object) -> StepTime:
+        own = times(*table)[0]
+        return dataclasses.replace(own, lookup=own.lookup - copied)
+
+    plain, two, halves = without_copies(), without_copies(QUOTIENT), without_copies(QUOTIENT, "concat")
+    three, path = without_copies(MixedRadix(NUM_IDS, num_partitions=3)), without_copies(QUOTIENT, PathMLP(hidden=[64]))
     # k vectors are read and k + 1 moved to compose them; halves are as long as one vector, and are moved as well
     assert 1.5 * plain.lookup < two.lookup < 4 * plain.lookup
     assert 1.2 * two.lookup < three.lookup < 2 * two.lookup

@@ -13,10 +13,10 @@ from distembed.host_memory import host_memory_bytes
 from distembed.planning.calibration.fit import count_numbers, fit
 from distembed.planning.calibration.measure import (
     HostCopy,
-    MemoryStep,
     NetworkStep,
     Step,
     alone,
+    lookup_probes,
     probes,
     shortest_seconds,
 )
@@ -36,9 +36,10 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     Args:
         ranks: This rank among all that measure.
     """
-    numbers: dict[str, Any] = _numbers_beside_tables(ranks)
+    lookups = lookup_probes(ranks)
+    numbers: dict[str, Any] = _numbers_beside_tables(ranks, lookups[0])
     device = replace(_device(ranks), **numbers)
-    steps = probes(ranks)
+    steps = [*probes(ranks), *lookups]
     taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     # what a rank takes with cores of its own
     share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
@@ -71,11 +72,10 @@ def _device(ranks: Ranks) -> Device:
     return replace(device, name=f"measured {ranks.device.type}")
 
 
-def _numbers_beside_tables(ranks: Ranks) -> dict[str, float]:
+def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
     fp32, bf16, copy = NetworkStep(ranks.device, False), NetworkStep(ranks.device, True), HostCopy(ranks.device)
-    memory = MemoryStep(ranks.device)
-    steps: list[Step] = [alone(memory, ranks), memory, fp32, bf16, copy]
+    steps: list[Step] = [alone(lookups, ranks), lookups, fp32, bf16, copy]
     lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
@@ -96,6 +96,5 @@ def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
         speed: Speed of a rank beside the node's other ranks, as a share of that of a lone one.
         ranks_per_node: Number of ranks of the node.
     """
-    if speed < _FULL_SPEED:
-        return speed * ranks_per_node
-    return max(float(ranks_per_node), usable_cores() / torch.get_num_threads())
+    most = usable_cores() / torch.get_num_threads()
+    return min(speed * ranks_per_node, max(1.0, most)) if speed < _FULL_SPEED else max(float(ranks_per_node), most)

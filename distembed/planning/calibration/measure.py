@@ -17,17 +17,20 @@ from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_w
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.calibration.sharded_tables import LookupStep, ShardedTables, TablePlace, TimedStep
 from distembed.ranks import Ranks
 
 Step = Callable[[], object]
 _COLLISIONS = 4
 _WIDTHS, _NUM_ROWS, _NUM_TABLES = (16, 64), (128, 1024, 4096), (2, 8)
+_LOOKED_UP = 4
+"""Number of a rank's tables in a probe of lookups alone."""
 _SMALL, _LARGE = 1_000, 200_000
 _NETWORK = (512, 512, 256, 1)
 _NETWORK_ROWS = 1024
 _COPIED_BYTES = 2**26
-_LOOKED_UP, _COLUMNS = 2**17, 16
+_REPLICATED = 24
+"""Number of small replicated tables in a probe, whose steps are nearly all starts of operations."""
 
 
 def probes(ranks: Ranks) -> list[TimedStep]:
@@ -51,6 +54,25 @@ def probes(ranks: Ranks) -> list[TimedStep]:
         tables = _tables(count, world_size if way == "table_wise" else 1, dim)
         sharded = ShardedTables([TablePlace(table, place(i)) for i, table in enumerate(tables)], ranks)
         steps += [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+    small = [_table(i, _SMALL, _WIDTHS[0], is_product=i % 2 == 0) for i in range(_REPLICATED)]
+    sharded = ShardedTables([TablePlace(table, data_parallel()) for table in small], ranks)
+    return steps + [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+
+
+def lookup_probes(ranks: Ranks) -> list[LookupStep]:
+    """Returns steps of lookups without exchanges, as many on every rank; the first is of the largest tables.
+
+    Every rank has as many as every other. All ranks call it.
+
+    Args:
+        ranks: This rank.
+    """
+    steps = []
+    for num_ids, dim, is_product in product((_LARGE, _SMALL), _WIDTHS, (True, False)):
+        tables = [_table(i, num_ids, dim, is_product) for i in range(_LOOKED_UP * ranks.world_size)]
+        places = [table_wise(rank=i // _LOOKED_UP, compute_kernel="fused") for i in range(len(tables))]
+        sharded = ShardedTables([TablePlace(*own) for own in zip(tables, places, strict=True)], ranks)
+        steps += [LookupStep(sharded, num_rows) for num_rows in _NUM_ROWS[:0:-1]]
     return steps
 
 
@@ -60,9 +82,13 @@ def _tables(count: int, repeats: int, dim: int) -> list[CompositionalEmbeddingBa
     for i in range(count * repeats):
         kind = i // repeats
         num_ids = _LARGE if kind % 4 in (0, 3) else _SMALL
-        scheme: Any = QuotientRemainder(num_ids, collisions=_COLLISIONS) if kind % 2 == 0 else "naive"
-        tables.append(CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme))
+        tables.append(_table(i, num_ids, dim, is_product=kind % 2 == 0))
     return tables
+
+
+def _table(i: int, num_ids: int, dim: int, is_product: bool) -> CompositionalEmbeddingBagConfig:
+    scheme: Any = QuotientRemainder(num_ids, collisions=_COLLISIONS) if is_product else "naive"
+    return CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme)
 
 
 def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device: torch.device) -> list[float]:
@@ -124,25 +150,6 @@ class NetworkStep:
         with self._autocast:
             loss = self._network(self._inputs).sum()
         loss.backward()
-
-
-class MemoryStep:
-    """Steps of a lookup and a product as tables have them, whose time is that of memory.
-
-    Args:
-        device: Device of the rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._weight = torch.zeros(_LARGE, _COLUMNS, device=device)
-        self._rows = torch.randint(_LARGE, (_LOOKED_UP,), device=device)
-        self._factor = torch.ones(_LOOKED_UP, _COLUMNS, device=device, requires_grad=True)
-
-    def __call__(self) -> None:
-        """Looks rows up, multiplies them and takes the gradient."""
-        vectors = self._weight.index_select(0, self._rows) * self._factor
-        self._factor.grad = None
-        vectors.backward(vectors.detach())
 
 
 class HostCopy:

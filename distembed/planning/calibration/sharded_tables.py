@@ -3,6 +3,7 @@
 A step is forward, backward and update, with all exchanges: row-wise Adagrad of all tables within the backward pass.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.exchange import codecs_registry
+from distembed.sharding.lookup import sharded_lookups
 from distembed.sharding.table_slice import width
 
 _LEARNING_RATE = 0.01
@@ -82,7 +84,7 @@ class ShardedTables:
             ranks.device.type,
         )
         self._plan = ShardingPlan({_PATH: module_plan})
-        self._model = DistributedModelParallel(
+        self.model = DistributedModelParallel(
             trained,
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=ranks.device,
@@ -101,7 +103,7 @@ class ShardedTables:
         names = [name for table in self.tables for name in table.feature_names]
         lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
         # new features: those of an earlier step have their offsets already
-        vectors = self._model(KeyedJaggedTensor(names, ids, lengths=lengths))
+        vectors = self.model(KeyedJaggedTensor(names, ids, lengths=lengths))
         vectors.backward(gradient)
 
     def estimate(self, num_rows: int, device: Device) -> list[StepTime]:
@@ -148,6 +150,31 @@ class TimedStep:
         exponents = drawn * torch.tensor(sizes, dtype=torch.float64).log().unsqueeze(1)
         last = torch.tensor(sizes).unsqueeze(1) - 1
         return (exponents.exp() - 1).long().clamp(min=0).minimum(last).flatten()
+
+
+class LookupStep(TimedStep):
+    """Steps of the lookups of a rank's own tables, with gradients and update and without exchanges.
+
+    Args:
+        tables: Tables of one size and kind, placed whole, as many on every rank.
+        num_rows: Rows of each rank's batch; a rank looks its tables up for the rows of all ranks.
+    """
+
+    def __init__(self, tables: ShardedTables, num_rows: int) -> None:
+        super().__init__(tables, num_rows)
+        self._lookup, *_ = sharded_lookups(tables.model)
+        self._names = [table.name for table in tables.tables[: len(tables.tables) // tables.ranks.world_size]]
+
+    def __call__(self) -> None:
+        """Takes a step of this rank alone."""
+        ids = next(self._batches)  # of all tables, which are alike: they serve as those of all ranks
+        vectors = self._lookup(KeyedJaggedTensor(self._names, ids, lengths=torch.ones_like(ids, dtype=torch.int32)))
+        vectors.backward(self._gradient.view_as(vectors))
+
+    def estimated_seconds(self, device: Device) -> float:
+        """Returns the estimated seconds of the slowest rank's lookups."""
+        slowest = max(time.lookup for time in self._tables.estimate(self._num_rows, device)) / _MS
+        return slowest * max(1.0, self._tables.ranks.local_world_size / (device.ranks_at_once or math.inf))
 
 
 def _embedding(tables: Sequence[CompositionalEmbeddingBagConfig]) -> Any:
