@@ -10,7 +10,7 @@ Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up
 - *TorchRec*: its ``EmbeddingShardingPlanner`` with our sharders, on the same topology, batch and memory, by its own
   estimates
 - *estimates*: the same with our :class:`~distembed.planning.CompositionalShardEstimator`, with
-  the ids of a row, and free to cut tables into ranges of 4 columns
+  the ids of a row, and free to cut tables into ranges of 32 columns
 - *table-wise*: ours, with ``plan.sharding_types=[table_wise]``
 - *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
 
@@ -136,7 +136,7 @@ def torchrecs(request: PlanRequest, has_our_estimates: bool = False) -> Sharding
     if has_our_estimates:
         constraints = {
             table.name: ParameterConstraints(
-                min_partition=4,  # ours is as free; TorchRec's planner never cuts below 128 columns unless told
+                min_partition=32,  # as ours on GPUs; TorchRec's planner never cuts below 128 columns unless told
                 pooling_factors=[workload.ids_per_row.get(name, 1.0) for name in table.feature_names],
             )
             for tables in request.tables_by_collection.values()

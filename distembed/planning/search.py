@@ -6,8 +6,7 @@ solution is counted as it will be reported (:mod:`distembed.planning.buffers`), 
 goes on with as much less capacity.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -109,23 +108,50 @@ class Search:
 
     def _fitting(self) -> Solution | None:
         """Returns the fastest solution that was found to fit, or None."""
-        capacity = self._memory.capacity
-        solution = self._solver.fastest(capacity)
-        fitting = None
-        for _ in range(_TRIES):
-            excess, lower = self._memory.excess(solution.assignment)
-            self._keep(solution, excess)
-            if excess <= 0:
-                fitting = solution
-                break
-            if (lower <= 0).all() or not solution.fits:
-                break  # less capacity does not help
-            capacity = np.minimum(lower, capacity)
-            solution = self._solver.repaired(solution, capacity)
+        first, capacity, fitting = self._solver.fastest(self._memory.capacity), self._memory.capacity, None
+        if self._fits(first.assignment):
+            fitting = first
+        else:
+            # of two searches with less and less capacity, one starts from the last solution, one afresh
+            ends = [
+                self._tightened(first, self._solver.repaired),
+                self._tightened(first, lambda _, less: self._solver.fastest(less)),
+            ]
+            if tight := [own for own in ends if own is not None]:
+                solution, capacity = min(tight, key=lambda own: own[0].milliseconds)
+                fitting = self._improved(solution, capacity)
         fastest = self._solver.complete(fitting, self._fits)
         if seconds := self._request.config.polish_seconds:
             fastest = self._solver.polished(fastest, capacity, seconds, self._memory.excess)
         return self._emptiest(capacity) if fastest is None else self._emptier(fastest, capacity)
+
+    def _tightened(
+        self, solution: Solution, again: Callable[[Solution, Floats], Solution]
+    ) -> tuple[Solution, Floats] | None:
+        """Returns the first solution that fits with less and less capacity, and its capacity; None if there is none."""
+        capacity = self._memory.capacity
+        for _ in range(_TRIES):
+            excess, lower = self._memory.excess(solution.assignment)
+            self._keep(solution, excess)
+            if excess <= 0:
+                return solution, capacity
+            if (lower <= 0).all() or not solution.fits:
+                break  # less capacity does not help
+            capacity = np.minimum(lower, capacity)
+            solution = again(solution, capacity)
+        return None
+
+    def _improved(self, solution: Solution, capacity: Floats) -> Solution:
+        """Returns the solution that a fitting one in tight memory is improved to, if that fits too; else itself."""
+        for _ in range(_TRIES):
+            faster = self._solver.improved(solution.assignment, capacity)
+            excess, lower = self._memory.excess(faster.assignment)
+            if excess <= 0:
+                return min(solution, faster, key=lambda own: own.milliseconds)
+            if (lower <= 0).all():
+                break
+            capacity = np.minimum(lower, capacity)
+        return solution
 
     def _emptier(self, fastest: Solution, capacity: Floats) -> Solution:
         """Returns a solution that is nearly as fast, with fewer bytes on the fullest rank, where one is found."""
@@ -134,12 +160,11 @@ class Search:
         return emptier if is_emptier else fastest
 
     def _emptiest(self, capacity: Floats) -> Solution | None:
-        """Returns a solution with few bytes on the fullest rank, if it fits."""
-        assignment = self._solver.emptiest(capacity)
-        excess, _ = self._memory.excess(assignment)
-        solution = replace(self._least_excess, assignment=assignment, is_complete=False)
+        """Returns a solution with few bytes on the fullest rank, as fast as it gets from there, if it fits."""
+        solution = self._solver.emptiest(capacity)
+        excess, _ = self._memory.excess(solution.assignment)
         self._keep(solution, excess)
-        return solution if excess <= 0 else None
+        return self._improved(solution, capacity) if excess <= 0 else None
 
     def _keep(self, solution: Solution, excess: float) -> None:
         if excess < getattr(self, "_excess", np.inf):

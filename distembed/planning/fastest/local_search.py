@@ -114,10 +114,14 @@ class LocalSearch:
         while not self._budget.is_spent and found.score > enough:
             loads = Loads(self._problem, found.assignment.copy())
             tables = self._tables_to_replace(loads)
+            options = [
+                [int(loads.assignment.option[table])] if self._keeps_options else self._some_options(table)
+                for table in tables
+            ]
             for table in tables:
                 loads.take(table)
-            for table in tables:
-                option, places, _ = self._best_option(loads, self._some_options(table))
+            for table, some in zip(tables, options, strict=True):
+                option, places, _ = self._best_option(loads, some)
                 loads.put(table, option, places)
             again = self.improve(loads.assignment)
             if again.score <= found.score:

@@ -24,6 +24,10 @@ _SMALL = 8
 """Tables up to which all assignments are searched."""
 _GUESSES = 24
 """First guesses of which tables are placed."""
+_CONSTRUCTING = 2_000_000
+"""Units to place guesses, beside those of the whole search, over the number of tables: few tables are placed fast."""
+_IMPROVING = 60
+"""Times the usual work in which a solution that fits in tight memory is improved."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,20 @@ class Solver:
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=1).shake(best, solution.milliseconds)
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
 
-    def emptiest(self, capacity: Floats | float) -> Assignment:
-        """Returns an assignment with few bytes on the fullest rank, whatever its time."""
+    def emptiest(self, capacity: Floats | float) -> Solution:
+        """Returns a solution with few bytes on the fullest rank, whatever its time."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
         best = self._from_options(aim, [self._problem.options_of(table) for table in self._tables()])
-        return LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(best, 0.0).assignment
+        best = LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(best, 0.0)
+        return self._solution(best.assignment, replace(aim, limit_ms=None), self._bound.milliseconds(np.inf))
+
+    def improved(self, assignment: Assignment, capacity: Floats | float) -> Solution:
+        """Returns a solution that an assignment of which no rank has more bytes is improved to."""
+        aim, total = Aim(capacity, self._host_capacity), self._budget(_IMPROVING)
+        best = Found(assignment, float(Loads(self._problem, assignment.copy()).scores(aim).max()))
+        for seed in range(3):
+            best = self._grown(best, aim, 0.0, total, _IMPROVING // 3, seed)
+        return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
         """Returns the fastest of all assignments that are accepted, where they are few enough; else what it was given.
@@ -182,29 +195,37 @@ class Solver:
 
     def _from_guesses(self, aim: Aim, enough: float) -> Found:
         """Returns the best assignment grown from the first guesses: fewer of them at each stage, with more work."""
-        total, placed = Budget(60_000 + 20 * self._problem.num_tables), list[Found]()
-        constructing = Budget(total.units / 3)
+        total, placed = Budget(60_000 + 200 * self._problem.num_tables), list[Found]()
+        beside = _CONSTRUCTING / max(1, self._problem.num_tables)
+        constructing = Budget(total.units / 3 + beside)
         for options in first_guesses(self._problem, aim)[:_GUESSES]:
             placed.append(LocalSearch(self._problem, aim, constructing).construct([[own] for own in options.tolist()]))
             if constructing.is_spent or placed[-1].score <= enough:
                 break
-        total.units -= total.units / 3 - constructing.units
+        total.units -= max(0.0, total.units / 3 - constructing.units)
         # where none has room yet, the estimate tells more than the score
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
         for count, times, shakes in ((7, 6, False), (3, 10, True), (1, 20, True)):
-            grown = []
-            for found in best[:count]:
-                if found.score <= enough or total.is_spent:
-                    grown.append(found)
-                    continue
-                budget = self._budget(times)
-                allowed = budget.units = min(budget.units, total.units)
-                search = LocalSearch(self._problem, aim, budget, seed=times // 20)
-                grown.append(search.shake(found, enough) if shakes else search.improve(found.assignment))
-                total.units -= allowed - budget.units
+            seed = times // 20 if shakes else None
+            grown = [self._grown(found, aim, enough, total, times, seed) for found in best[:count]]
             best = sorted(grown, key=_score)
         return best[0]
+
+    def _grown(self, found: Found, aim: Aim, enough: float, total: Budget, times: int, seed: int | None) -> Found:
+        """Returns the assignment after improving it, or shaking it by a seed, with a part of all work that is left."""
+        if found.score <= enough or total.is_spent:
+            return found
+        budget = self._budget(times)
+        allowed = budget.units = min(budget.units, total.units)
+        if seed is not None:
+            places = Budget(budget.units / 2)  # places alone cost less to try than options
+            found = LocalSearch(self._problem, aim, places, keeps_options=True, seed=seed).shake(found, enough)
+            budget.units -= allowed / 2 - places.units
+        search = LocalSearch(self._problem, aim, budget, seed=seed or 0)
+        found = search.improve(found.assignment) if seed is None else search.shake(found, enough)
+        total.units -= allowed - budget.units
+        return found
 
 
 def _score(found: Found) -> float:
