@@ -14,7 +14,7 @@ from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.storage import function_storage, whole_table_storage
+from distembed.planning.storage import replicated_storage, whole_table_storage
 
 
 @dataclass(frozen=True)
@@ -134,4 +134,4 @@ def _build_table(num_ids: int, settings: TableConfig) -> CompositionalEmbeddingC
 def _bytes_on_all_ranks(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers, world_size: int) -> int:
     """Returns the bytes of a table whose functions are on every rank."""
     whole = whole_table_storage(table, optimizers)
-    return whole.total + (world_size - 1) * function_storage(table, optimizers).total
+    return whole.total + (world_size - 1) * replicated_storage(table, table.function_tables(), optimizers).total

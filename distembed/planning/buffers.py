@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -35,7 +36,7 @@ from distembed.planning.networks import NetworkEstimate
 from distembed.planning.planned_rank import PlannedRank, SentBytes
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, storage_by_rank, total
 from distembed.planning.workload import Workload, pipeline_depth
-from distembed.sharding.groups import Group, GroupLoad, group_type
+from distembed.sharding.groups import GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled, width
 
@@ -44,22 +45,36 @@ _FLOAT, _LONG, _INT = 4, 8, 4
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """What a rank has in memory at the fullest moment of a step, beside weights and states, in bytes."""
+    """What a rank has in memory at one moment of a step, beside weights and states, in bytes."""
 
     moment: str
-    inputs: int = 0  # bytes of batches, and of their ids on the way to the rank that owns their tables
-    outputs: int = 0  # bytes of composed vectors, or their gradients, on the way between the ranks
-    lookups: int = 0  # bytes of rows, vectors of partitions and all else that composing takes
-    # bytes of the networks' activations and their gradients; with one rank also those of their weights, as they come
-    activations: int = 0
-    # bytes of the gradients of the networks' weights and of tables that are not updated within the backward pass; with
-    # several ranks, those that are averaged lie in buckets of DistributedDataParallel all the time
+    inputs: int = 0  # batches, and their ids on the way to the rank that owns their tables
+    outputs: int = 0  # composed vectors, or their gradients, on the way between the ranks
+    lookups: int = 0  # rows, vectors of partitions and all else that composing takes
+    activations: int = 0  # of the networks, and their gradients; with one rank also weights' gradients, as they come
+    # of the networks' weights and of tables that are not updated within the backward pass; with several ranks, those
+    # that are averaged lie in buckets of DistributedDataParallel all the time
     gradients: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all bytes."""
         return self.inputs + self.outputs + self.lookups + self.activations + self.gradients
+
+
+@dataclass(frozen=True)
+class _TableShare:
+    """Bytes that one table has of a step, wherever the others are; or all tables together, with the networks."""
+
+    received: Counter[ExchangeKey]  # vectors of a rank's rows
+    ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
+    sent_ids: int  # ids in a rank's batch, in the order of the ranks that they go to
+    replicated: int  # weights, and their gradients, that every rank has
+    largest_replicated: int  # numbers (no bytes) of the largest of these, but for functions
+    unfused: Counter[int]  # gradients of shards that are not updated within the backward pass, by rank
+    widened: Counter[int]  # float32 copies of weights of half precision, with gradients, in torch's update, by rank
+    scanned: Counter[int]  # gradients of tables that networks go over as a whole, by rank
+    sent: SentBytes  # by a rank without shards
 
 
 class Step:
@@ -85,20 +100,19 @@ class Step:
         exchanges: Mapping[str, VectorExchange] | None = None,
         cache_ratio: float = DEFAULT_CACHE_RATIO,
     ) -> None:
-        self._world_size, self._device_kind, self._exchanges_of = world_size, device_kind, exchanges or {}
+        self._world_size, self._device_kind, self._exchanges = world_size, device_kind, exchanges or {}
         self._optimizers, self._cache_ratio = optimizers, cache_ratio
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
-        self._lookups = RankLookups(placements, world_size, workload)
-        self._placements = {placement.table.name: placement for placement in placements}
         self._id_bytes = {
             path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
             for path in {placement.collection for placement in placements}
         }
+        self._lookups = RankLookups(placements, world_size, workload)
+        self._placements = {placement.table.name: placement for placement in placements}
         self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
-        self._storage = {name: self._storage_by_rank(placement) for name, placement in self._placements.items()}
+        self._storage = {name: self._stored(placement) for name, placement in self._placements.items()}
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
-        self._total: _TableShare | None = None
 
     def place(self, placement: Placement) -> None:
         """Places one table anew, with all others where they are; it is told by its name."""
@@ -106,8 +120,9 @@ class Step:
         self._lookups.remove(self._placements[name])
         self._lookups.add(placement)
         self._placements[name], self._shares[name] = placement, self._share(placement)
-        self._storage[name] = self._storage_by_rank(placement)
-        self._total = None
+        self._storage[name] = self._stored(placement)
+        self.__dict__.pop("_sum", None)
+        self.__dict__.pop("_common", None)
 
     def ranks(self) -> list[PlannedRank]:
         """Returns the memory of every rank."""
@@ -116,7 +131,7 @@ class Step:
     def rank(self, rank: int) -> PlannedRank:
         """Returns the memory of one rank, which is counted when it is asked for."""
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
-        tables, network, step = total(held), self._network, self.buffers(rank)
+        tables, network, step = total(held.values()), self._network, self.buffers(rank)
         memory = {
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,
@@ -132,7 +147,7 @@ class Step:
         }
         return PlannedRank(rank, held, memory, step.moment, self.sent_bytes(rank))
 
-    def _storage_by_rank(self, placement: Placement) -> dict[int, TableStorage]:
+    def _stored(self, placement: Placement) -> dict[int, TableStorage]:
         return storage_by_rank(placement, self._world_size, self._optimizers, self._cache_ratio)
 
     def buffers(self, rank: int) -> StepBuffers:
@@ -142,75 +157,76 @@ class Step:
     def sent_bytes(self, rank: int) -> SentBytes:
         """Returns what a rank sends in a step."""
         # to the owners of all shards; those that this rank owns itself make a difference
-        sent = self._sum().sent_by_all + self._sum().sent_to_shards
+        sent = self._sum.sent
         for placement, table_slice in self._lookups.column_slices(rank):
             sent += self._sent_by_owner(placement, table_slice.num_columns)
-        return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum().replicated))
+        return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum.replicated))
 
-    def _group_type(self, load: GroupLoad) -> type[Group]:
-        optimizer = self._optimizers.for_table(load.table).sparse
-        return group_type(load.slices[0], self._device_kind, optimizer)
-
-    def _sum(self) -> "_TableShare":
-        """Returns the sum of all tables' shares; the first count after a change adds them up."""
-        if self._total is None:
-            shares = list(self._shares.values())
-            counts: dict[str, Counter[Any]] = {name: Counter() for name in _COUNTERS}
-            for share in shares:
-                for name, count in counts.items():
-                    count.update(getattr(share, name))
-            self._total = _TableShare(
-                **counts,
-                ranks_per_node=max((share.ranks_per_node for share in shares), default=1),
-                sent_ids=sum(share.sent_ids for share in shares),
-                replicated=self._network.gradients + sum(share.replicated for share in shares),
-                largest_replicated=max((share.largest_replicated for share in shares), default=0),
-                widened=sum(share.widened for share in shares),
-                sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
-                sent_to_shards=sum((share.sent_to_shards for share in shares), SentBytes()),
-            )
-            received, common = counts["received"], self._lookups.common_loads()
-            self._common = {key: self._exchange(key, received[key], loads) for key, loads in common.items()}
-        return self._total
-
-    def _share(self, placement: Placement) -> "_TableShare":
-        """Returns what one table has of a step, wherever the others are."""
-        to_shards = SentBytes()
-        if not is_on_every_rank(placement.unit.sharding_type):
-            for start, stop, rank in column_shards(placement):
-                # where rows are divided within a node, gradients go to one of its ranks
-                is_first = rank % placement.num_row_blocks == 0
-                to_shards += self._sent_to_shard(placement, stop - start if is_first else 0)
-        replicated, unfused, itemsize = placement.replicated, _unfused_gradients(placement), _itemsize(placement)
-        is_within_nodes, num_vectors = placement.unit.sharding_type in WITHIN_NODES, self._num_vectors(placement)
+    @cached_property
+    def _sum(self) -> _TableShare:
+        """The sum of all tables' shares."""
+        shares = list(self._shares.values())
+        counts: dict[str, Counter[Any]] = {name: Counter() for name in ("received", "unfused", "widened", "scanned")}
+        for share in shares:
+            for name, count in counts.items():
+                count.update(getattr(share, name))
         return _TableShare(
-            received=Counter({exchange_key(placement): num_vectors * width(placement.table) * _FLOAT}),
-            ranks_per_node=placement.num_row_blocks if is_within_nodes else 1,
-            sent_ids=self._sent_id_bytes(placement),
-            replicated=sum(part.num_parameters * (_FLOAT if part.is_function else itemsize) for part in replicated),
-            largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
-            widened=sum(
-                2 * _FLOAT * part.num_parameters for part in replicated if not part.is_function and itemsize < _FLOAT
-            ),
-            widened_shards=Counter(
-                {rank: own // itemsize * 2 * _FLOAT for rank, own in unfused.items() if itemsize < _FLOAT}
-            ),
-            unfused=unfused,
-            scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else Counter(),
-            sent_by_all=self._sent_by_every_rank(placement),
-            sent_to_shards=to_shards,
+            **counts,
+            ranks_per_node=max((share.ranks_per_node for share in shares), default=1),
+            sent_ids=sum(share.sent_ids for share in shares),
+            replicated=self._network.gradients + sum(share.replicated for share in shares),
+            largest_replicated=max((share.largest_replicated for share in shares), default=0),
+            sent=sum((share.sent for share in shares), SentBytes()),
         )
 
-    def _scanned_gradients(self, placement: Placement) -> Counter[int]:
-        """Returns the bytes of the gradients that going over all vectors of a table gives its weights, by rank."""
-        gradients = _unfused_gradients(placement)
-        replicated = sum(part.num_parameters for part in placement.replicated) * _FLOAT
-        return Counter({rank: gradients[rank] + replicated for rank in range(self._world_size)})
+    @cached_property
+    def _common(self) -> dict[ExchangeKey, Exchange]:
+        """The exchanges of tables that are looked up on every rank."""
+        loads = self._lookups.common_loads()
+        return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
 
-    def _sent_by_every_rank(self, placement: Placement) -> SentBytes:
-        """Returns what each rank sends for a table that is looked up on all of them."""
+    def _share(self, placement: Placement) -> _TableShare:
+        """Returns what one table has of a step, wherever the others are."""
+        itemsize, world_size = placement.table.bytes_per_number, self._world_size
+        functions = sum(part.num_parameters for part in placement.replicated if part.is_function)
+        vectors = [part.num_parameters for part in placement.replicated if not part.is_function]
+        unfused: Counter[int] = Counter()
+        if placement.unit.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+            for sharding in placement.sharded.values():
+                for shard in sharding.sharding_spec.shards:
+                    unfused[shard.placement.rank()] += math.prod(shard.shard_sizes) * itemsize
+        widened, scanned = Counter[int](), Counter[int]()
+        if itemsize < _FLOAT:
+            numbers = {rank: sum(vectors) + unfused[rank] // itemsize for rank in range(world_size)}
+            widened.update({rank: 2 * _FLOAT * own for rank, own in numbers.items()})
+        if placement.table.dense_gradient:
+            scanned.update({rank: unfused[rank] + _FLOAT * (functions + sum(vectors)) for rank in range(world_size)})
+        num_received = self._num_vectors(placement) * width(placement.table)
+        return _TableShare(
+            received=Counter({exchange_key(placement): num_received * _FLOAT}),
+            ranks_per_node=placement.num_row_blocks if placement.unit.sharding_type in WITHIN_NODES else 1,
+            sent_ids=self._sent_id_bytes(placement),
+            replicated=functions * _FLOAT + sum(vectors) * itemsize,
+            largest_replicated=max(vectors, default=0),
+            unfused=unfused,
+            widened=widened,
+            scanned=scanned,
+            sent=self._sent(placement),
+        )
+
+    def _sent(self, placement: Placement) -> SentBytes:
+        """Returns what a rank without shards sends for a table: to the owners of columns, or to all other ranks."""
         sharding_type = placement.unit.sharding_type
-        if not is_on_every_rank(sharding_type) or not _is_sent(sharding_type, self._world_size):
+        if not is_on_every_rank(sharding_type):
+            # where rows are divided within a node, gradients go to one of its ranks
+            return sum(
+                (
+                    self._sent_to_shard(placement, stop - start if rank % placement.num_row_blocks == 0 else 0)
+                    for start, stop, rank in column_shards(placement)
+                ),
+                SentBytes(),
+            )
+        if not self._is_sent(sharding_type):
             return SentBytes()
         others, share = self._world_size - 1, 1 - 1 / self._world_size
         bags, ids = self._num_bags(placement), round(self._num_ids(placement) * share)
@@ -248,36 +264,41 @@ class Step:
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> Exchange:
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
-        is_sent = _is_sent(sharding_type, self._world_size)
+        is_sent = self._is_sent(sharding_type)
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
         sent = output if is_sent else 0
         if self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
             # within a node; what is summed there is sent to others
-            sent = sent // self._sum().ranks_per_node if sharding_type in WITHIN_NODES else 0
+            sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
         return Exchange(
             output=output,
             sent=sent,
             received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
-            lookups=[self._group_type(load).memory(load, self._device_kind) for load in loads],
+            lookups=[
+                group_type(load.slices[0], self._device_kind, self._optimizers.for_table(load.table).sparse).memory(
+                    load, self._device_kind
+                )
+                for load in loads
+            ],
             is_sent=is_sent,
             numbers=self._exchange_of(key[0]) if is_sent else VectorExchange(),
         )
 
     def _exchange_of(self, collection: str) -> VectorExchange:
-        return self._exchanges_of.get(collection, VectorExchange())
+        return self._exchanges.get(collection, VectorExchange())
 
-    def _exchanges(self, rank: int) -> list[Exchange]:
-        """Returns a rank's exchanges, those of tables that it has no part of as well: it receives their vectors."""
-        totals, loads = self._sum(), self._lookups.rank_loads(rank)
-        return [
-            self._common[key] if key in self._common else self._exchange(key, received, loads.get(key, []))
-            for key, received in totals.received.items()
-        ]
+    def _is_sent(self, sharding_type: str) -> bool:
+        return self._world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
         """Yields all moments of a step on one rank, in order."""
-        exchanges, totals = self._exchanges(rank), self._sum()
+        totals, loads = self._sum, self._lookups.rank_loads(rank)
+        # those of tables that the rank has no part of as well: it receives their vectors
+        exchanges = [
+            self._common[key] if key in self._common else self._exchange(key, received, loads.get(key, []))
+            for key, received in totals.received.items()
+        ]
         lookups = [lookup for exchange in exchanges for lookup in exchange.lookups]
         arriving = sum(exchange.arriving_ids for exchange in exchanges)
         received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
@@ -312,7 +333,7 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        updating = totals.largest_replicated * _FLOAT + totals.widened + totals.widened_shards[rank]
+        updating = totals.largest_replicated * _FLOAT + totals.widened[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _num_ids(self, placement: Placement) -> float:
@@ -344,7 +365,7 @@ class Step:
 
     def _sent_id_bytes(self, placement: Placement) -> int:
         """Returns the bytes of the next batch's ids in the order of their ranks; each column shard takes a copy."""
-        if not _is_sent(placement.unit.sharding_type, self._world_size):
+        if not self._is_sent(placement.unit.sharding_type):
             return 0
         id_bytes = _LONG + self._workload.weight_bytes(placement.table.feature_names)
         ids, bags = self._num_ids(placement) * id_bytes, self._num_bags(placement) * _INT
@@ -354,42 +375,3 @@ class Step:
         # of ids that are divided between the ranks of a node each has a length
         shards = len(column_shards(placement))
         return shards // placement.num_row_blocks * math.ceil(ids) + shards * bags
-
-
-@dataclass(frozen=True)
-class _TableShare:
-    """Bytes that one table has of a step, wherever the others are; or all tables together, with the networks."""
-
-    received: Counter[ExchangeKey]  # vectors of a rank's rows
-    ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
-    sent_ids: int  # ids in a rank's batch, in the order of the ranks that they go to
-    replicated: int  # weights, and their gradients, that every rank has
-    largest_replicated: int  # numbers (no bytes) of the largest of these, but for functions
-    widened: int  # float32 copies of replicated weights of half precision, with gradients, in their update
-    widened_shards: Counter[int]  # those of shards that are not updated within the backward pass, by rank
-    unfused: Counter[int]  # gradients of such shards, by rank
-    scanned: Counter[int]  # gradients of tables that networks go over as a whole, by rank
-    sent_by_all: SentBytes  # by each rank, for tables that are looked up on all of them
-    sent_to_shards: SentBytes  # by a rank without shards, to the owners of columns
-
-
-_COUNTERS = ("received", "widened_shards", "unfused", "scanned")
-
-
-def _unfused_gradients(placement: Placement) -> Counter[int]:
-    """Returns the bytes of gradients of a table's shards that are not updated within the backward pass, by rank."""
-    gradients: Counter[int] = Counter()
-    if placement.unit.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-        for sharding in placement.sharded.values():
-            for shard in sharding.sharding_spec.shards:
-                rank, num_bytes = shard.placement.rank(), math.prod(shard.shard_sizes) * _itemsize(placement)
-                gradients[rank] += num_bytes
-    return gradients
-
-
-def _itemsize(placement: Placement) -> int:
-    return placement.table.bytes_per_number
-
-
-def _is_sent(sharding_type: str, world_size: int) -> bool:
-    return world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value

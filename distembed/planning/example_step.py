@@ -5,22 +5,19 @@ of which integers keep their values.
 """
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_map
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.modules import embedding_modules
 from distembed.errors import UserError, one_line
-from distembed.planning.known_integers import KnownIntegers
+from distembed.planning.known_integers import KnownIntegers, leaves, tensors
 from distembed.planning.networks import (
     FakeStep,
     NetworkEstimate,
@@ -30,7 +27,6 @@ from distembed.planning.networks import (
 )
 
 _FLOAT_BYTES = 4
-_LEAVES = (Tensor, JaggedTensor, KeyedJaggedTensor, KeyedTensor)
 
 
 class OnDevice(TorchFunctionMode):
@@ -90,32 +86,6 @@ class ExampleBatch:
             yield from ((feature, each.lengths()) for feature, each in ids.to_dict().items())
 
 
-def leaves(value: Any) -> list[Any]:
-    """Returns the tensors, plain and jagged, of a value: within tuples, lists, dicts and dataclasses."""
-    found: list[Any] = []
-
-    def noted(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    with_leaves(value, noted)
-    return found
-
-
-def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with each of its :func:`leaves` changed."""
-
-    def changed(node: Any) -> Any:
-        if isinstance(node, _LEAVES):
-            return change(node)
-        if not dataclasses.is_dataclass(node) or isinstance(node, type):
-            return node
-        own = {field.name: with_leaves(getattr(node, field.name), change) for field in dataclasses.fields(node)}
-        return dataclasses.replace(node, **own)
-
-    return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
-
-
 def estimate_own_networks(
     model: nn.Module, batch: ExampleBatch | None, optimizer: str, bf16: bool, averages: bool
 ) -> tuple[NetworkEstimate, str]:
@@ -133,32 +103,33 @@ def estimate_own_networks(
     """
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
-    failures: list[str] = []
     mode = KnownIntegers()
-    value = None if batch is None else with_leaves(batch.value, mode.fake)
+    value = None if batch is None else mode.fake(batch.value)
     try:
-        networks = copy.deepcopy(model)
-        with mode.active():
-            replace_collections(networks)
-            _make_fake(networks)
+        networks = _copy(model, mode)
     except Exception as error:  # whatever someone's own module raises, such as one without its weights' sizes
         return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
     with mode.active(), OnDevice("cpu"):
         if batch is None:
             return count_networks(networks, optimizer), "there is no --example to count them by"
-        step = FakeStep(lambda: _run(networks, value, bf16, failures), list(_tensors(value)), batch.num_rows)
-        return measure_step(networks, step, optimizer, averages), "".join(failures)
+        step = FakeStep(lambda: _run(networks, value, bf16), tensors(value), batch.num_rows)
+        try:
+            return measure_step(networks, step, optimizer, averages), ""
+        except Exception as error:  # whatever someone's own model raises
+            unknown = f"a step on the example batch fails: {one_line(error)}"
+            return count_networks(networks, optimizer), unknown
 
 
-def _make_fake(module: nn.Module) -> None:
-    """Puts fake tensors of the same shapes in the place of a module's parameters, buffers and other tensors."""
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the originals, so that no other tensor gets the id of one
-    for part in module.modules():
-        held: list[dict[str, Any]] = [part._parameters, part._buffers, vars(part)]
-        for tensors in held:
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-                    _, tensors[name] = fakes.setdefault(id(tensor), (tensor, _fake_like(tensor)))
+def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
+    """Returns a model with fake tensors of the same shapes, and with stand-ins in the place of its collections."""
+    held = (each for part in model.modules() for each in (part._parameters, part._buffers, vars(part)))
+    own = [tensor for tensors in held for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    with mode.active():
+        fakes = {id(tensor): _fake_like(tensor) for tensor in own}
+    networks = copy.deepcopy(model, dict[int, Any](fakes))  # a copy takes a tensor that is there for the tensor's copy
+    with mode.active():
+        replace_collections(networks)
+    return networks
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
@@ -167,35 +138,15 @@ def _fake_like(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _run(model: nn.Module, value: Any, bf16: bool, failures: list[str]) -> int:
-    """Runs the forward and backward passes; adds to ``failures`` why it cannot, and raises a ``RuntimeError`` then."""
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            outputs = _call(model, value)
-        trained = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
-        if not trained:
-            raise ValueError("no output depends on a weight")
-        torch.autograd.backward(trained, [torch.ones_like(tensor) for tensor in trained])
-    except Exception as error:  # whatever someone's own model raises
-        failures.append(f"a step on the example batch fails: {one_line(error)}")
-        raise RuntimeError(failures[0]) from error
-    return 0
-
-
-def _call(model: nn.Module, value: Any) -> Any:
-    """Calls the model with a batch, as :class:`ExampleBatch` says."""
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return model(*value)
-    return model(**value) if isinstance(value, dict) else model(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors of a value, those of jagged ones apart."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, KeyedTensor):
-            yield leaf.values()
+def _run(model: nn.Module, value: Any, bf16: bool) -> int:
+    """Runs the forward and backward passes of a batch, which is as :class:`ExampleBatch` says."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            outputs = model(*value)
         else:
-            parts = (leaf.values(), leaf.lengths(), leaf.weights_or_none())
-            yield from (part for part in parts if part is not None)
+            outputs = model(**value) if isinstance(value, dict) else model(value)
+    trained = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+    if not trained:
+        raise ValueError("no output depends on a weight")
+    torch.autograd.backward(trained, [torch.ones_like(tensor) for tensor in trained])
+    return 0

@@ -5,7 +5,8 @@ and what follows from them, such as places and groups: integers, which are compu
 other tensors have shapes alone. Torch does the same for integers of one element; here they have any number.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,29 +16,29 @@ from torch._decomp.decompositions import gru_impl_data
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 MOST_KNOWN = 2**26
 """Integers of a tensor up to which they are kept: half a gigabyte."""
+_LEAVES = (Tensor, JaggedTensor, KeyedJaggedTensor, KeyedTensor)
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
 class KnownIntegers(FakeTensorMode):
     """A mode in which tensors are fake, and those of integers and truth values have values for as long as they can."""
 
-    def fake(self, leaf: Any) -> Any:
-        """Returns a fake tensor of the same shape, or a jagged or keyed one of such; values of integers are kept."""
+    def fake(self, value: Any) -> Any:
+        """Returns the value with fake :func:`leaves` of the same shapes; integers keep their values."""
+        return with_leaves(value, self._fake_leaf)
+
+    def _fake_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._fake_tensor(leaf)
         if isinstance(leaf, KeyedTensor):
             return KeyedTensor(leaf.keys(), leaf.length_per_key(), self._fake_tensor(leaf.values()))
-        weights = leaf.weights_or_none()
-        parts = {
-            "values": self._fake_tensor(leaf.values()),
-            "weights": None if weights is None else self._fake_tensor(weights),
-            "lengths": self._fake_tensor(leaf.lengths()),
-        }
+        parts: dict[str, Any] = {"values": leaf.values(), "weights": leaf.weights_or_none(), "lengths": leaf.lengths()}
+        parts = tree_map_only(Tensor, self._fake_tensor, parts)
         if isinstance(leaf, JaggedTensor):
             return JaggedTensor(**parts)
         return KeyedJaggedTensor(
@@ -81,6 +82,40 @@ class KnownIntegers(FakeTensorMode):
         return self._fake_tensor(known)
 
 
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns the value with each of its :func:`leaves` changed."""
+
+    def changed(node: Any) -> Any:
+        if isinstance(node, _LEAVES):
+            return change(node)
+        if not dataclasses.is_dataclass(node) or isinstance(node, type):
+            return node
+        own = {field.name: with_leaves(getattr(node, field.name), change) for field in dataclasses.fields(node)}
+        return dataclasses.replace(node, **own)
+
+    return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns the tensors, plain and jagged, of a value: within tuples, lists, dicts and dataclasses."""
+    found: list[Any] = []
+    with_leaves(value, lambda leaf: (found.append(leaf), leaf)[1])  # type: ignore[func-returns-value]
+    return found
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Returns all tensors of a value, those of jagged ones apart."""
+    found: list[Tensor | None] = []
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, KeyedTensor):
+            found.append(leaf.values())
+        else:
+            found += [leaf.values(), leaf.lengths(), leaf.weights_or_none()]
+    return [tensor for tensor in found if tensor is not None]
+
+
 class _ThroughNumpy(TorchFunctionMode):
     """Makes arrays of numpy's of known integers, and known integers of such arrays, which torch would not."""
 
@@ -103,4 +138,4 @@ class _ThroughNumpy(TorchFunctionMode):
     def _known(self, tensor: Tensor) -> Tensor:
         """Returns a fake tensor in the place of a real one of integers, which comes from an array of numpy's."""
         is_real = not isinstance(tensor, FakeTensor) and not tensor.is_floating_point()
-        return self._mode.fake(tensor) if is_real else tensor
+        return self._mode._fake_tensor(tensor) if is_real else tensor

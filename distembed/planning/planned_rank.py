@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
+from operator import add
 
 from distembed.planning.storage import TableStorage, total
 
@@ -22,12 +23,7 @@ class SentBytes:
         return sum(astuple(self))
 
     def __add__(self, other: "SentBytes") -> "SentBytes":
-        return SentBytes(
-            self.ids + other.ids,
-            self.vectors + other.vectors,
-            self.gradients + other.gradients,
-            self.all_reduce + other.all_reduce,
-        )
+        return SentBytes(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class PlannedRank:
     @cached_property
     def storage(self) -> TableStorage:
         """Storage of all tables on this rank."""
-        return total(self.tables)
+        return total(self.tables.values())
 
     @cached_property
     def total_bytes(self) -> int:

@@ -15,8 +15,8 @@ Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host me
 has of each row as a whole, and the cache with what FBGEMM notes of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
@@ -35,19 +35,18 @@ _Shards = tuple[tuple[int, int], ...]
 """Rows and columns of each shard of a partition that one rank has."""
 _Part = tuple[str, _Shards]
 """Compute kernel and shards of a partition that one rank has."""
-_Parts = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
 class TableStorage:
-    """Bytes of one table on one rank."""
+    """Bytes of one table on one rank; on its device, but for the last two."""
 
-    weights: int = 0  # bytes of vectors and functions on the device
-    optimizer_state: int = 0  # bytes of optimizer state on the device
-    gradients: int = 0  # bytes of the gradients of all that is not updated within the backward pass
-    cache: int = 0  # bytes of the cache of vectors that lie in host memory
-    host_weights: int = 0  # bytes of vectors that lie in host memory
-    host_optimizer_state: int = 0  # bytes of optimizer state that lies in host memory
+    weights: int = 0  # vectors and functions
+    optimizer_state: int = 0
+    gradients: int = 0  # of all that is not updated within the backward pass
+    cache: int = 0  # of vectors that lie in host memory
+    host_weights: int = 0  # vectors that lie in host memory
+    host_optimizer_state: int = 0
 
     @property
     def total(self) -> int:
@@ -60,14 +59,12 @@ class TableStorage:
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
-        return TableStorage(
-            self.weights + other.weights,
-            self.optimizer_state + other.optimizer_state,
-            self.gradients + other.gradients,
-            self.cache + other.cache,
-            self.host_weights + other.host_weights,
-            self.host_optimizer_state + other.host_optimizer_state,
-        )
+        return total([self, other])
+
+
+def total(storage: Iterable[TableStorage]) -> TableStorage:
+    """Returns the storage of several tables, or parts of a table, together."""
+    return TableStorage(*map(sum, zip(*[vars(own).values() for own in storage], strict=True)))
 
 
 def storage_by_rank(
@@ -76,13 +73,13 @@ def storage_by_rank(
     """Returns the storage of one table on each rank that has a part of it; ranks with equal parts share one value."""
     replicated = replicated_storage(placement.table, placement.replicated, optimizers)
     parts = _parts_by_rank(placement)
-    sums: dict[_Parts, TableStorage] = {}
+    sums: dict[tuple[_Part, ...], TableStorage] = {}
     by_rank = {}
     for rank in range(world_size) if placement.replicated else parts:
         own = tuple(parts.get(rank, ()))
         if own not in sums:
             sharded = (_sharded_storage(placement.table, part, optimizers, cache_ratio) for part in own)
-            sums[own] = sum(sharded, replicated)
+            sums[own] = total([replicated, *sharded])
         by_rank[rank] = sums[own]
     return by_rank
 
@@ -90,7 +87,7 @@ def storage_by_rank(
 def slice_storage(
     own: TableSlice, num_row_blocks: int, optimizers: TableOptimizers, cache_ratio: float, is_grid: bool = False
 ) -> TableStorage:
-    """Returns the storage of what a rank has of a table, beside what is replicated.
+    """Returns the storage of a rank's columns of a table, beside what is replicated.
 
     Args:
         own: Columns of the table that the rank has.
@@ -104,7 +101,7 @@ def slice_storage(
         for part, kernel in zip(own.partitions, own.kernels, strict=True)
         if kernel is not None
     ]
-    return sum((_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts), TableStorage())
+    return total(_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts)
 
 
 def replicated_storage(
@@ -112,26 +109,22 @@ def replicated_storage(
 ) -> TableStorage:
     """Returns the storage of partitions and functions of a table that every rank has."""
     optimizers = optimizers.for_table(table)
-    return sum((_replicated_storage(table, part, optimizers) for part in parts), TableStorage())
+    return total(
+        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, optimizers.dense, is_fused=False)
+        if part.is_function
+        else _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizers.sparse, is_fused=False)
+        for part in parts
+    )
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
     """Returns the storage of a table of any size that one rank holds whole; no weights are allocated."""
-    itemsize, optimizers = table.bytes_per_number, optimizers.for_table(table)
+    functions, own = replicated_storage(table, table.function_tables(), optimizers), optimizers.for_table(table)
     vectors = [
-        _parameter([(part.num_rows, part.dim)], itemsize, optimizers.sparse, optimizers.is_fused)
+        _parameter([(part.num_rows, part.dim)], table.bytes_per_number, own.sparse, own.is_fused)
         for part in table.lookup_tables()
     ]
-    return sum(vectors, function_storage(table, optimizers))
-
-
-def function_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
-    """Returns the storage of a path-based table's functions, which every rank has."""
-    functions = [
-        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, optimizers.dense, is_fused=False)
-        for part in table.function_tables()
-    ]
-    return sum(functions, TableStorage())
+    return total([functions, *vectors])
 
 
 def _parts_by_rank(placement: Placement) -> dict[int, list[_Part]]:
@@ -170,27 +163,10 @@ def _sharded_storage(
     )
 
 
-def _replicated_storage(
-    table: CompositionalEmbeddingConfig, part: PartitionTable, optimizers: TableOptimizers
-) -> TableStorage:
-    """Returns the storage of a partition, or of a function, that every rank has."""
-    name, itemsize = (
-        (optimizers.dense, _FUNCTION_ITEMSIZE) if part.is_function else (optimizers.sparse, table.bytes_per_number)
-    )
-    return _parameter([(part.num_rows, part.dim)], itemsize, name, is_fused=False)
-
-
 def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
     """Returns the storage of one parameter on one rank, in shards of these rows and columns."""
-    numbers = sum(rows * columns for rows, columns in shards)
-    rows = sum(rows for rows, _ in shards)
-    kind = OPTIMIZERS[optimizer]
+    rows, numbers = sum(rows for rows, _ in shards), sum(rows * columns for rows, columns in shards)
+    kind, num_bytes = OPTIMIZERS[optimizer], numbers * itemsize
     if is_fused:
-        return TableStorage(numbers * itemsize, kind.fused_state_bytes(rows, numbers))
-    return TableStorage(numbers * itemsize, kind.torch_state_bytes(rows, numbers), numbers * itemsize)
-
-
-def total(storage: Mapping[str, TableStorage]) -> TableStorage:
-    """Returns the storage of all tables of a rank together."""
-    names = [field.name for field in fields(TableStorage)]
-    return TableStorage(*[sum([getattr(own, name) for own in storage.values()]) for name in names])
+        return TableStorage(num_bytes, kind.fused_state_bytes(rows, numbers))
+    return TableStorage(num_bytes, kind.torch_state_bytes(rows, numbers), num_bytes)

@@ -5,7 +5,7 @@ Lists are a little longer than on average: how long those of a batch are togethe
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -25,17 +25,14 @@ _LARGEST_MULTIPLE = 10_000
 def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Batch:
     """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are in many steps.
 
-    Args:
-        schema: The columns of the batch.
-        num_rows: The number of its rows.
-        pads_lists: Whether lists that have a greatest length are all of that, as networks lay them out that cannot wait
-            for a device to tell how long they are.
+    Where it pads lists, those that have a greatest length are all of that, as networks lay them out that cannot wait
+    for a device to tell how long they are.
     """
     longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
-    means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical if feature.multi_hot}
-    means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+    lists = {feature.name for feature in schema.categorical if feature.multi_hot} | {*schema.dense_sequences}
+    means = {name: longer * mean for name, mean in _ids_per_row(schema).items() if name in lists}
     lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
-    lengths |= typical_lengths({name: longer * mean for name, mean in means.items()}, num_rows)
+    lengths |= typical_lengths(means, num_rows)
     if pads_lists:
         own = (each for each in schema.categorical if each.table is None)  # others are of a task, which knows lengths
         most = {each.name: each.max_ids_per_row for each in own if each.max_ids_per_row is not None}
@@ -52,21 +49,14 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
             values = [torch.zeros(count) for count in counts]
         return KeyedJaggedTensor(list(field.columns), _joined(values), lengths=_joined(own), stride=num_rows)
 
-    def plain(field: BatchField) -> Tensor:
-        return torch.zeros(num_rows) if field.is_vector else torch.zeros(num_rows, len(field.columns))
-
-    fields = {field.name: jagged(field) if field.is_jagged else plain(field) for field in schema.fields}
-    return Batch(fields, num_rows)
+    return _batch(schema, num_rows, jagged)
 
 
 def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
     """Returns a batch of the same shapes, without values, where tensors are fake: one that is too large to be made."""
-    means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
-    means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+    means = _ids_per_row(schema)
 
-    def empty(field: BatchField) -> Tensor | KeyedJaggedTensor:
-        if not field.is_jagged:
-            return torch.empty(num_rows) if field.is_vector else torch.empty(num_rows, len(field.columns))
+    def jagged(field: BatchField) -> KeyedJaggedTensor:
         counts = [math.ceil(num_rows * means[name]) for name in field.columns]
         return KeyedJaggedTensor(
             list(field.columns),
@@ -77,7 +67,18 @@ def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
             offset_per_key=list(accumulate(counts, initial=0)),
         )
 
-    return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
+    return _batch(schema, num_rows, jagged)
+
+
+def _ids_per_row(schema: Schema) -> dict[str, float]:
+    means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
+    return means | dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+
+
+def _batch(schema: Schema, num_rows: int, jagged: Callable[[BatchField], KeyedJaggedTensor]) -> Batch:
+    shapes = {field: (num_rows,) if field.is_vector else (num_rows, len(field.columns)) for field in schema.fields}
+    fields = {field.name: jagged(field) if field.is_jagged else torch.zeros(shape) for field, shape in shapes.items()}
+    return Batch(fields, num_rows)
 
 
 def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[Tensor, " rows"]]:
@@ -88,17 +89,13 @@ def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[
     """
     lengths: dict[float, Tensor] = {}
     for mean in sorted(set(means.values())):
-        base = _divisor(mean, lengths)
+        # the largest of the smaller means that this one is a multiple of
+        ratios = {base: mean / base for base in lengths if base * _LARGEST_MULTIPLE >= mean > 0}
+        bases = (base for base, ratio in ratios.items() if math.isclose(ratio, round(ratio), rel_tol=1e-9))
+        base = max(bases, default=None)
         ends = torch.ceil(torch.arange(num_rows + 1, dtype=torch.float64) * mean - 1e-9).clamp_(min=0)
         lengths[mean] = ends.diff().int() if base is None else lengths[base] * round(mean / base)
     return {name: lengths[mean] for name, mean in means.items()}
-
-
-def _divisor(mean: float, smaller: Iterable[float]) -> float | None:
-    """Returns the largest of some means of which another one is a multiple; None where it is of none."""
-    ratios = {base: mean / base for base in smaller if base * _LARGEST_MULTIPLE >= mean > 0}
-    found = (base for base, ratio in ratios.items() if math.isclose(ratio, round(ratio), rel_tol=1e-9))
-    return max(found, default=None)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
