@@ -111,22 +111,33 @@ def apply_saved_plan(
             f"the plan was made for something else than what is to run; plan anew, with `{now.command} --nodes {nodes} "
             f"--gpus {now.local_world_size} --gpu DEVICE --output FILE`, or run without it:\n  {listed}"
         )
-    differences = [
-        difference
-        for module, own in tables.items()
-        for difference in _differences(saved, module, {table.name: table for table in own}, now, fused)
-    ]
+    differences: list[str] = []
+    for module, own in tables.items():
+        planned, own_names = saved.modules.get(module), [table.name for table in own]
+        if planned is None:
+            known = ", ".join(map(repr, saved.modules))
+            differences.append(f"module {module!r} is in the model and not in the plan, which has {known}")
+            continue
+        differences += [
+            f"table {name!r} is in the plan and not in the model" for name in planned if name not in own_names
+        ]
+        for table in own:
+            if table.name in planned:
+                differences += _table_differences(table, planned[table.name], now, fused)
+            else:
+                differences.append(f"table {table.name!r} is in the model and not in the plan")
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(
             "the plan does not place what it was made for, and must have been changed; plan anew, with "
             f"`{now.command} --output FILE`:\n  {listed}"
         )
-    plan: dict[str, ModuleShardingPlan] = {}
-    for module, own in tables.items():
-        plan[module] = sharded = EmbeddingModuleShardingPlan()
-        for table in own:
-            sharded[table.name] = _sharding(saved.modules[module][table.name], now)
+    plan: dict[str, ModuleShardingPlan] = {
+        module: EmbeddingModuleShardingPlan(
+            {table.name: _sharding(saved.modules[module][table.name], now) for table in own}
+        )
+        for module, own in tables.items()
+    }
     return ShardingPlan(plan)
 
 
@@ -138,22 +149,6 @@ def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
     ]
     spec = EnumerableShardingSpec(shards) if shards else None
     return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
-
-
-def _differences(
-    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], now: PlanInputs, fused: bool
-) -> Iterator[str]:
-    """Yields a line for each reason why the tables of a module cannot be placed by the plan."""
-    if module not in saved.modules:
-        yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, saved.modules))}"
-        return
-    planned = saved.modules[module]
-    yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
-    for name, table in tables.items():
-        if name in planned:
-            yield from _table_differences(table, planned[name], now, fused)
-        else:
-            yield f"table {name!r} is in the model and not in the plan"
 
 
 def _table_differences(
@@ -195,20 +190,16 @@ def _wrong_ranks(own: SavedTable, now: PlanInputs) -> Iterator[str]:
     elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
         yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
     elif kind in WITHIN_NODES:
-        yield from _wrong_nodes(kind, shard_ranks, now.local_world_size)
+        size = now.local_world_size
+        for index in range(0, len(shard_ranks), size):
+            ranks, first = shard_ranks[index : index + size], shard_ranks[index] - shard_ranks[index] % size
+            if ranks != list(range(first, first + size)):
+                yield (
+                    f"is planned {kind} with a range of columns on ranks {reprlib.repr(ranks)}, and the rows of a "
+                    f"range are divided between the {size} rank(s) of one machine, in order"
+                )
     if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
         yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
-
-
-def _wrong_nodes(kind: str, shard_ranks: Sequence[int], size: int) -> Iterator[str]:
-    """Yields the ranks of ranges of columns whose rows are not divided between the ranks of one node, in order."""
-    for index in range(0, len(shard_ranks), size):
-        ranks, first = shard_ranks[index : index + size], shard_ranks[index] - shard_ranks[index] % size
-        if ranks != list(range(first, first + size)):
-            yield (
-                f"is planned {kind} with a range of columns on ranks {reprlib.repr(ranks)}, and the rows of a range "
-                f"are divided between the {size} rank(s) of one machine, in order"
-            )
 
 
 def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:

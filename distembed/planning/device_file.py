@@ -32,16 +32,7 @@ def write_device(path: Path, measured: MeasuredDevice) -> None:
     Raises:
         RunError: The file cannot be written.
     """
-    write_json(
-        path,
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "device": dataclasses.asdict(measured.device),
-            "measured": list(measured.measured),
-            "machine": dict(measured.machine),
-        },
-    )
+    write_json(path, {"format": FORMAT, "version": VERSION, **dataclasses.asdict(measured)})
 
 
 def read_device(path: Path) -> Device:
@@ -54,12 +45,11 @@ def read_device(path: Path) -> Device:
     content = read_json(path, _REMEDY)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is no device file; {_REMEDY}.")
-    if content.get("version") != VERSION:
+    version, values = content.get("version"), content.get("device")
+    if version != VERSION:
         raise UserError(
-            f"{path} is a device file of version {content.get('version')!r}, and this distembed reads {VERSION}; "
-            f"{_REMEDY}."
+            f"{path} is a device file of version {version!r}, and this distembed reads {VERSION}; {_REMEDY}."
         )
-    values = content.get("device")
     if not isinstance(values, dict):
         raise UserError(f"{path}: device is {values!r}; it must be an object with the device's numbers: {_REMEDY}.")
     values = {"error": content.get("error"), **values}  # where earlier versions wrote it

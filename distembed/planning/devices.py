@@ -132,20 +132,14 @@ def find_device(text: str, field: str = "--gpu") -> Device:
     the name. Numbers alone, memory among them, make a device of their own; those that are missing are taken from the
     known device whose memory is nearest.
 
-    Args:
-        text: The name, with what is behind it.
-        field: Name of the option or setting that it was given by.
-
     Raises:
         UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.
     """
     first, *settings = text.split(",")
-    if first.endswith(".json"):
+    if "=" not in first or first.endswith(".json"):
         from distembed.planning.device_file import read_device
 
-        return dataclasses.replace(read_device(Path(first)), **_numbers(settings, field))
-    if "=" not in first:
-        device = DEVICES[one_of(field, first, DEVICES)]
+        device = read_device(Path(first)) if first.endswith(".json") else DEVICES[one_of(field, first, DEVICES)]
         return dataclasses.replace(device, **_numbers(settings, field))
     numbers = _numbers([first, *settings], field)
     if "memory_bytes" not in numbers:
@@ -158,44 +152,32 @@ def find_device(text: str, field: str = "--gpu") -> Device:
 def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for setting in settings:
-        key, equals, size = setting.partition("=")
+        key, equals, text = setting.partition("=")
         if not equals:
             raise UserError(f"{field} has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
         if one_of(f"number behind {field}", key, [*_SIZES, *_NUMBERS]) in _SIZES:
-            numbers[_SIZES[key]] = parse_bytes(f"{field} {key}", size)
-        else:
-            numbers[key] = _number(f"{field} {key}", size, may_be_zero=key in _MAY_BE_ZERO)
+            numbers[_SIZES[key]] = parse_bytes(f"{field} {key}", text)
+            continue
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        may_be_zero = key in _MAY_BE_ZERO
+        if not (0 < number < math.inf or (may_be_zero and number == 0)):
+            allowed = "of 0 or more, of seconds such as 4e-6" if may_be_zero else "above 0, such as 0.5"
+            raise UserError(f"{field} {key} is {text!r}; give a number {allowed}.")
+        numbers[key] = number
     return numbers
 
 
-def _number(field: str, text: str, may_be_zero: bool) -> float:
-    """Returns the number of a text, which is above zero unless it may be zero."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if 0 < number < math.inf or (may_be_zero and number == 0):
-        return number
-    allowed = "a number of 0 or more, of seconds such as 4e-6" if may_be_zero else "a number above 0, such as 0.5"
-    raise UserError(f"{field} is {text!r}; give {allowed}.")
-
-
 def device_here(device: "torch.device", memory_bytes: int) -> Device:
-    """Returns the device of this process, by its driver's name for it; an unknown one computes as an A100.
-
-    Args:
-        device: Device of this rank.
-        memory_bytes: Memory of the device; on a CPU, of the machine.
-    """
+    """Returns the device of this process with so much memory; a GPU that the catalogue lacks computes as an A100."""
     name = "cpu"
     if device.type == "cuda":
         import torch
 
         name = torch.cuda.get_device_name(device)
-    return dataclasses.replace(_like(name, memory_bytes), memory_bytes=memory_bytes)
-
-
-def _like(name: str, memory_bytes: int) -> Device:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    named = [device for device in DEVICES.values() if device.name.partition("-")[0] in words]
-    return min(named or [DEVICES["a100-80gb"]], key=lambda device: abs(device.memory_bytes - memory_bytes))
+    named = [known for known in DEVICES.values() if known.name.partition("-")[0] in words]
+    alike = min(named or [DEVICES["a100-80gb"]], key=lambda known: abs(known.memory_bytes - memory_bytes))
+    return dataclasses.replace(alike, memory_bytes=memory_bytes)

@@ -34,6 +34,11 @@ class Alternative:
     added_sent_bytes: int  # by all ranks together in a step
     fits: bool  # whether every rank would have room
 
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The smaller, the better."""
+        return not self.fits, self.added_milliseconds, self.added_memory_bytes
+
 
 @dataclass(frozen=True)
 class _Tried:
@@ -48,14 +53,7 @@ class _Tried:
 def explain(
     request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim
 ) -> tuple[dict[str, str], Mapping[str, Sequence[Alternative]]]:
-    """Returns the reason of each table's place, and its best other places, the best first; by table.
-
-    Args:
-        request: Model, cluster and workload.
-        tables: The tables.
-        assignment: The plan.
-        aim: Bytes of each rank for tables.
-    """
+    """Returns the reason of each table's place in a plan, and its best other places, the best first; by table."""
     others = _OtherPlacements(request, tables, assignment, aim)
     why, alternatives = {}, {}
     for number, planned in enumerate(tables.tables):
@@ -86,43 +84,35 @@ class _OtherPlacements:
 
     def note(self, table: int) -> str:
         """Returns how FBGEMM or the memory of devices decides a table's kernel, and where the config has the table."""
-        optimizers, kernel = self._request.table_optimizers, self._tables.layout(table, self._option(table))
-        dense = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
-        if self._tables.tables[table].table.dense_gradient:
-            dense = "; dense kernel: all rows have gradients"
-        members = [self._tables.tables[own].table for own in self._tables.tables_of[self._tables.unit_of[table]]]
+        optimizers, own = self._request.table_optimizers, self._tables.tables[table].table
+        layout = self._tables.layout(table, self._option(table))
+        members = [self._tables.tables[each].table for each in self._tables.tables_of[self._tables.unit_of[table]]]
+        names = ", ".join(member.name for member in members if member.name != own.name)
         ranks = self._tables.layouts.ranks(members)
-        names = [own.name for own in members if own.name != self._tables.tables[table].table.name]
-        notes = [dense] if dense else []
-        notes += ["; host memory: no device has room"] if kernel.compute_kernel in IN_HOST_MEMORY else []
-        notes += [f"; pinned to rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}"] if ranks else []
-        return "".join([*notes, *([f"; together with {', '.join(names)}"] if names else [])])
+        note = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
+        note = "; dense kernel: all rows have gradients" if own.dense_gradient else note
+        note += "; host memory: no device has room" if layout.compute_kernel in IN_HOST_MEMORY else ""
+        note += f"; pinned to rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}" if ranks else ""
+        return note + (f"; together with {names}" if names else "")
 
     def tried(self, table: int) -> list[_Tried]:
         """Returns other placements, the best first."""
         loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
-        options, places = self._options_to_try(table, own), loads.assignment.places[unit]
+        others = (option for option in self._problem.options_of(unit) if option != own)
+        options, places = (
+            sorted(others, key=lambda option: self._problem.mean_ms[option]),
+            loads.assignment.places[unit],
+        )
+        # those that take ranks least together, and those that leave the table whole
+        options = options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
+        places = loads.assignment.places[unit]
         loads.take(unit)
         found = [self._try(table, option, own) for option in options]
         loads.put(unit, own, places)
-        return sorted(
-            found,
-            key=lambda it: (
-                not it.alternative.fits,
-                it.alternative.added_milliseconds,
-                it.alternative.added_memory_bytes,
-            ),
-        )
+        return sorted(found, key=lambda it: it.alternative.rank)
 
     def _option(self, table: int) -> int:
         return int(self._loads.assignment.option[self._tables.unit_of[table]])
-
-    def _options_to_try(self, table: int, own: int) -> list[int]:
-        """Returns options that take ranks least together, and those that leave the table whole."""
-        possible = self._problem.options_of(self._tables.unit_of[table])
-        others = (option for option in possible if option != own)
-        options = sorted(others, key=lambda option: self._problem.mean_ms[option])
-        return options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
 
     def _try(self, table: int, option: int, own: int) -> _Tried:
         loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_of[table]
@@ -132,27 +122,23 @@ class _OtherPlacements:
         fits = self._aim.fits(loads.num_bytes, loads.host_bytes)
         is_slowest = unit in loads.tables_of[int(by_rank.argmax())]
         loads.take(unit)
-        cost, members = self._tables.cost(table, option), self._tables.tables_of[unit]
         sent_bytes, sent_before = (
-            sum(self._tables.cost(member, each).sent_bytes for member in members) for each in (option, own)
+            sum(self._tables.cost(member, each).sent_bytes for member in self._tables.tables_of[unit])
+            for each in (option, own)
         )
+        num_shards = int(self._problem.num_shards[self._problem.option_blocks[option]].sum())
+        if is_on_every_rank(layout.sharding_type):
+            num_shards = 0 if layout.sharding_type == "data_parallel" else self._problem.world_size
         alternative = Alternative(
             sharding_type=layout.sharding_type,
             compute_kernel=layout.compute_kernel,
-            num_shards=self._num_shards(layout, option),
+            num_shards=num_shards,
             added_milliseconds=float(by_rank.max()) - self._ms,
             added_memory_bytes=round(num_bytes - self._num_bytes),
             added_sent_bytes=round(sent_bytes - sent_before),
             fits=fits,
         )
-        return _Tried(layout, cost, alternative, is_slowest)
-
-    def _num_shards(self, layout: Layout, option: int) -> int:
-        if layout.sharding_type == "data_parallel":
-            return 0
-        if is_on_every_rank(layout.sharding_type):
-            return self._problem.world_size
-        return int(self._problem.num_shards[self._problem.option_blocks[option]].sum())
+        return _Tried(layout, self._tables.cost(table, option), alternative, is_slowest)
 
 
 def _because(

@@ -24,36 +24,21 @@ _AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 class TablePlanInputs:
     """An embedding table among the inputs of a plan."""
 
-    scheme: str  # name of the table's partition
+    scheme: str  # name of the partition
     rows: list[_AtLeastOne]  # number of rows of each partition
     dims: list[_AtLeastOne]  # how many numbers make a row of each partition
-    composition: str  # name of the composition
-    embedding_dim: _AtLeastOne  # dimension of a composed vector
+    composition: str
+    embedding_dim: _AtLeastOne
     data_type: str  # type of the vectors, by TorchRec's name
     pooling: str | None  # how the vectors of a bag are pooled; None for a table of sequences
-    feature_names: list[str]  # names of the features whose ids are looked up in the table
-
-    @classmethod
-    def from_table(cls, table: "CompositionalEmbeddingConfig") -> "TablePlanInputs":
-        """Returns what a plan depends on of a table."""
-        parts = table.partition_tables()
-        return cls(
-            scheme=table.scheme.name,
-            rows=[part.num_rows for part in parts],
-            dims=[part.dim for part in parts],
-            composition=table.combine.name,
-            embedding_dim=table.embedding_dim,
-            data_type=table.data_type,
-            pooling=getattr(table, "pooling", None),
-            feature_names=list(table.feature_names),
-        )
+    feature_names: list[str]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class PlanInputs:
     """The inputs of a plan."""
 
-    world_size: _AtLeastOne  # number of ranks
+    world_size: _AtLeastOne
     local_world_size: _AtLeastOne  # number of ranks on a machine
     device_kind: str  # type of the ranks' devices, `cuda` or `cpu`
     batch_size: _AtLeastOne  # rows of a step on all ranks
@@ -87,17 +72,27 @@ class PlanInputs:
         for name in tables:
             for change in _changed(tables[name], tables_now.get(name, tables[name])):
                 alike.setdefault(change, []).append(name)
-        return lines + [f"{path} of {_name_tables(names)}: {values}" for (path, values), names in alike.items()]
+        return lines + [
+            f"{path} of table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}: {values}"
+            for (path, values), names in alike.items()
+        ]
 
 
 def table_plan_inputs(tables: "Sequence[CompositionalEmbeddingConfig]") -> dict[str, TablePlanInputs]:
     """Returns the inputs of tables, by their names."""
-    return {table.name: TablePlanInputs.from_table(table) for table in tables}
-
-
-def _name_tables(names: Sequence[str]) -> str:
-    """Returns names of tables as they stand in a line."""
-    return f"table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
+    return {
+        table.name: TablePlanInputs(
+            scheme=table.scheme.name,
+            rows=[part.num_rows for part in table.partition_tables()],
+            dims=[part.dim for part in table.partition_tables()],
+            composition=table.combine.name,
+            embedding_dim=table.embedding_dim,
+            data_type=table.data_type,
+            pooling=getattr(table, "pooling", None),
+            feature_names=list(table.feature_names),
+        )
+        for table in tables
+    }
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -107,9 +102,5 @@ def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         if isinstance(own, dict) and isinstance(other, dict):
             yield from _changed(own, other, f"{prefix}{key}.")
         elif own != other or (key in before) != (key in now):
-            yield f"{prefix}{key}", f"{_as_text(before, key)} in the plan, {_as_text(now, key)} now"
-
-
-def _as_text(values: dict[str, Any], key: str) -> str:
-    """Returns a value as text; a missing one as ``nothing``."""
-    return repr(values[key]) if key in values else "nothing"
+            texts = [repr(values[key]) if key in values else "nothing" for values in (before, now)]
+            yield f"{prefix}{key}", f"{texts[0]} in the plan, {texts[1]} now"

@@ -29,10 +29,10 @@ _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedShard:
-    """A shard of a table: a block of its rows and columns that one rank holds."""
+    """A block of a table's rows and columns that one rank holds."""
 
-    rank: _Count  # the rank that holds the shard
-    offset: _Pair  # first row and first column of the shard in the table
+    rank: _Count
+    offset: _Pair  # first row and first column
     size: _Pair  # number of rows and of columns
 
 
@@ -40,11 +40,10 @@ class SavedShard:
 class SavedTable:
     """Where a plan places a table."""
 
-    sharding_type: str  # how the table is sharded, by TorchRec's name
-    compute_kernel: str  # what computes lookups in it, by TorchRec's name
-    # the rank of each shard, in the order of the shards; of a replicated table, the ranks of its copies
-    ranks: list[_Count]
-    shards: list[SavedShard]  # the shards of the table; none of a replicated table
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[_Count]  # of each shard, in the order of the shards; of each copy of a replicated table
+    shards: list[SavedShard]  # none of a replicated table
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -56,12 +55,7 @@ class SavedPlan:
 
 
 def saved_plan_as_json(plan_inputs: PlanInputs, plan: "ShardingPlan | None") -> dict[str, Any]:
-    """Returns the values of a file that :func:`read_saved_plan` reads; it may hold others beside them.
-
-    Args:
-        plan_inputs: The inputs of the plan.
-        plan: The plan; None where there is none, so that reading the file is refused.
-    """
+    """Returns the values of a file that :func:`read_saved_plan` reads, and refuses where there is no plan."""
     return {"plan": None if plan is None else plan_as_json(plan), "made_for": plan_inputs.as_json()}
 
 

@@ -12,16 +12,18 @@ from distembed.cores import usable_cores
 from distembed.host_memory import host_memory_bytes
 from distembed.planning.calibration.fit import count_numbers, fit
 from distembed.planning.calibration.measure import (
-    HostCopy,
-    NetworkStep,
+    COPIED_BYTES,
+    NETWORK_OPERATIONS,
     Step,
     alone,
+    host_copy,
     lookup_probes,
+    network_step,
     probes,
     shortest_seconds,
 )
 from distembed.planning.device_file import MeasuredDevice
-from distembed.planning.devices import Device, device_here
+from distembed.planning.devices import device_here
 from distembed.ranks import Ranks
 from distembed.runs.folder import versions
 
@@ -31,14 +33,13 @@ _FULL_SPEED = 0.9
 
 
 def calibrate(ranks: Ranks) -> MeasuredDevice:
-    """Returns a rank's device with the numbers that are measured; all ranks call it together.
-
-    Args:
-        ranks: This rank among all that measure.
-    """
+    """Returns a rank's device with the numbers that are measured; all ranks call it together."""
+    is_cuda = ranks.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host_memory_bytes()
     lookups = lookup_probes(ranks)
     numbers: dict[str, Any] = _numbers_beside_tables(ranks, lookups[0])
-    device = replace(_device(ranks), **numbers)
+    # else the numbers of the catalogue's device that is most like the rank's
+    device = replace(device_here(ranks.device, memory), name=f"measured {ranks.device.type}", **numbers)
     steps = [*probes(ranks), *lookups]
     taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     # what a rank takes with cores of its own
@@ -47,14 +48,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     fitted: dict[str, Any] = fit([count_numbers(step.estimated_seconds, device) for step in steps], seconds)
     found = replace(device, **fitted)
     errors = [abs(step.estimated_seconds(found) / own - 1) for step, own in zip(steps, taken, strict=True)]
-    found = replace(found, error=statistics.median(errors))
-    return MeasuredDevice(found, sorted({*numbers, *fitted}), _machine(ranks))
-
-
-def _machine(ranks: Ranks) -> dict[str, Any]:
-    """Returns what the numbers were measured on, without names of hosts."""
-    is_cuda = ranks.device.type == "cuda"
-    return {
+    machine = {  # without names of hosts
         "processor": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.machine(),
         "backend": dist.get_backend(),
         "ranks": ranks.world_size,
@@ -62,20 +56,13 @@ def _machine(ranks: Ranks) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "versions": versions(),
     }
-
-
-def _device(ranks: Ranks) -> Device:
-    """Returns the catalogue's device that is most like that of a rank, with its own memory."""
-    is_cuda = ranks.device.type == "cuda"
-    memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host_memory_bytes()
-    device = device_here(ranks.device, memory)
-    return replace(device, name=f"measured {ranks.device.type}")
+    return MeasuredDevice(replace(found, error=statistics.median(errors)), sorted({*numbers, *fitted}), machine)
 
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
-    fp32, bf16, copy = NetworkStep(ranks.device, False), NetworkStep(ranks.device, True), HostCopy(ranks.device)
-    steps: list[Step] = [alone(lookups, ranks), lookups, fp32, bf16, copy]
+    steps = [alone(lookups, ranks), lookups, *(network_step(ranks.device, bf16) for bf16 in (False, True))]
+    steps.append(host_copy(ranks.device))
     lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
@@ -83,18 +70,16 @@ def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
         share = min(1.0, numbers["ranks_at_once"] / ranks.local_world_size)
     in_fp32, in_bf16, copied = [share * seconds for seconds in beside_others]
     return numbers | {
-        "fp32_flops": fp32.operations / in_fp32,
-        "bf16_flops": fp32.operations / in_bf16,
-        "host_bandwidth": copy.num_bytes / copied,
+        "fp32_flops": NETWORK_OPERATIONS / in_fp32,
+        "bf16_flops": NETWORK_OPERATIONS / in_bf16,
+        "host_bandwidth": COPIED_BYTES / copied,
     }
 
 
 def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
     """Returns how many ranks the cores and the memory of a node run at once, each as fast as if it were alone.
 
-    Args:
-        speed: Speed of a rank beside the node's other ranks, as a share of that of a lone one.
-        ranks_per_node: Number of ranks of the node.
+    The speed is that of a rank beside the node's other ranks, as a share of that of a lone one.
     """
     most = usable_cores() / torch.get_num_threads()
     return min(speed * ranks_per_node, max(1.0, most)) if speed < _FULL_SPEED else max(float(ranks_per_node), most)

@@ -24,12 +24,6 @@ SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
 _GB = 1e9
 
 
-def free_device(device: Device) -> Device:
-    """Returns a device on which nothing takes any time."""
-    nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
-    return replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)
-
-
 def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
     """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
 
@@ -37,7 +31,8 @@ def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mappin
         estimate: Returns the estimated seconds of a step for a device.
         device: Any device of the kind.
     """
-    free = free_device(device)
+    nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
+    free = replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)  # on it nothing takes any time
     units: dict[str, Any] = dict.fromkeys(SECONDS, 1.0) | dict.fromkeys(BANDWIDTHS, _GB)
     return {name: estimate(replace(free, **{name: unit})) for name, unit in units.items()}
 

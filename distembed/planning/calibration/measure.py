@@ -7,7 +7,7 @@ machine makes steps longer, never shorter.
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ _LOOKED_UP = 4
 _SMALL, _LARGE = 1_000, 200_000
 _NETWORK = (512, 512, 256, 1)
 _NETWORK_ROWS = 1024
-_COPIED_BYTES = 2**26
+_PRODUCTS = [width * next_width for width, next_width in pairwise(_NETWORK)]
+NETWORK_OPERATIONS = 2 * _NETWORK_ROWS * (3 * sum(_PRODUCTS) - _PRODUCTS[0])
+"""Floating-point operations of a step of the network, whose first layer has no gradient of its inputs."""
+COPIED_BYTES = 2**26
 _REPLICATED = 24
 """Number of small replicated tables in a probe, whose steps are nearly all starts of operations."""
 
@@ -37,9 +40,6 @@ def probes(ranks: Ranks) -> list[TimedStep]:
     """Returns steps of tables that are sharded in different ways, of different widths, numbers and batches.
 
     Every rank has as many as every other. All ranks call it.
-
-    Args:
-        ranks: This rank.
     """
     world_size = ranks.world_size
     ways: dict[str, Callable[[int], Any]] = {
@@ -62,10 +62,7 @@ def probes(ranks: Ranks) -> list[TimedStep]:
 def lookup_probes(ranks: Ranks) -> list[LookupStep]:
     """Returns steps of lookups without exchanges, as many on every rank; the first is of the largest tables.
 
-    Every rank has as many as every other. All ranks call it.
-
-    Args:
-        ranks: This rank.
+    All ranks call it.
     """
     steps = []
     for num_ids, dim, is_product in product((_LARGE, _SMALL), _WIDTHS, (True, False)):
@@ -78,12 +75,8 @@ def lookup_probes(ranks: Ranks) -> list[LookupStep]:
 
 def _tables(count: int, repeats: int, dim: int) -> list[CompositionalEmbeddingBagConfig]:
     """Returns tables of which half are full and half products, half of either large; each as often as said."""
-    tables = []
-    for i in range(count * repeats):
-        kind = i // repeats
-        num_ids = _LARGE if kind % 4 in (0, 3) else _SMALL
-        tables.append(_table(i, num_ids, dim, is_product=kind % 2 == 0))
-    return tables
+    kinds = [i // repeats for i in range(count * repeats)]
+    return [_table(i, _LARGE if kind % 4 in (0, 3) else _SMALL, dim, kind % 2 == 0) for i, kind in enumerate(kinds)]
 
 
 def _table(i: int, num_ids: int, dim: int, is_product: bool) -> CompositionalEmbeddingBagConfig:
@@ -92,13 +85,9 @@ def _table(i: int, num_ids: int, dim: int, is_product: bool) -> CompositionalEmb
 
 
 def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device: torch.device) -> list[float]:
-    """Returns the shortest mean of some steps, over rounds in which all take turns; all ranks call it.
+    """Returns the shortest mean of ``num_steps`` of each step, over rounds in which all take turns.
 
-    Args:
-        steps: What to take; all ranks have as many.
-        rounds: Number of rounds.
-        num_steps: Number of steps of which the mean is taken.
-        device: Device to wait for.
+    All ranks call it, with as many steps.
     """
     shortest = [math.inf] * len(steps)
     for _ in range(rounds):
@@ -124,47 +113,24 @@ def _wait_for_all(device: torch.device) -> None:
     dist.barrier()
 
 
-class NetworkStep:
-    """Steps of a network of the size of a click model's.
+def network_step(device: torch.device, bf16: bool) -> Step:
+    """Returns forward and backward of a network of the size of a click model's."""
+    layers = [nn.Linear(width, next_width) for width, next_width in pairwise(_NETWORK)]
+    network = nn.Sequential(*[module for layer in layers for module in (layer, nn.ReLU())]).to(device)
+    inputs = torch.randn(_NETWORK_ROWS, _NETWORK[0], device=device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
-    Args:
-        device: Device of the rank.
-        bf16: Whether it computes in bf16.
-    """
-
-    def __init__(self, device: torch.device, bf16: bool) -> None:
-        layers = [nn.Linear(width, next_width) for width, next_width in zip(_NETWORK, _NETWORK[1:], strict=False)]
-        self._network = nn.Sequential(*[module for layer in layers for module in (layer, nn.ReLU())]).to(device)
-        self._inputs = torch.randn(_NETWORK_ROWS, _NETWORK[0], device=device)
-        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-    @property
-    def operations(self) -> int:
-        """Number of floating-point operations of a step: the first layer has no gradient of its inputs."""
-        multiplied = [a * b for a, b in zip(_NETWORK, _NETWORK[1:], strict=False)]
-        return 2 * _NETWORK_ROWS * (3 * sum(multiplied) - multiplied[0])
-
-    def __call__(self) -> None:
-        """Computes forward and backward."""
-        self._network.zero_grad()
-        with self._autocast:
-            loss = self._network(self._inputs).sum()
+    def step() -> None:
+        network.zero_grad()
+        with autocast:
+            loss = network(inputs).sum()
         loss.backward()
 
+    return step
 
-class HostCopy:
-    """Copies of a block from the machine's memory to the device.
 
-    Args:
-        device: Device of the rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = torch.zeros(_COPIED_BYTES // 4, pin_memory=device.type == "cuda")
-        self._copy = torch.empty_like(self._host, device=device)
-
-    num_bytes = _COPIED_BYTES
-
-    def __call__(self) -> None:
-        """Copies the block."""
-        self._copy.copy_(self._host, non_blocking=True)
+def host_copy(device: torch.device) -> Step:
+    """Returns the copy of :data:`COPIED_BYTES` from the machine's memory to the device."""
+    host = torch.zeros(COPIED_BYTES // 4, pin_memory=device.type == "cuda")
+    copy = torch.empty_like(host, device=device)
+    return lambda: copy.copy_(host, non_blocking=True)

@@ -40,7 +40,6 @@ _LEARNING_RATE = 0.01
 _NUM_BATCHES = 4
 _GRADIENT = 1e-3
 _MS = 1e3
-_PATH = "tables"
 
 
 class TablePlace(NamedTuple):
@@ -68,24 +67,17 @@ class ShardedTables:
         ids_per_bag: int = 1,
     ) -> None:
         self.tables, self.ranks, self.ids_per_bag = [own.table for own in tables], ranks, ids_per_bag
-        self._unsharded, trained = _embedding(self.tables), _embedding(self.tables)
-        self._sharders: list[Any] = [
-            CompositionalEmbeddingBagCollectionSharder(
-                qcomm_codecs_registry=codecs_registry(comms or QuantizedCommsConfig())
-            )
-        ]
-        places = {own.table.name: own.place for own in tables}
-        module_plan: Any = construct_module_sharding_plan(
-            self._unsharded.get_submodule(_PATH),
-            places,
-            self._sharders[0],
-            ranks.local_world_size,
-            ranks.world_size,
-            ranks.device.type,
+        self._unsharded = _Embedding(self.tables)
+        sharder = CompositionalEmbeddingBagCollectionSharder(
+            qcomm_codecs_registry=codecs_registry(comms or QuantizedCommsConfig())
         )
-        self._plan = ShardingPlan({_PATH: module_plan})
+        self._sharders: list[Any] = [sharder]
+        places = {own.table.name: own.place for own in tables}
+        sizes = ranks.local_world_size, ranks.world_size, ranks.device.type
+        module_plan: Any = construct_module_sharding_plan(self._unsharded.tables, places, self._sharders[0], *sizes)
+        self._plan = ShardingPlan({"tables": module_plan})
         self.model = DistributedModelParallel(
-            trained,
+            _Embedding(self.tables),  # tables of a copy would not be trained within the backward pass
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=ranks.device,
             plan=self._plan,
@@ -94,12 +86,7 @@ class ShardedTables:
         )
 
     def step(self, ids: Int64[Tensor, " ids"], gradient: Float[Tensor, "rows columns"]) -> None:
-        """Takes a step; all ranks call it together.
-
-        Args:
-            ids: ``ids_per_bag`` ids for each row and feature, feature after feature.
-            gradient: Gradient of the vectors.
-        """
+        """Takes a step, of ``ids_per_bag`` ids for each row and feature, feature after feature; all ranks call it."""
         names = [name for table in self.tables for name in table.feature_names]
         lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
         # new features: those of an earlier step have their offsets already
@@ -118,12 +105,7 @@ class ShardedTables:
 
 
 class TimedStep:
-    """Steps of sharded tables on batches of one size.
-
-    Args:
-        tables: The tables.
-        num_rows: Rows of each rank's batch.
-    """
+    """Steps of sharded tables on batches of ``num_rows`` on each rank."""
 
     def __init__(self, tables: ShardedTables, num_rows: int) -> None:
         self._tables, self._num_rows = tables, num_rows
@@ -155,9 +137,7 @@ class TimedStep:
 class LookupStep(TimedStep):
     """Steps of the lookups of a rank's own tables, with gradients and update and without exchanges.
 
-    Args:
-        tables: Tables of one size and kind, placed whole, as many on every rank.
-        num_rows: Rows of each rank's batch; a rank looks its tables up for the rows of all ranks.
+    The tables are of one size and kind, placed whole, as many on every rank, which looks them up for all ranks' rows.
     """
 
     def __init__(self, tables: ShardedTables, num_rows: int) -> None:
@@ -177,21 +157,15 @@ class LookupStep(TimedStep):
         return slowest * max(1.0, self._tables.ranks.local_world_size / (device.ranks_at_once or math.inf))
 
 
-def _embedding(tables: Sequence[CompositionalEmbeddingBagConfig]) -> Any:
-    """Returns a model of nothing but tables, all trained within the backward pass; a copy of it would not be."""
-    collection = CompositionalEmbeddingBagCollection(tables, device="meta")
-    vectors = collection.get_submodule("embedding_bags").parameters()
-    apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": _LEARNING_RATE})
-    return _Embedding(collection)
-
-
 class _Embedding(nn.Module):
-    """A model of nothing but its tables."""
+    """A model of nothing but its tables, all trained within the backward pass."""
 
-    def __init__(self, collection: nn.Module) -> None:
+    def __init__(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> None:
         super().__init__()
-        self.add_module(_PATH, collection)
+        self.tables = CompositionalEmbeddingBagCollection(tables, device="meta")
+        vectors = self.tables.embedding_bags.parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": _LEARNING_RATE})
 
     def forward(self, features: KeyedJaggedTensor) -> Float[Tensor, "rows columns"]:
-        vectors: Tensor = self.get_submodule(_PATH)(features).values()
+        vectors: Tensor = self.tables(features).values()
         return vectors
