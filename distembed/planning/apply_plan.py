@@ -7,6 +7,7 @@ wrong. :func:`load_plan` reads and applies a plan for a model of one's own.
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,13 @@ def load_plan(
     saved = read_saved_plan(Path(path))
     tables = {name: table_configs(module) for name, module in embedding_modules(model).items()}
     optimizer = largest_optimizer(declared_optimizers(model, sharders).values(), sparse_optimizer)
-    now = PlanInputs(
+    now = replace(
+        saved.plan_inputs,
         world_size=ranks.world_size,
         local_world_size=ranks.local_world_size,
         device_kind=ranks.device.type,
         batch_size=batch_size,
-        model=saved.plan_inputs.model,
         sparse_optimizer=optimizer,
-        dense_optimizer=saved.plan_inputs.dense_optimizer,
         tables=table_plan_inputs([table for own in tables.values() for table in own]),
         exchange=common_exchange(sharders).as_json(),
     )
@@ -95,11 +95,8 @@ def apply_saved_plan(
 ) -> ShardingPlan:
     """Returns a saved plan in TorchRec's form.
 
-    Args:
-        saved: The plan that was read.
-        tables: The tables of each collection of the model, by its path.
-        now: The inputs of a plan for the model, the ranks and the settings of this run.
-        fused: Whether FBGEMM has the tables' optimizer; without it they need dense kernels.
+    It is compared with the tables of each collection, by its path, and with the plan inputs of this run. Where FBGEMM
+    lacks the tables' optimizer (``fused``), they need dense kernels.
 
     Raises:
         UserError: The inputs of the plan differ, or it does not place the tables; the error lists every difference.
@@ -113,14 +110,12 @@ def apply_saved_plan(
         )
     differences: list[str] = []
     for module, own in tables.items():
-        planned, own_names = saved.modules.get(module), [table.name for table in own]
-        if planned is None:
+        if module not in saved.modules:
             known = ", ".join(map(repr, saved.modules))
             differences.append(f"module {module!r} is in the model and not in the plan, which has {known}")
             continue
-        differences += [
-            f"table {name!r} is in the plan and not in the model" for name in planned if name not in own_names
-        ]
+        planned, names = saved.modules[module], {table.name for table in own}
+        differences += [f"table {name!r} is in the plan and not in the model" for name in planned if name not in names]
         for table in own:
             if table.name in planned:
                 differences += _table_differences(table, planned[table.name], now, fused)

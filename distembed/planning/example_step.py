@@ -30,11 +30,7 @@ _FLOAT_BYTES = 4
 
 
 class OnDevice(TorchFunctionMode):
-    """Makes every tensor of the block one of a device, whatever device is asked for, which need not be there.
-
-    Args:
-        device: The device, such as ``meta``, where tensors take no memory.
-    """
+    """Makes every tensor of the block one of a device, whatever device is asked for, which need not be there."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -91,15 +87,8 @@ def estimate_own_networks(
 ) -> tuple[NetworkEstimate, str]:
     """Counts the networks of a model: all of it but its collections; the model stays as it is.
 
-    Args:
-        model: The model, not sharded, on the meta device.
-        batch: What the model is called with; None where nothing is known of it.
-        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
-        bf16: Whether the networks compute in bf16.
-        averages: Whether gradients are averaged over ranks, in buckets.
-
-    Returns:
-        The estimate, and why its step is not known; empty where it is.
+    The model is not sharded, and on the meta device; where ranks average gradients, these are in buckets. The estimate
+    comes with why its step is not known; empty where it is.
     """
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
@@ -122,20 +111,18 @@ def estimate_own_networks(
 
 def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
     """Returns a model with fake tensors of the same shapes, and with stand-ins in the place of its collections."""
-    held = (each for part in model.modules() for each in (part._parameters, part._buffers, vars(part)))
-    own = [tensor for tensors in held for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    fakes: dict[int, Any] = {}  # by the tensors' ids: a copy takes what is there for the tensor's copy
     with mode.active():
-        fakes = {id(tensor): _fake_like(tensor) for tensor in own}
-    networks = copy.deepcopy(model, dict[int, Any](fakes))  # a copy takes a tensor that is there for the tensor's copy
+        for part in model.modules():
+            for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+                if isinstance(tensor, Tensor) and id(tensor) not in fakes:
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+    networks = copy.deepcopy(model, fakes)
     with mode.active():
         replace_collections(networks)
     return networks
-
-
-def _fake_like(tensor: Tensor) -> Tensor:
-    """Returns a tensor or parameter of the same shape; called where tensors are fake."""
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _run(model: nn.Module, value: Any, bf16: bool) -> int:

@@ -19,8 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.dataset.schema import Schema
-from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
@@ -59,7 +57,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
@@ -71,17 +69,14 @@ class _LiveBytes(TorchDispatchMode):
     def count(self, tensor: Tensor) -> None:
         """Adds the bytes of a tensor's storage, if it is not known yet, until it is freed."""
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += num_bytes
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, num_bytes)
+            weakref.finalize(storage, self._forget, storage._cdata)
 
-    def _forget(self, key: int, num_bytes: int) -> None:
-        """Subtracts the bytes of a storage that is freed."""
-        self._known.discard(key)
-        self.now -= num_bytes
+    def _forget(self, key: int) -> None:
+        self.now -= self._known.pop(key)
 
 
 class _EmptyVectors(torch.autograd.Function):
@@ -211,6 +206,8 @@ def estimate_network(
 ) -> NetworkEstimate:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
+    Its step is not known of a model that looks at numbers other than integers, which fake tensors do not have.
+
     Args:
         model_config: The config's section ``model``.
         inputs: The features and tables that the model is built from; the memory of tables is not counted.
@@ -218,15 +215,16 @@ def estimate_network(
         num_rows: Rows of a step on one rank.
         optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
         bf16: Whether the networks compute in bf16.
-        world_size: Number of ranks.
+        world_size: Number of ranks; several average gradients, in buckets.
         pads_lists: Whether networks pad lists to their greatest length, as on CUDA.
-
-    Returns:
-        The estimate, whose step is not known of a model that looks at numbers other than integers, which fake tensors
-        do not have.
     """
-    mode = KnownIntegers()
-    batch = _fake_batch(mode, inputs.schema, num_rows, pads_lists)
+    mode, schema = KnownIntegers(), inputs.schema
+    ids_per_row = sum(feature.mean_ids_per_row for feature in schema.categorical)
+    if num_rows * (len(schema.columns) + ids_per_row) > MOST_KNOWN:
+        with mode:
+            batch = batch_of_shapes(schema, num_rows)
+    else:
+        batch = mode.fake(typical_batch(schema, num_rows, pads_lists))
     with mode.active():
         scan = _Scan(world_size)
         model = _build_networks(model_config, inputs, scan)
@@ -254,16 +252,6 @@ def estimate_network(
         return replace(estimate, flops=estimate.flops + round(left_out * chunk_flops))
 
 
-def _fake_batch(mode: KnownIntegers, schema: Schema, num_rows: int, pads_lists: bool) -> Batch:
-    """Returns a batch of fake tensors, whose ids and lengths are known where they are not too many to be made."""
-    ids_per_row = sum(feature.mean_ids_per_row for feature in schema.categorical)
-    if num_rows * (len(schema.columns) + ids_per_row) > MOST_KNOWN:
-        with mode:
-            return batch_of_shapes(schema, num_rows)
-    batch: Batch = mode.fake(typical_batch(schema, num_rows, pads_lists))
-    return batch
-
-
 @dataclass(frozen=True)
 class FakeStep:
     """A step on fake tensors."""
@@ -274,13 +262,9 @@ class FakeStep:
 
 
 def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: bool) -> NetworkEstimate:
-    """Counts the parameters of networks, and what a step of theirs takes; called where tensors are fake.
+    """Counts the parameters of networks without collections, and what a step takes; called where tensors are fake.
 
-    Args:
-        model: The networks, with stand-ins in the place of collections.
-        step: The step; what it raises is raised.
-        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
-        averages: Whether gradients are averaged over ranks, in buckets.
+    Where gradients are averaged over ranks, they are in buckets. An error of the step is raised.
     """
     hooks = [
         # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
@@ -321,12 +305,7 @@ def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
 
 
 def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_copies: int) -> None:
-    """Makes sure, without making them, that this machine can hold the weights of a model's networks.
-
-    Args:
-        model_config: The config's section ``model``.
-        inputs: The features and tables that the model is built from; the memory of tables is not counted.
-        num_copies: Number of processes of this machine that make them.
+    """Makes sure, without making them, that this machine can hold the weights of networks in some processes.
 
     Raises:
         InsufficientMemory: The weights take more memory than the machine has.

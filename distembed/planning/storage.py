@@ -17,6 +17,7 @@ has of each row as a whole, and the cache with what FBGEMM notes of it.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
@@ -31,10 +32,8 @@ DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _FUNCTION_ITEMSIZE = 4  # functions are float32
-_Shards = tuple[tuple[int, int], ...]
-"""Rows and columns of each shard of a partition that one rank has."""
-_Part = tuple[str, _Shards]
-"""Compute kernel and shards of a partition that one rank has."""
+_Part = tuple[str, tuple[tuple[int, int], ...]]
+"""Compute kernel of a partition, and rows and columns of each of its shards that one rank has."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,21 @@ def storage_by_rank(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> dict[int, TableStorage]:
     """Returns the storage of one table on each rank that has a part of it; ranks with equal parts share one value."""
-    replicated = replicated_storage(placement.table, placement.replicated, optimizers)
-    parts = _parts_by_rank(placement)
-    sums: dict[tuple[_Part, ...], TableStorage] = {}
-    by_rank = {}
-    for rank in range(world_size) if placement.replicated else parts:
-        own = tuple(parts.get(rank, ()))
-        if own not in sums:
-            sharded = (_sharded_storage(placement.table, part, optimizers, cache_ratio) for part in own)
-            sums[own] = total([replicated, *sharded])
-        by_rank[rank] = sums[own]
-    return by_rank
+    table, replicated = placement.table, replicated_storage(placement.table, placement.replicated, optimizers)
+    parts: dict[int, list[_Part]] = {}
+    for sharding in placement.sharded.values():
+        shards: dict[int, list[tuple[int, int]]] = {}
+        for shard in sharding.sharding_spec.shards:
+            if all(shard.shard_sizes):
+                shards.setdefault(shard.placement.rank(), []).append(tuple(shard.shard_sizes))
+        for rank, own in shards.items():
+            parts.setdefault(rank, []).append((sharding.compute_kernel, tuple(own)))
+
+    @cache
+    def stored(own: tuple[_Part, ...]) -> TableStorage:
+        return total([replicated, *(_sharded_storage(table, part, optimizers, cache_ratio) for part in own)])
+
+    return {rank: stored(tuple(parts.get(rank, ()))) for rank in (range(world_size) if placement.replicated else parts)}
 
 
 def slice_storage(
@@ -89,12 +92,7 @@ def slice_storage(
 ) -> TableStorage:
     """Returns the storage of a rank's columns of a table, beside what is replicated.
 
-    Args:
-        own: Columns of the table that the rank has.
-        num_row_blocks: Over how many ranks the rows of sharded partitions are divided; the first, with most, counts.
-        optimizers: Optimizers of the tables.
-        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
-        is_grid: Whether rows are those of a grid.
+    Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the first, with most, counts.
     """
     parts = [
         (kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
@@ -125,21 +123,6 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
         for part in table.lookup_tables()
     ]
     return total([functions, *vectors])
-
-
-def _parts_by_rank(placement: Placement) -> dict[int, list[_Part]]:
-    """Returns the kernel and the shards of each sharded partition that a rank has rows and columns of."""
-    by_rank: dict[int, list[_Part]] = {}
-    for sharding in placement.sharded.values():
-        shards: dict[int, _Shards] = {}
-        for shard in sharding.sharding_spec.shards:
-            rows, columns = shard.shard_sizes
-            if rows and columns:
-                rank = shard.placement.rank()
-                shards[rank] = (*shards.get(rank, ()), (rows, columns))
-        for rank, sizes in shards.items():
-            by_rank.setdefault(rank, []).append((sharding.compute_kernel, sizes))
-    return by_rank
 
 
 def _sharded_storage(
