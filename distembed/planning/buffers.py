@@ -35,6 +35,7 @@ from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, 
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.planned_rank import PlannedRank, SentBytes
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, storage_by_rank, total
+from distembed.planning.transfers import TableTraffic
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.groups import GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
@@ -80,14 +81,8 @@ class _TableShare:
 class Step:
     """One training step on any rank of a plan, whose tables can be placed anew one by one.
 
-    Args:
-        placements: Placements of all tables, TorchRec's own as the full tables that they are.
-        world_size: Number of ranks.
-        workload: Rows, ids and networks of the step.
-        optimizers: Optimizers of the tables.
-        device_kind: ``cuda`` or ``cpu``.
-        exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
-        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
+    TorchRec's own tables are placed as the full tables that they are. Vectors of collections whose path is not among
+    ``exchanges`` are sent in float32.
     """
 
     def __init__(
@@ -201,7 +196,7 @@ class Step:
             widened.update({rank: 2 * _FLOAT * own for rank, own in numbers.items()})
         if placement.table.dense_gradient:
             scanned.update({rank: unfused[rank] + _FLOAT * (functions + sum(vectors)) for rank in range(world_size)})
-        num_received = self._num_vectors(placement) * width(placement.table)
+        num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
         return _TableShare(
             received=Counter({exchange_key(placement): num_received * _FLOAT}),
             ranks_per_node=placement.num_row_blocks if placement.unit.sharding_type in WITHIN_NODES else 1,
@@ -228,27 +223,22 @@ class Step:
             )
         if not self._is_sent(sharding_type):
             return SentBytes()
-        others, share = self._world_size - 1, 1 - 1 / self._world_size
-        bags, ids = self._num_bags(placement), round(self._num_ids(placement) * share)
+        batch, others = self._traffic(placement), self._world_size - 1
+        ids = round(batch.num_ids * (1 - 1 / self._world_size))
         # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
-        vectors = bags * others if is_pooled(placement.table) else ids
-        numbers, exchange = vectors * width(placement.table), self._exchange_of(placement.collection)
-        id_bytes = ids * self._id_bytes[placement.collection]
+        numbers = width(placement.table) * (batch.num_bags * others if batch.is_pooled else ids)
         return SentBytes(
-            id_bytes + bags * _INT * others,
-            math.ceil(exchange.vector_bytes(numbers)),
-            math.ceil(exchange.gradient_bytes(numbers)),
+            ids * batch.itemsize + batch.num_bags * _INT * others,
+            math.ceil(batch.exchange.vector_bytes(numbers)),
+            math.ceil(batch.exchange.gradient_bytes(numbers)),
         )
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
-        return SentBytes(
-            ids=math.ceil(self._num_ids(placement) / placement.num_row_blocks) * self._id_bytes[placement.collection]
-            + self._num_bags(placement) * _INT,
-            gradients=math.ceil(
-                self._exchange_of(placement.collection).gradient_bytes(self._num_vectors(placement) * columns)
-            ),
-        )
+        batch = self._traffic(placement)
+        ids = math.ceil(batch.num_ids / placement.num_row_blocks) * batch.itemsize + batch.num_bags * _INT
+        gradients = batch.exchange.gradient_bytes(math.ceil(batch.num_vectors) * columns)
+        return SentBytes(ids, gradients=math.ceil(gradients))
 
     def _sent_by_owner(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what the owner of some columns sends more than a rank that owns none: vectors, but not to itself.
@@ -256,18 +246,20 @@ class Step:
         Where rows are divided within a node, its ranks add their sums up among them, a part of all ranks' rows on each,
         and send these to the other nodes; gradients take the same way back.
         """
-        own, ranks_per_node = self._sent_to_shard(placement, columns), placement.num_row_blocks
-        exchange, numbers = self._exchange_of(placement.collection), self._num_vectors(placement) * columns
-        nodes, vectors = self._world_size // ranks_per_node, math.ceil(exchange.vector_bytes(numbers))
-        summed = (ranks_per_node - 1) * nodes
+        own, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
+        vectors = math.ceil(batch.exchange.vector_bytes(math.ceil(batch.num_vectors) * columns))
+        nodes = self._world_size // placement.num_row_blocks
+        summed = (placement.num_row_blocks - 1) * nodes
         return SentBytes(-own.ids, (summed + nodes - 1) * vectors, (summed - 1) * own.gradients)
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> Exchange:
-        output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
-        is_sent = self._is_sent(sharding_type)
+        output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
+        is_sent, device_kind = self._is_sent(sharding_type), self._device_kind
+        optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
+        groups = [group_type(load.slices[0], device_kind, own) for load, own in zip(loads, optimizers, strict=True)]
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
         sent = output if is_sent else 0
-        if self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
+        if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
             # within a node; what is summed there is sent to others
             sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
         return Exchange(
@@ -275,18 +267,10 @@ class Step:
             sent=sent,
             received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
-            lookups=[
-                group_type(load.slices[0], self._device_kind, self._optimizers.for_table(load.table).sparse).memory(
-                    load, self._device_kind
-                )
-                for load in loads
-            ],
+            lookups=[group.memory(load, device_kind) for group, load in zip(groups, loads, strict=True)],
             is_sent=is_sent,
-            numbers=self._exchange_of(key[0]) if is_sent else VectorExchange(),
+            numbers=self._exchanges.get(collection, VectorExchange()) if is_sent else VectorExchange(),
         )
-
-    def _exchange_of(self, collection: str) -> VectorExchange:
-        return self._exchanges.get(collection, VectorExchange())
 
     def _is_sent(self, sharding_type: str) -> bool:
         return self._world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
@@ -315,7 +299,7 @@ class Step:
         fullest = fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
         outputs = sum(
-            exchange.output_bytes + exchange.rounded_received * (len(exchanges) > 1) for exchange in exchanges
+            exchange.output_bytes + exchange.rounded(exchange.received) * (len(exchanges) > 1) for exchange in exchanges
         )
         yield StepBuffers("output", inputs, outputs, saved, 0, buckets)
         yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets + early)
@@ -336,20 +320,14 @@ class Step:
         updating = totals.largest_replicated * _FLOAT + totals.widened[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
-    def _num_ids(self, placement: Placement) -> float:
-        """Returns the number of ids of a table's features in a rank's batch."""
-        return self._num_rows * self._ids_per_row(placement.table.feature_names)
+    def _traffic(self, placement: Placement) -> TableTraffic:
+        """Returns what a rank's batch has of a table."""
+        table, exchange = placement.table, self._exchanges.get(placement.collection, VectorExchange())
+        num_ids, num_bags = self._num_ids(table.feature_names), self._num_rows * len(table.feature_names)
+        return TableTraffic(num_ids, num_bags, self._id_bytes[placement.collection], is_pooled(table), exchange)
 
-    def _ids_per_row(self, features: Sequence[str]) -> float:
-        return sum(self._workload.ids_per_row.get(name, 1.0) for name in features)
-
-    def _num_bags(self, placement: Placement) -> int:
-        """Returns the number of bags of a table's features in a rank's batch."""
-        return self._num_rows * len(placement.table.feature_names)
-
-    def _num_vectors(self, placement: Placement) -> int:
-        """Returns how many vectors a rank's batch has of a table: one a bag, or one an id of sequences."""
-        return self._num_bags(placement) if is_pooled(placement.table) else math.ceil(self._num_ids(placement))
+    def _num_ids(self, features: Sequence[str]) -> float:
+        return self._num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in features)
 
     def _batch_bytes(self) -> int:
         """Returns the bytes of a rank's batch: ids, how many of them each row has, dense features and labels."""
@@ -358,7 +336,7 @@ class Step:
         for placement in self._placements.values():
             # several collections may read one feature
             new = [name for name in placement.table.feature_names if name not in seen]
-            ids += self._num_rows * self._ids_per_row(new) * (_LONG + self._workload.weight_bytes(new))
+            ids += self._num_ids(new) * (_LONG + self._workload.weight_bytes(new))
             seen.update(new)
         numbers = (self._workload.num_dense + 1) * self._num_rows
         return math.ceil(ids) + len(seen) * self._num_rows * _INT + numbers * _FLOAT
@@ -367,8 +345,8 @@ class Step:
         """Returns the bytes of the next batch's ids in the order of their ranks; each column shard takes a copy."""
         if not self._is_sent(placement.unit.sharding_type):
             return 0
-        id_bytes = _LONG + self._workload.weight_bytes(placement.table.feature_names)
-        ids, bags = self._num_ids(placement) * id_bytes, self._num_bags(placement) * _INT
+        batch, weight_bytes = self._traffic(placement), self._workload.weight_bytes(placement.table.feature_names)
+        ids, bags = batch.num_ids * (_LONG + weight_bytes), batch.num_bags * _INT
         if is_on_every_rank(placement.unit.sharding_type):
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)

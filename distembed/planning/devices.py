@@ -51,9 +51,7 @@ class Device:
     row_seconds: _ZeroOrMore  # of each row that is looked up and updated, beside its bytes
     launch_seconds: _ZeroOrMore  # in which an operation is started, with its share of the autograd graph
     collective_seconds: _ZeroOrMore  # that a collective takes however little it sends
-    reduce_bandwidth: (
-        _AboveZero  # bytes a second at which results of a reduce-scatter or all-gather are added or copied
-    )
+    reduce_bandwidth: _AboveZero  # bytes a second at which reduce-scatters and all-gathers add or copy results
     # ranks of a node that its cores and memory run at once, each as fast as if it were alone; None for all of them
     ranks_at_once: _AboveZero | None = None
     # median of the relative errors of the estimates of the steps that calibrated the device; None where none were

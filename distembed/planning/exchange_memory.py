@@ -31,32 +31,20 @@ class Exchange:
         """Whether lookups round vectors, so that they are not float32 until they are widened."""
         return self.numbers.output_itemsize < _FLOAT
 
-    @property
-    def rounded_output(self) -> int:
-        """Bytes of the vectors that the lookups give."""
-        return self.output * self.numbers.output_itemsize // _FLOAT
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes of vectors as lookups give them, before they are widened."""
+        return num_bytes * self.numbers.output_itemsize // _FLOAT
 
-    @property
-    def rounded_received(self) -> int:
-        """Bytes of the vectors of this rank's rows before they are widened."""
-        return self.received * self.numbers.output_itemsize // _FLOAT
-
-    @property
-    def travelling_bytes(self) -> int:
-        """Bytes of the copies that are sent and of what is received, as they travel."""
-        return self._travelling(self.sent) + self._travelling(self.received)
-
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes that a codec makes of the output, before these are copied to be sent."""
-        return self._travelling(self.output) if self.numbers.comms.is_used else 0
+    def travelling(self, num_bytes: int) -> int:
+        """Returns the bytes of vectors as they travel."""
+        return ceil(self.numbers.vector_bytes(num_bytes / _FLOAT))
 
     @property
     def output_bytes(self) -> int:
         """Bytes of this rank's vectors when they are put into one tensor: as received, and the tensor."""
         if self.numbers.comms.is_used:  # and as decoded
-            return self._travelling(self.received) + 2 * self.received
-        return self.rounded_received + (self.received if self.is_rounded else self.rounded_received)
+            return self.travelling(self.received) + 2 * self.received
+        return self.rounded(self.received) + (self.received if self.is_rounded else self.rounded(self.received))
 
     @property
     def gradient_bytes(self) -> int:
@@ -65,10 +53,7 @@ class Exchange:
             return 0
         if self.numbers.comms.is_used:  # put in the ranks' order, and encoded
             return self.received + ceil(self.numbers.gradient_bytes(self.received / _FLOAT))
-        return 2 * self.rounded_received if self.is_rounded else self.received
-
-    def _travelling(self, num_bytes: int) -> int:
-        return ceil(self.numbers.vector_bytes(num_bytes / _FLOAT))
+        return 2 * self.rounded(self.received) if self.is_rounded else self.received
 
 
 def fullest_lookup(exchanges: Sequence[Exchange]) -> int:
@@ -79,13 +64,14 @@ def fullest_lookup(exchanges: Sequence[Exchange]) -> int:
         forward = max((lookup.forward_bytes for lookup in exchange.lookups), default=0)
         # outputs of several lookups are put into one tensor, and what is rounded into another
         copies = 2 if len(exchange.lookups) > 1 else 1
-        rounding = exchange.output + exchange.rounded_output if exchange.is_rounded else 0
-        received = exchange.travelling_bytes if exchange.is_sent else exchange.sent
+        rounded = exchange.rounded(exchange.output)
+        encoded = exchange.travelling(exchange.output) if exchange.numbers.comms.is_used else 0
+        travelling = exchange.travelling(exchange.sent) + exchange.travelling(exchange.received)
         fullest = max(
             fullest,
             waiting + saved + forward + copies * exchange.output,
-            waiting + saved + rounding,
-            waiting + saved + exchange.rounded_output + exchange.encoded_bytes + received,
+            waiting + saved + (exchange.output + rounded if exchange.is_rounded else 0),
+            waiting + saved + rounded + encoded + (travelling if exchange.is_sent else exchange.sent),
         )
-        waiting += exchange.travelling_bytes if exchange.is_sent else exchange.output
+        waiting += travelling if exchange.is_sent else exchange.output
     return fullest

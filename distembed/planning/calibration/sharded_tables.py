@@ -50,20 +50,13 @@ class TablePlace(NamedTuple):
 
 
 class ShardedTables:
-    """Tables on all ranks of the process group; all ranks make it together.
-
-    Args:
-        tables: The tables and their places, the same on every rank.
-        ranks: This rank among them.
-        comms: Rounding of vectors and gradients while they are sent; None for none.
-        ids_per_bag: Number of ids of each row and feature.
-    """
+    """Tables on all ranks of the process group, at the same places on every rank; all ranks make it together."""
 
     def __init__(
         self,
         tables: Sequence[TablePlace],
         ranks: Ranks,
-        comms: QuantizedCommsConfig | None = None,
+        comms: QuantizedCommsConfig | None = None,  # rounding of vectors and gradients while they are sent
         ids_per_bag: int = 1,
     ) -> None:
         self.tables, self.ranks, self.ids_per_bag = [own.table for own in tables], ranks, ids_per_bag
