@@ -34,7 +34,7 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.measure import shortest_seconds
 from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
-from distembed.planning.device_file import read_device
+from distembed.planning.devices import read_device
 from distembed.ranks import Ranks, process_group
 
 DIM, COLLISIONS = 16, 16

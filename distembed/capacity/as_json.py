@@ -81,7 +81,7 @@ def _rank_values(rank: PlannedRank) -> dict[str, Any]:
             "table_optimizer_state": rank.storage.host_optimizer_state,
         },
         "host_capacity": rank.host_capacity_bytes,
-        "milliseconds": rank.times.as_json(),
+        "milliseconds": {**dataclasses.asdict(rank.times), "total": rank.times.total},
         "sent_bytes": dataclasses.asdict(rank.sent),
         "tables": {name: _storage_values(storage) for name, storage in rank.tables.items()},
     }

@@ -216,7 +216,7 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
 
     require_file("--calibrate", file, overwrite)
     from distembed.planning.calibration.calibrate import calibrate
-    from distembed.planning.device_file import write_device
+    from distembed.planning.devices import write_device
     from distembed.ranks import Collectives, process_group
 
     with process_group("auto") as ranks:

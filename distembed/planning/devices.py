@@ -4,22 +4,24 @@ Bandwidths count one direction; that between nodes is one 400 Gbit/s port a GPU 
 machines of this kind have. Operations are those of dense matrices. What vendors do not state is a guess, the same for
 all GPUs: that rows reach 60% of the memory's bandwidth and networks 40% of the operations, that an operation takes the
 host 5 microseconds to start, with autograd, and a collective 30. A device file has what was measured instead
-(:mod:`distembed.planning.calibration`).
+(:mod:`distembed.planning.calibration`), as JSON; ``distembed plan --gpu FILE`` takes it in the catalogue's place.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from distembed.errors import UserError
+from distembed.files import read_json, write_json
 from distembed.names import one_of
 from distembed.units import parse_bytes
+from distembed.validation import validated
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
+_FORMAT, _VERSION = "distembed device", 1
+_REMEDY = "write one with `distembed plan --calibrate FILE`"
 _LOOKUP_SHARE = 0.6
 """Share of the memory's bandwidth that rows of 64 bytes and more reach which lie anywhere."""
 
@@ -135,8 +139,6 @@ def find_device(text: str, field: str = "--gpu") -> Device:
     """
     first, *settings = text.split(",")
     if "=" not in first or first.endswith(".json"):
-        from distembed.planning.device_file import read_device
-
         device = read_device(Path(first)) if first.endswith(".json") else DEVICES[one_of(field, first, DEVICES)]
         return dataclasses.replace(device, **_numbers(settings, field))
     numbers = _numbers([first, *settings], field)
@@ -145,6 +147,45 @@ def find_device(text: str, field: str = "--gpu") -> Device:
     cuda = [device for device in DEVICES.values() if device.kind == "cuda"]
     nearest = min(cuda, key=lambda device: abs(device.memory_bytes - numbers["memory_bytes"]))
     return dataclasses.replace(nearest, name=f"custom (else {nearest.name})", **numbers)
+
+
+@dataclass(frozen=True)
+class MeasuredDevice:
+    """A device whose numbers were measured."""
+
+    device: Device
+    measured: Sequence[str]  # names of these numbers; the others are those of the catalogue's nearest device
+    machine: Mapping[str, Any]  # processor, backend, ranks and threads that measured them
+
+
+def write_device(path: Path, measured: MeasuredDevice) -> None:
+    """Writes a device file.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    write_json(path, {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(measured)})
+
+
+def read_device(path: Path) -> Device:
+    """Returns the device of a file.
+
+    Raises:
+        UserError: The file cannot be read, is of another format or version, or a number of the device is missing,
+            unknown or impossible.
+    """
+    content = read_json(path, _REMEDY)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UserError(f"{path} is no device file; {_REMEDY}.")
+    version, values = content.get("version"), content.get("device")
+    if version != _VERSION:
+        raise UserError(
+            f"{path} is a device file of version {version!r}, and this distembed reads {_VERSION}; {_REMEDY}."
+        )
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: device is {values!r}; it must be an object with the device's numbers: {_REMEDY}.")
+    values = {"error": content.get("error"), **values}  # where earlier versions wrote it
+    return validated(TypeAdapter(Device), Device, values, f"device of {path}; {_REMEDY}")
 
 
 def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:

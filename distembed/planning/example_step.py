@@ -5,7 +5,6 @@ of which integers keep their values.
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +54,9 @@ class ExampleBatch:
     num_rows: int
 
     def __post_init__(self) -> None:
-        for ids in self.jagged():
+        for ids in self._ids():
             if ids.stride() != self.num_rows:
                 raise UserError(f"the example batch of {self.num_rows:,} rows has {ids.stride():,} rows of ids.")
-
-    def jagged(self) -> list[KeyedJaggedTensor]:
-        """Returns the ids of the batch."""
-        return [leaf for leaf in leaves(self.value) if isinstance(leaf, KeyedJaggedTensor)]
 
     def ids_per_row(self) -> dict[str, float]:
         """Returns the mean number of ids of a row, by feature."""
@@ -73,13 +68,14 @@ class ExampleBatch:
 
     def dense_numbers_per_row(self) -> int:
         """Returns how many float32 numbers a row has beside its ids, labels included."""
-        dense = [leaf for leaf in leaves(self.value) if isinstance(leaf, Tensor)]
-        return sum(each.numel() * each.itemsize for each in dense) // (_FLOAT_BYTES * self.num_rows)
+        num_bytes = sum(leaf.nbytes for leaf in leaves(self.value) if isinstance(leaf, Tensor))
+        return num_bytes // (_FLOAT_BYTES * self.num_rows)
 
-    def _lengths(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each feature with the number of ids of every row."""
-        for ids in self.jagged():
-            yield from ((feature, each.lengths()) for feature, each in ids.to_dict().items())
+    def _lengths(self) -> list[tuple[str, Tensor]]:
+        return [(feature, own.lengths()) for ids in self._ids() for feature, own in ids.to_dict().items()]
+
+    def _ids(self) -> list[KeyedJaggedTensor]:
+        return [leaf for leaf in leaves(self.value) if isinstance(leaf, KeyedJaggedTensor)]
 
 
 def estimate_own_networks(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.costs import Layout, PlacementCost
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment
@@ -35,7 +34,7 @@ class Alternative:
     fits: bool  # whether every rank would have room
 
     @property
-    def rank(self) -> tuple[bool, float, int]:
+    def sort_key(self) -> tuple[bool, float, int]:
         """The smaller, the better."""
         return not self.fits, self.added_milliseconds, self.added_memory_bytes
 
@@ -74,13 +73,45 @@ class _OtherPlacements:
 
     def why(self, table: int, tried: Sequence[_Tried]) -> str:
         """Returns such as ``in 4 ranges of columns: whole it would not fit``."""
-        planned, option = self._tables.tables[table], self._option(table)
+        planned = self._tables.tables[table]
         only = self._tables.layouts.only_type_because(planned.table)
         if len({layout.sharding_type for layout in planned.layouts}) == 1 and only:
             return only
-        layout, cost = self._tables.layout(table, option), self._tables.cost(table, option)
-        allowed_ms = self._request.config.time_tolerance * self._ms
-        return f"{_in_words(layout)}: {_because(planned.table, layout, cost, allowed_ms, tried)}"
+        return f"{_in_words(self._tables.layout(table, self._option(table)))}: {self._because(table, tried)}"
+
+    def _because(self, table: int, tried: Sequence[_Tried]) -> str:
+        """Returns the reason of a placement that the figures of others bear out.
+
+        The plan may be slower within its tolerance, to have fewer bytes on the fullest rank. Where one of the tried
+        placements leaves the table whole, it is among the others.
+        """
+        layout, cost = self._tables.layout(table, self._option(table)), self._tables.cost(table, self._option(table))
+        if not tried:
+            return "nothing else is possible"
+        others, is_replicated = [own.alternative for own in tried], layout.sharding_type == "data_parallel"
+        faster = [other for other in others if other.added_milliseconds < -_ROUNDING_MS]
+        if fitting := [other for other in faster if other.fits]:
+            allowed_ms = self._request.config.time_tolerance * self._ms
+            if all(-other.added_milliseconds <= allowed_ms and other.added_memory_bytes > 0 for other in fitting):
+                return "hardly slower than others, with fewer bytes on the fullest rank"
+            return "fastest that was found"
+        alike = (own for own in tried if _is_whole(own.layout) and own.layout.compute_kernel == layout.compute_kernel)
+        whole = None if _is_whole(layout) or is_replicated else next(alike, None)
+        if whole is not None and not whole.alternative.fits:
+            return "whole it would not fit"
+        if faster:
+            return "others that are faster do not fit"
+        if whole is not None and whole.alternative.added_milliseconds > _ROUNDING_MS:
+            return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
+        if is_replicated and cost.all_reduce_ms < min(_exchange_ms(own.cost) for own in tried):
+            num_parameters = sum(part.num_parameters for part in self._tables.tables[table].table.partition_tables())
+            return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
+        equal = [other for other in others if other.fits and other.added_milliseconds <= _ROUNDING_MS]
+        if not equal:
+            return "fastest" if any(other.fits for other in others) else "others do not fit"
+        if all(other.added_memory_bytes > 0 for other in equal):
+            return "as fast as others, with fewer bytes on the fullest rank"
+        return "no other is faster"
 
     def note(self, table: int) -> str:
         """Returns how FBGEMM or the memory of devices decides a table's kernel, and where the config has the table."""
@@ -99,17 +130,14 @@ class _OtherPlacements:
         """Returns other placements, the best first."""
         loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
         others = (option for option in self._problem.options_of(unit) if option != own)
-        options, places = (
-            sorted(others, key=lambda option: self._problem.mean_ms[option]),
-            loads.assignment.places[unit],
-        )
+        options = sorted(others, key=lambda option: self._problem.mean_ms[option])
         # those that take ranks least together, and those that leave the table whole
         options = options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
         places = loads.assignment.places[unit]
         loads.take(unit)
         found = [self._try(table, option, own) for option in options]
         loads.put(unit, own, places)
-        return sorted(found, key=lambda it: it.alternative.rank)
+        return sorted(found, key=lambda it: it.alternative.sort_key)
 
     def _option(self, table: int) -> int:
         return int(self._loads.assignment.option[self._tables.unit_of[table]])
@@ -141,45 +169,6 @@ class _OtherPlacements:
         return _Tried(layout, self._tables.cost(table, option), alternative, is_slowest)
 
 
-def _because(
-    table: CompositionalEmbeddingConfig,
-    layout: Layout,
-    cost: PlacementCost,
-    allowed_ms: float,
-    tried: Sequence[_Tried],
-) -> str:
-    """Returns the reason of a placement that the figures of others bear out.
-
-    The plan may be slower by the allowed milliseconds, to have fewer bytes on the fullest rank. Where one of the tried
-    placements leaves the table whole, it is among the others.
-    """
-    if not tried:
-        return "nothing else is possible"
-    others, is_replicated = [own.alternative for own in tried], layout.sharding_type == "data_parallel"
-    faster = [other for other in others if other.added_milliseconds < -_ROUNDING_MS]
-    if fitting := [other for other in faster if other.fits]:
-        if all(-other.added_milliseconds <= allowed_ms and other.added_memory_bytes > 0 for other in fitting):
-            return "hardly slower than others, with fewer bytes on the fullest rank"
-        return "fastest that was found"
-    alike = (own for own in tried if _is_whole(own.layout) and own.layout.compute_kernel == layout.compute_kernel)
-    whole = None if _is_whole(layout) or is_replicated else next(alike, None)
-    if whole is not None and not whole.alternative.fits:
-        return "whole it would not fit"
-    if faster:
-        return "others that are faster do not fit"
-    if whole is not None and whole.alternative.added_milliseconds > _ROUNDING_MS:
-        return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
-    if is_replicated and cost.all_reduce_ms < min(_exchange_ms(own.cost) for own in tried):
-        num_parameters = sum(part.num_parameters for part in table.partition_tables())
-        return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
-    equal = [other for other in others if other.fits and other.added_milliseconds <= _ROUNDING_MS]
-    if not equal:
-        return "fastest" if any(other.fits for other in others) else "others do not fit"
-    if all(other.added_memory_bytes > 0 for other in equal):
-        return "as fast as others, with fewer bytes on the fullest rank"
-    return "no other is faster"
-
-
 def _is_whole(layout: Layout) -> bool:
     """Returns whether one rank has the whole table."""
     is_in_rows = is_on_every_rank(layout.sharding_type) or is_divided_within_nodes(layout.sharding_type)
@@ -188,7 +177,7 @@ def _is_whole(layout: Layout) -> bool:
 
 def _exchange_ms(cost: PlacementCost) -> float:
     """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
-    shards = (*cost.shards, *([cost.everywhere] if cost.everywhere is not None else []))
+    shards = (shard for shard in (*cost.shards, cost.everywhere) if shard is not None)
     return max(sum(transfer.owner_ms for transfer in shard.transfers.values()) for shard in shards)
 
 

@@ -1,7 +1,7 @@
 """What one rank of a plan holds, sends and takes: bytes and milliseconds by item."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from operator import add
 
@@ -41,10 +41,6 @@ class StepTime:
     def total(self) -> float:
         """Sum of all times, as if nothing overlapped."""
         return sum(astuple(self))
-
-    def as_json(self) -> dict[str, float]:
-        """Returns the times by name, in milliseconds."""
-        return {**asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)

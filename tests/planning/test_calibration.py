@@ -19,8 +19,7 @@ from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_numbers, fit
 from distembed.planning.calibration.measure import shortest_seconds
 from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
-from distembed.planning.device_file import MeasuredDevice, read_device, write_device
-from distembed.planning.devices import DEVICES, Device, find_device
+from distembed.planning.devices import DEVICES, Device, MeasuredDevice, find_device, read_device, write_device
 from distembed.ranks import Ranks
 from tests.ranks import run_on_ranks
 

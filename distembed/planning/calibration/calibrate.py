@@ -22,8 +22,7 @@ from distembed.planning.calibration.measure import (
     probes,
     shortest_seconds,
 )
-from distembed.planning.device_file import MeasuredDevice
-from distembed.planning.devices import device_here
+from distembed.planning.devices import MeasuredDevice, device_here
 from distembed.ranks import Ranks
 from distembed.runs.folder import versions
 
@@ -66,20 +65,15 @@ def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
-        numbers["ranks_at_once"] = _ranks_at_once(min(1.0, lone / together), ranks.local_world_size)
-        share = min(1.0, numbers["ranks_at_once"] / ranks.local_world_size)
+        # how many the node's cores and memory run at once, each as fast as if it were alone
+        speed, num_ranks = min(1.0, lone / together), ranks.local_world_size
+        most = usable_cores() / torch.get_num_threads()
+        at_once = min(speed * num_ranks, max(1.0, most)) if speed < _FULL_SPEED else max(float(num_ranks), most)
+        numbers["ranks_at_once"] = at_once
+        share = min(1.0, at_once / num_ranks)
     in_fp32, in_bf16, copied = [share * seconds for seconds in beside_others]
     return numbers | {
         "fp32_flops": NETWORK_OPERATIONS / in_fp32,
         "bf16_flops": NETWORK_OPERATIONS / in_bf16,
         "host_bandwidth": COPIED_BYTES / copied,
     }
-
-
-def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
-    """Returns how many ranks the cores and the memory of a node run at once, each as fast as if it were alone.
-
-    The speed is that of a rank beside the node's other ranks, as a share of that of a lone one.
-    """
-    most = usable_cores() / torch.get_num_threads()
-    return min(speed * ranks_per_node, max(1.0, most)) if speed < _FULL_SPEED else max(float(ranks_per_node), most)

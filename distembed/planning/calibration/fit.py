@@ -27,9 +27,7 @@ _GB = 1e9
 def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
     """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
 
-    Args:
-        estimate: Returns the estimated seconds of a step for a device.
-        device: Any device of the kind.
+    The estimate returns the seconds of a step for a device, which may be any of the kind.
     """
     nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
     free = replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)  # on it nothing takes any time
@@ -40,9 +38,7 @@ def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mappin
 def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
     """Returns the numbers of a device, those that no step counts left out.
 
-    Args:
-        counts: What each step counts of each number (:func:`count_numbers`).
-        seconds: What each step took.
+    The counts are those of each step, by :func:`count_numbers`; the seconds are those that each step took.
     """
     names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
     matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
