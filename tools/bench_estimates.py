@@ -33,7 +33,7 @@ from distembed.files import write_json
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.measure import shortest_seconds
-from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import read_device
 from distembed.ranks import Ranks, process_group
 
@@ -70,13 +70,13 @@ class Row:
     estimated: float
 
 
-def place(name: str, world_size: int) -> list[TablePlace]:
+def place(name: str, world_size: int) -> list[tuple[CompositionalEmbeddingBagConfig, Any]]:
     """Returns all tables in their places."""
     places = []
     for i, num_ids in enumerate(CRITEO_KAGGLE_CARDINALITIES, start=1):
         partition = QuotientRemainder(num_ids, collisions=min(COLLISIONS, num_ids))
         table = CompositionalEmbeddingBagConfig(f"C{i}", num_ids, DIM, [f"C{i}"], partition)
-        places.append(TablePlace(table, PLACEMENTS[name](i, num_ids, world_size)))
+        places.append((table, PLACEMENTS[name](i, num_ids, world_size)))
     return places
 
 

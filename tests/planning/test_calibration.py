@@ -18,7 +18,7 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_numbers, fit
 from distembed.planning.calibration.measure import shortest_seconds
-from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import DEVICES, Device, MeasuredDevice, find_device, read_device, write_device
 from distembed.ranks import Ranks
 from tests.ranks import run_on_ranks
@@ -107,7 +107,7 @@ def check_counts(rank: int, world_size: int) -> None:
     quotient = QuotientRemainder(400, collisions=4)
     tables = [CompositionalEmbeddingBagConfig(name, 400, 8, [name], quotient) for name in ("a", "b", "c")]
     places: list[Any] = [table_wise(rank=1, compute_kernel="fused"), row_wise(compute_kernel="fused"), data_parallel()]
-    sharded = ShardedTables([TablePlace(*pair) for pair in zip(tables, places, strict=True)], ranks)
+    sharded = ShardedTables(zip(tables, places, strict=True), ranks)
     step = TimedStep(sharded, num_rows=16)
     (seconds,) = shortest_seconds([step], rounds=1, num_steps=1, device=ranks.device)
     assert 0 < seconds < math.inf
@@ -133,10 +133,7 @@ def check_order(ranks: Ranks, device: Device) -> None:
         [row_wise(compute_kernel="fused")] * 6,
         [data_parallel()] * 6,
     ]
-    steps = [
-        TimedStep(ShardedTables([TablePlace(*pair) for pair in zip(tables, own, strict=True)], ranks), num_rows=512)
-        for own in places
-    ]
+    steps = [TimedStep(ShardedTables(zip(tables, own, strict=True), ranks), num_rows=512) for own in places]
     taken = shortest_seconds(steps, rounds=8, num_steps=4, device=ranks.device)
     estimated = [step.estimated_seconds(device) for step in steps]
     for (fast, less), (slow, more) in itertools.permutations(zip(taken, estimated, strict=True), 2):

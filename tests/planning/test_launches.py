@@ -17,7 +17,7 @@ from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.fit import count_numbers
-from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import DEVICES
 from distembed.ranks import Ranks
 from tests.planning.launches import count_started
@@ -57,7 +57,7 @@ def sharded(ranks: Ranks, way: str, kind: str, num_tables: int, comms: Quantized
         settings = dict(KINDS[kind])
         features = [f"{name}{i}" for name in settings.pop("feature_names", ["f"])]
         table = CompositionalEmbeddingBagConfig(f"t{i}", NUM_IDS, DIM, features, **settings)
-        tables.append(TablePlace(table, WAYS[way](ranks.world_size)))
+        tables.append((table, WAYS[way](ranks.world_size)))
     return ShardedTables(tables, ranks, comms, ids_per_bag=3 if kind == "distinct ids" else 1)
 
 

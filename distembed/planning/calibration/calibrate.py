@@ -15,7 +15,6 @@ from distembed.planning.calibration.measure import (
     COPIED_BYTES,
     NETWORK_OPERATIONS,
     Step,
-    alone,
     host_copy,
     lookup_probes,
     network_step,
@@ -60,8 +59,10 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
-    steps = [alone(lookups, ranks), lookups, *(network_step(ranks.device, bf16) for bf16 in (False, True))]
-    steps.append(host_copy(ranks.device))
+    # the first rank of each node alone, while the others wait, and then all at once
+    alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
+    networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
+    steps: list[Step] = [alone, lookups, *networks, host_copy(ranks.device)]
     lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":

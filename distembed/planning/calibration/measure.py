@@ -17,7 +17,7 @@ from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_w
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibration.sharded_tables import LookupStep, ShardedTables, TablePlace, TimedStep
+from distembed.planning.calibration.sharded_tables import LookupStep, ShardedTables, TimedStep
 from distembed.ranks import Ranks
 
 Step = Callable[[], object]
@@ -49,14 +49,16 @@ def probes(ranks: Ranks) -> list[TimedStep]:
     if world_size > 1:
         ways["row_wise"] = lambda i: row_wise(compute_kernel="fused")
         ways["column_wise"] = lambda i: column_wise(ranks=list(range(world_size)), compute_kernel="fused")
-    steps = []
-    for (way, place), dim, count in product(ways.items(), _WIDTHS, _NUM_TABLES):
-        tables = _tables(count, world_size if way == "table_wise" else 1, dim)
-        sharded = ShardedTables([TablePlace(table, place(i)) for i, table in enumerate(tables)], ranks)
-        steps += [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+    placed = [
+        [(table, place(i)) for i, table in enumerate(_tables(count, world_size if way == "table_wise" else 1, dim))]
+        for (way, place), dim, count in product(ways.items(), _WIDTHS, _NUM_TABLES)
+    ]
     small = [_table(i, _SMALL, _WIDTHS[0], is_product=i % 2 == 0) for i in range(_REPLICATED)]
-    sharded = ShardedTables([TablePlace(table, data_parallel()) for table in small], ranks)
-    return steps + [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+    steps = []
+    for own in [*placed, [(table, data_parallel()) for table in small]]:
+        sharded = ShardedTables(own, ranks)
+        steps += [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+    return steps
 
 
 def lookup_probes(ranks: Ranks) -> list[LookupStep]:
@@ -68,7 +70,7 @@ def lookup_probes(ranks: Ranks) -> list[LookupStep]:
     for num_ids, dim, is_product in product((_LARGE, _SMALL), _WIDTHS, (True, False)):
         tables = [_table(i, num_ids, dim, is_product) for i in range(_LOOKED_UP * ranks.world_size)]
         places = [table_wise(rank=i // _LOOKED_UP, compute_kernel="fused") for i in range(len(tables))]
-        sharded = ShardedTables([TablePlace(*own) for own in zip(tables, places, strict=True)], ranks)
+        sharded = ShardedTables(zip(tables, places, strict=True), ranks)
         steps += [LookupStep(sharded, num_rows) for num_rows in _NUM_ROWS[:0:-1]]
     return steps
 
@@ -100,11 +102,6 @@ def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device:
             _wait_for_all(device)
             shortest[i] = min(shortest[i], (time.perf_counter() - started) / num_steps)
     return shortest
-
-
-def alone(step: Step, rank: Ranks) -> Step:
-    """Returns a step that only the first rank of each node takes, while the others wait."""
-    return step if rank.rank % rank.local_world_size == 0 else lambda: None
 
 
 def _wait_for_all(device: torch.device) -> None:

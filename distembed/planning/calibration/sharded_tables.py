@@ -4,9 +4,9 @@ A step is forward, backward and update, with all exchanges: row-wise Adagrad of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,32 +42,29 @@ _GRADIENT = 1e-3
 _MS = 1e3
 
 
-class TablePlace(NamedTuple):
-    """A table, and TorchRec's generator of its place, such as ``table_wise(rank=0, compute_kernel="fused")``."""
-
-    table: CompositionalEmbeddingBagConfig
-    place: Any
-
-
 class ShardedTables:
-    """Tables on all ranks of the process group, at the same places on every rank; all ranks make it together."""
+    """Tables on all ranks of the process group, which make it together, with the same places.
+
+    A place is TorchRec's generator of it, such as ``table_wise(rank=0, compute_kernel="fused")``.
+    """
 
     def __init__(
         self,
-        tables: Sequence[TablePlace],
+        placed: Iterable[tuple[CompositionalEmbeddingBagConfig, Any]],
         ranks: Ranks,
         comms: QuantizedCommsConfig | None = None,  # rounding of vectors and gradients while they are sent
         ids_per_bag: int = 1,
     ) -> None:
-        self.tables, self.ranks, self.ids_per_bag = [own.table for own in tables], ranks, ids_per_bag
+        places = list(placed)
+        self.tables, self.ranks, self.ids_per_bag = [table for table, _ in places], ranks, ids_per_bag
         self._unsharded = _Embedding(self.tables)
         sharder = CompositionalEmbeddingBagCollectionSharder(
             qcomm_codecs_registry=codecs_registry(comms or QuantizedCommsConfig())
         )
         self._sharders: list[Any] = [sharder]
-        places = {own.table.name: own.place for own in tables}
+        by_name = {table.name: place for table, place in places}
         sizes = ranks.local_world_size, ranks.world_size, ranks.device.type
-        module_plan: Any = construct_module_sharding_plan(self._unsharded.tables, places, self._sharders[0], *sizes)
+        module_plan: Any = construct_module_sharding_plan(self._unsharded.tables, by_name, sharder, *sizes)
         self._plan = ShardingPlan({"tables": module_plan})
         self.model = DistributedModelParallel(
             _Embedding(self.tables),  # tables of a copy would not be trained within the backward pass
