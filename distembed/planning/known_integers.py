@@ -105,15 +105,7 @@ def leaves(value: Any) -> list[Any]:
 
 def tensors(value: Any) -> list[Tensor]:
     """Returns all tensors of a value, those of jagged ones apart."""
-    found: list[Tensor | None] = []
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, KeyedTensor):
-            found.append(leaf.values())
-        else:
-            found += [leaf.values(), leaf.lengths(), leaf.weights_or_none()]
-    return [tensor for tensor in found if tensor is not None]
+    return [own for leaf in leaves(value) for own in tree_leaves(leaf) if isinstance(own, Tensor)]
 
 
 class _ThroughNumpy(TorchFunctionMode):
