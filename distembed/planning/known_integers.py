@@ -6,7 +6,7 @@ other tensors have shapes alone. Torch does the same for integers of one element
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,16 @@ class KnownIntegers(FakeTensorMode):
 
     def fake(self, value: Any) -> Any:
         """Returns the value with fake :func:`leaves` of the same shapes; integers keep their values."""
-        return with_leaves(value, self._fake_leaf)
+
+        def changed(node: Any) -> Any:
+            if isinstance(node, _LEAVES):
+                return self._fake_leaf(node)
+            if not dataclasses.is_dataclass(node) or isinstance(node, type):
+                return node
+            own = {field.name: self.fake(getattr(node, field.name)) for field in dataclasses.fields(node)}
+            return dataclasses.replace(node, **own)
+
+        return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
 
     def _fake_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -82,24 +91,14 @@ class KnownIntegers(FakeTensorMode):
         return self._fake_tensor(known)
 
 
-def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with each of its :func:`leaves` changed."""
-
-    def changed(node: Any) -> Any:
-        if isinstance(node, _LEAVES):
-            return change(node)
-        if not dataclasses.is_dataclass(node) or isinstance(node, type):
-            return node
-        own = {field.name: with_leaves(getattr(node, field.name), change) for field in dataclasses.fields(node)}
-        return dataclasses.replace(node, **own)
-
-    return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
-
-
 def leaves(value: Any) -> list[Any]:
     """Returns the tensors, plain and jagged, of a value: within tuples, lists, dicts and dataclasses."""
     found: list[Any] = []
-    with_leaves(value, lambda leaf: (found.append(leaf), leaf)[1])  # type: ignore[func-returns-value]
+    for node in tree_leaves(value, is_leaf=lambda node: isinstance(node, _LEAVES)):
+        if isinstance(node, _LEAVES):
+            found.append(node)
+        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+            found += leaves([getattr(node, field.name) for field in dataclasses.fields(node)])
     return found
 
 
