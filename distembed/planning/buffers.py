@@ -190,12 +190,8 @@ class Step:
             for sharding in placement.sharded.values():
                 for shard in sharding.sharding_spec.shards:
                     unfused[shard.placement.rank()] += math.prod(shard.shard_sizes) * itemsize
-        widened, scanned = Counter[int](), Counter[int]()
-        if itemsize < _FLOAT:
-            numbers = {rank: sum(vectors) + unfused[rank] // itemsize for rank in range(world_size)}
-            widened.update({rank: 2 * _FLOAT * own for rank, own in numbers.items()})
-        if placement.table.dense_gradient:
-            scanned.update({rank: unfused[rank] + _FLOAT * (functions + sum(vectors)) for rank in range(world_size)})
+        halved = range(world_size if itemsize < _FLOAT else 0)
+        dense = range(world_size if placement.table.dense_gradient else 0)
         num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
         return _TableShare(
             received=Counter({exchange_key(placement): num_received * _FLOAT}),
@@ -204,8 +200,8 @@ class Step:
             replicated=functions * _FLOAT + sum(vectors) * itemsize,
             largest_replicated=max(vectors, default=0),
             unfused=unfused,
-            widened=widened,
-            scanned=scanned,
+            widened=Counter({rank: 2 * _FLOAT * (sum(vectors) + unfused[rank] // itemsize) for rank in halved}),
+            scanned=Counter({rank: unfused[rank] + _FLOAT * (functions + sum(vectors)) for rank in dense}),
             sent=self._sent(placement),
         )
 
