@@ -8,7 +8,6 @@ from typing import Any
 
 from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
-from distembed.capacity.smallest import Smallest
 from distembed.planning.cluster import Cluster
 from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.saved_plan import saved_plan_as_json
@@ -19,9 +18,18 @@ from distembed.planning.workload import pipeline_depth
 def report_as_json(report: CapacityReport) -> dict[str, Any]:
     """Returns the values of an assessment, with all notes and the remedies."""
     values = assessment_as_json(report.assessment)
-    smallest = {} if report.smallest is None else {"smallest": _smallest_values(report.smallest)}
-    cost = {} if report.cost is None else {"training_run": dataclasses.asdict(report.cost)}
-    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments), **smallest, **cost}
+    values |= {"notes": list(report.notes), "remedies": list(report.remedies.arguments)}
+    if (smallest := report.smallest) is not None:
+        found, one_less = smallest.assessment, smallest.one_less
+        values["smallest"] = {
+            "found": None if found is None else _cluster_values(found.cluster),
+            "proven": smallest.is_proven,
+            "tried": [{**_cluster_values(cluster), "fits": fits} for cluster, fits in smallest.tried],
+            "untried": smallest.num_untried,
+            "one_less": None if one_less is None else _cluster_values(one_less),
+            "shortage": list(smallest.shortage),
+        }
+    return values | ({} if report.cost is None else {"training_run": dataclasses.asdict(report.cost)})
 
 
 def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
@@ -30,8 +38,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
     return {
         "fits": assessment.fits,
         "device": dataclasses.asdict(cluster.device),
-        "nodes": cluster.nodes,
-        "gpus": cluster.ranks_per_node,
+        **_cluster_values(cluster),
         "batch_size": assessment.workload.batch_size,
         "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
         "reserve": assessment.reserve,
@@ -50,36 +57,19 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
     }
 
 
-def _smallest_values(smallest: Smallest) -> dict[str, Any]:
-    """Returns how the smallest cluster was looked for; null where none was found, or none is smaller."""
-    found, one_less = smallest.assessment, smallest.one_less
-    return {
-        "found": None if found is None else _cluster_values(found.cluster),
-        "proven": smallest.is_proven,
-        "tried": [{**_cluster_values(cluster), "fits": fits} for cluster, fits in smallest.tried],
-        "untried": smallest.num_untried,
-        "one_less": None if one_less is None else _cluster_values(one_less),
-        "shortage": list(smallest.shortage),
-    }
-
-
 def _cluster_values(cluster: Cluster) -> dict[str, int]:
-    """Returns the size of a cluster."""
     return {"nodes": cluster.nodes, "gpus": cluster.ranks_per_node}
 
 
 def _rank_values(rank: PlannedRank) -> dict[str, Any]:
-    """Returns the values of one rank."""
+    storage = rank.storage
     return {
         "rank": rank.rank,
         "memory": rank.memory,
         "fullest_moment": rank.moment,
         "total": rank.total_bytes,
         "capacity": rank.capacity_bytes,
-        "host_memory": {
-            "table_weights": rank.storage.host_weights,
-            "table_optimizer_state": rank.storage.host_optimizer_state,
-        },
+        "host_memory": {"table_weights": storage.host_weights, "table_optimizer_state": storage.host_optimizer_state},
         "host_capacity": rank.host_capacity_bytes,
         "milliseconds": {**dataclasses.asdict(rank.times), "total": rank.times.total},
         "sent_bytes": dataclasses.asdict(rank.sent),
@@ -110,11 +100,4 @@ def _table_values(table: AssessedTable) -> dict[str, Any]:
 
 
 def _storage_values(storage: TableStorage) -> dict[str, int]:
-    """Returns the bytes of one table, or of several together."""
-    return {
-        "weights": storage.weights,
-        "optimizer_state": storage.optimizer_state,
-        "gradients": storage.gradients,
-        "cache": storage.cache,
-        "host": storage.host,
-    }
+    return {name: getattr(storage, name) for name in ("weights", "optimizer_state", "gradients", "cache", "host")}

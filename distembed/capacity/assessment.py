@@ -5,7 +5,7 @@ the meta device: no GPU, no other process, no memory for the tables.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
@@ -27,8 +27,6 @@ from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
 from distembed.units import enumerate_names
-
-_MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Assessment:
     @property
     def allocator_bytes(self) -> int:
         """Bytes that each rank keeps free for the allocator."""
-        return reserve_bytes(self.reserve, self.cluster)
+        return round(self.reserve * self.cluster.rank_bytes)
 
     @property
     def bytes_beside_tables(self) -> dict[str, int]:
@@ -100,11 +98,6 @@ class Assessment:
         return sum(max(0, num_bytes - beside) for num_bytes in self.cluster.bytes_by_rank)
 
 
-def reserve_bytes(reserve: float, cluster: Cluster) -> int:
-    """Returns the bytes of a share of a rank's memory."""
-    return round(reserve * cluster.rank_bytes)
-
-
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     """Plans a config for a cluster that need not be there.
 
@@ -116,12 +109,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
 
 def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
-    """Plans any model for a cluster that need not be there.
-
-    Raises:
-        UserError: The settings cannot be planned at all.
-        InsufficientMemory: This machine cannot make the networks.
-    """
+    """Plans any model for a cluster that need not be there; raises the errors of :func:`assess_capacity`."""
     if plannable.plan.host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
         raise UserError(
             "plan.host_memory lets tables lie in the machines' memory, and how much each machine has of it is not "
@@ -133,71 +121,70 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         planned = find_plan(request)
     except RunError as error:
         planner_error = str(error)
-    notes = () if planned is None else _notes(request.table_optimizers.sparse, planned.placements)
+    if planned is None:
+        collections = embedding_modules(request.model).values()
+        tables = [_table(request, table) for collection in collections for table in table_configs(collection)]
+        notes = to_plan.notes
+    else:
+        tables = [_placed_table(request, planned, placement) for placement in planned.placements]
+        notes = [*_notes(request.table_optimizers.sparse, planned.placements), *to_plan.notes]
     return Assessment(
         cluster=cluster,
         workload=request.workload,
         reserve=request.reserved_share,
-        tables=_assessed_tables(request, planned),
+        tables=tuple(tables),
         ranks=() if planned is None else tuple(planned.ranks),
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
         plan_inputs=to_plan.plan_inputs,
-        notes=(*notes, *to_plan.notes),
+        notes=tuple(notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
     )
 
 
-def _assessed_tables(request: PlanRequest, planned: EstimatedPlan | None) -> tuple[AssessedTable, ...]:
-    """Returns every table of the model in its order, with its place where there is a plan."""
+def _table(request: PlanRequest, table: CompositionalEmbeddingConfig) -> AssessedTable:
+    return AssessedTable(
+        name=table.name,
+        scheme=table.scheme.name,
+        composition=table.combine.name,
+        num_embeddings=table.num_embeddings,
+        num_rows=tuple(table.scheme.num_rows),
+        ids_per_row=sum(request.workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
+        one_copy=whole_table_storage(table, request.table_optimizers),
+    )
 
-    def assessed(table: CompositionalEmbeddingConfig, placement: Placement | None) -> AssessedTable:
-        one_copy = whole_table_storage(table, request.table_optimizers)
-        ids_per_row = sum(request.workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
-        scheme, num_rows = table.scheme.name, tuple(table.scheme.num_rows)
-        own = (table.name, scheme, table.combine.name, table.num_embeddings, num_rows, ids_per_row, one_copy)
-        if planned is None or placement is None:
-            return AssessedTable(*own)
-        columns, unit = _column_ranges(placement), placement.unit
-        return AssessedTable(
-            *own,
-            storage=sum(
-                [rank.tables[table.name] for rank in planned.ranks if table.name in rank.tables], TableStorage()
-            ),
-            sharding_type=unit.sharding_type,
-            compute_kernel=unit.compute_kernel,
-            ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
-            columns=columns,
-            why=planned.why[table.name],
-            alternatives=tuple(planned.alternatives[table.name]),
-        )
 
-    if planned is not None:
-        return tuple(assessed(placement.table, placement) for placement in planned.placements)
-    modules = embedding_modules(request.model).values()
-    return tuple(assessed(table, None) for module in modules for table in table_configs(module))
+def _placed_table(request: PlanRequest, planned: EstimatedPlan, placement: Placement) -> AssessedTable:
+    name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
+    return replace(
+        _table(request, placement.table),
+        storage=sum((rank.tables[name] for rank in planned.ranks if name in rank.tables), TableStorage()),
+        sharding_type=unit.sharding_type,
+        compute_kernel=unit.compute_kernel,
+        ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
+        columns=columns,
+        why=planned.why[name],
+        alternatives=tuple(planned.alternatives[name]),
+    )
 
 
 def _column_ranges(placement: Placement) -> tuple[tuple[int, int], ...]:
     """Returns the range of columns of each shard; none where every rank holds the whole table."""
     if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return ()
-    starts_and_sizes = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in placement.unit.sharding_spec.shards]
-    return tuple((start, start + size) for start, size in starts_and_sizes)
+    shards = placement.unit.sharding_spec.shards
+    return tuple((shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]) for shard in shards)
 
 
-def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> tuple[str, ...]:
+def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> list[str]:
     """Returns the note that an optimizer trains tables in several ranges of columns a little otherwise than whole."""
-    divided_by_columns = [
-        placement.table.name
-        for placement in placements
-        if placement.divided is None
-        and any(stop - start < width(placement.table) for start, stop in _column_ranges(placement))
+    if not OPTIMIZERS[sparse_optimizer].has_row_states:
+        return []
+    names = [
+        own.table.name
+        for own in placements
+        if own.divided is None and any(stop - start < width(own.table) for start, stop in _column_ranges(own))
     ]
-    if not divided_by_columns or not OPTIMIZERS[sparse_optimizer].has_row_states:
-        return ()
-    return (
-        f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
-        f"train a little otherwise than whole ones: {enumerate_names(divided_by_columns, _MAX_NAMES)}",
-    )
+    text = f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
+    return [f"{text}train a little otherwise than whole ones: {enumerate_names(names, most=8)}"] if names else []

@@ -4,14 +4,14 @@ Ranks whose numbers read alike are one group, so that 1,024 ranks with equal sha
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
 from distembed.capacity.assessment import Assessment
 from distembed.planning.planned_rank import PlannedRank
-from distembed.units import binary_unit, format_bytes, format_ranges
+from distembed.units import format_bytes, format_ranges
 
 LineT = TypeVar("LineT")
 _NEARLY_EMPTY = 0.4  # share of the capacity below which bars are drawn relative to the fullest rank
@@ -69,27 +69,13 @@ TIME_ITEMS = (
 )
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks whose numbers read alike."""
+RankGroup = tuple[PlannedRank, ...]  # ranks whose numbers read alike; the first stands for all
 
-    ranks: tuple[PlannedRank, ...]
 
-    @property
-    def first(self) -> PlannedRank:
-        """The rank that stands for all."""
-        return self.ranks[0]
-
-    @property
-    def text(self) -> str:
-        """The ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
-        numbers = format_ranges([rank.rank for rank in self.ranks])
-        return numbers if len(self.ranks) == 1 else f"{numbers} ({len(self.ranks):,})"
-
-    @property
-    def sentence_text(self) -> str:
-        """The ranks in a sentence: ``rank 7``, or ``ranks 0-3, 8 (5)``."""
-        return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {self.text}"
+def group_text(group: RankGroup) -> str:
+    """Returns the ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
+    numbers = format_ranges([rank.rank for rank in group])
+    return numbers if len(group) == 1 else f"{numbers} ({len(group):,})"
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ class RankQuantity:
     """Memory or time of all ranks of an assessment that has a plan."""
 
     name: str
-    unit: str  # follows a number where no heading says it
+    unit: str  # follows a number where no heading says it; empty for bytes, whose text has it
     ranks: Sequence[PlannedRank]
     all_items: Sequence[RankItem]
     total: Callable[[PlannedRank], float]  # returns the sum of all items
@@ -106,59 +92,38 @@ class RankQuantity:
     caption: str  # says what bars show
     total_heading: str
     columns_beside: Sequence[PlanColumn[PlannedRank]]  # after the total
-    remarks: Sequence[PlanColumn[PlannedRank]] = ()  # after these, where there is much room
+    remarks: Sequence[PlanColumn[PlannedRank]] = ()  # after these, on the page alone
     undrawn: Sequence[RankItem] = ()  # items that bars leave out
     limit: float | None = None  # no rank may be above it; bars are drawn up to it
-    axis: Callable[[float], tuple[str, float]] = field(default=lambda highest: ("ms a step", 1))
-    is_too_much: Callable[[PlannedRank], bool] = field(default=lambda rank: False)
+    has_room: Callable[[PlannedRank], bool] = lambda rank: True
 
     @cached_property
     def items(self) -> list[RankItem]:
-        """Items that are shown."""
         return [item for item in self.all_items if not item.is_rare or any(map(item.amount, self.ranks))]
 
     @cached_property
     def bar_items(self) -> list[RankItem]:
-        """Items that bars are made of."""
         return [item for item in self.items if item not in self.undrawn]
 
     def bar(self, rank: PlannedRank) -> float:
-        """Returns the amount that a rank's bar stands for."""
         return sum(item.amount(rank) for item in self.bar_items)
-
-    @cached_property
-    def full_bar(self) -> float:
-        """Amount at which a bar is full: the limit, or the largest bar."""
-        return max(map(self.bar, self.ranks)) if self.limit is None else self.limit
-
-    @property
-    def bar_heading(self) -> str:
-        """Text above the bars, with the amount at which they are full."""
-        return f"of {self.text(self.full_bar)}{self.unit}{' used' if self.undrawn else ''}"
 
     @property
     def heading(self) -> str:
-        """Text above all that is shown of the quantity."""
         return f"{self.name.capitalize()} by rank"
 
     @cached_property
     def groups(self) -> list[RankGroup]:
         """Ranks that read alike, in the order of the first of each group."""
-        columns, by_texts = [*self.columns_beside, *self.remarks], dict[tuple[str, ...], list[PlannedRank]]()
+        columns, by_texts = [*self._rank_columns(), *self.remarks], dict[tuple[str, ...], list[PlannedRank]]()
         for rank in self.ranks:
-            amounts = [*(item.amount(rank) for item in self.items), self.total(rank)]
-            by_texts.setdefault((*map(self.text, amounts), *(own.text(rank) for own in columns)), []).append(rank)
-        return [RankGroup(tuple(ranks)) for ranks in by_texts.values()]
+            by_texts.setdefault(tuple(own.text(rank) for own in columns), []).append(rank)
+        return list(map(tuple, by_texts.values()))
 
     @cached_property
     def sorted_groups(self) -> list[RankGroup]:
         """The groups, from the ranks with the most memory or time to the ranks with the least."""
-        return sorted(self.groups, key=lambda group: -self.total(group.first))
-
-    @property
-    def most(self) -> RankGroup:
-        """The ranks that have most."""
-        return self.sorted_groups[0]
+        return sorted(self.groups, key=lambda group: -self.total(group[0]))
 
     def shown_groups(self, max_lines: int) -> tuple[list[RankGroup], str]:
         """Returns the groups to show, and a text that counts the ranks that are left out.
@@ -167,11 +132,38 @@ class RankQuantity:
         """
         if len(self.groups) <= max_lines:
             return self.groups, ""
-        groups, num_most = self.sorted_groups, max_lines - max_lines // 2
-        left_out = groups[num_most : len(groups) - max_lines // 2]
-        num_ranks = sum(len(group.ranks) for group in left_out)
+        groups, most, least = self.sorted_groups, max_lines - max_lines // 2, len(self.groups) - max_lines // 2
+        num_ranks = sum(map(len, groups[most:least]))
         text = f"the {self.extremes[0]} and the {self.extremes[1]}; {num_ranks:,} ranks between them are left out"
-        return groups[:num_most] + groups[len(groups) - max_lines // 2 :], text
+        return groups[:most] + groups[least:], text
+
+    def columns(self, left_out: Collection[str] = ()) -> list[PlanColumn[RankGroup]]:
+        """Returns the columns of groups but for remarks; left-out items are added up, unless all are."""
+        ranks = PlanColumn[RankGroup]("rank", group_text, is_number=False, least_width=10)
+        return [ranks, *map(of_first, self._rank_columns(left_out))]
+
+    def _rank_columns(self, left_out: Collection[str] = ()) -> list[PlanColumn[PlannedRank]]:
+        def amounts(heading: str, items: Sequence[RankItem], dispensable: int | None = None) -> PlanColumn[PlannedRank]:
+            def text(rank: PlannedRank) -> str:
+                return self.text(sum(item.amount(rank) for item in items))
+
+            return PlanColumn(heading, text, dispensable=dispensable)
+
+        others = [item for item in self.items if item.name in left_out]
+        used = [item for item in self.items if any(map(item.amount, self.ranks))]
+        columns = []
+        for item in self.items:
+            if item not in others:  # what is zero on every rank is left out first
+                columns.append(amounts(item.name, [item], item.dispensable if item in used else -1))
+        if columns and any(item in used for item in others):
+            columns.append(amounts("others", others))
+        columns.append(PlanColumn(self.total_heading, lambda rank: self.text(self.total(rank))))
+        return columns + [own for own in self.columns_beside if own.heading not in left_out]
+
+
+def of_first(column: PlanColumn[PlannedRank]) -> PlanColumn[RankGroup]:
+    """Returns a column of ranks as one of groups."""
+    return PlanColumn(column.heading, lambda group: column.text(group[0]), column.is_number, column.dispensable)
 
 
 def memory_by_rank(assessment: Assessment) -> RankQuantity:
@@ -180,17 +172,13 @@ def memory_by_rank(assessment: Assessment) -> RankQuantity:
     most_used = max(rank.total_bytes - rank.memory["allocator"] for rank in ranks)
     is_nearly_empty = 0 < most_used < _NEARLY_EMPTY * capacity
     has_host = any(rank.storage.host for rank in ranks)
-
-    def axis(highest: float) -> tuple[str, float]:
-        name, unit_bytes = binary_unit(int(highest))
-        return f"{name} a rank", unit_bytes
-
     caption = (
         f"Memory in use, at most {percent_at_most(most_used / capacity)} of the device's {format_bytes(capacity)}; "
         f"{format_bytes(assessment.allocator_bytes)} of the rest are kept free for the allocator."
         if is_nearly_empty
         else f"The dashed line is the device's capacity, {format_bytes(capacity)}."
     )
+    host_memory = PlanColumn[PlannedRank]("host memory", lambda rank: bytes_or_dash(rank.storage.host), dispensable=8)
     return RankQuantity(
         name="memory",
         unit="",
@@ -201,18 +189,18 @@ def memory_by_rank(assessment: Assessment) -> RankQuantity:
         extremes=("fullest", "emptiest"),
         caption=caption,
         total_heading="total",
-        columns_beside=[PlanColumn("host memory", _host_text, dispensable=8)] * has_host,
+        columns_beside=[host_memory] * has_host,
         remarks=[PlanColumn("fullest moment", lambda rank: rank.moment, is_number=False)],
         undrawn=[_ALLOCATOR] * is_nearly_empty,
         limit=None if is_nearly_empty else capacity,
-        axis=axis,
-        is_too_much=lambda rank: rank.total_bytes > rank.capacity_bytes,
+        has_room=lambda rank: rank.total_bytes <= rank.capacity_bytes,
     )
 
 
 def time_by_rank(assessment: Assessment) -> RankQuantity:
     """Returns the time of a step on each rank, in milliseconds, and the bytes that the rank sends meanwhile."""
     has_others = len(assessment.ranks) > 1
+    sent = PlanColumn[PlannedRank]("sent a step", lambda rank: format_bytes(rank.sent.total), dispensable=4)
     return RankQuantity(
         name="time",
         unit=" ms",
@@ -223,7 +211,7 @@ def time_by_rank(assessment: Assessment) -> RankQuantity:
         extremes=("slowest", "fastest"),
         caption=f"Estimated milliseconds of a step{'; all ranks wait for the slowest' * has_others}.",
         total_heading="ms a step",
-        columns_beside=[PlanColumn("sent a step", _sent_text, dispensable=4)] * has_others,
+        columns_beside=[sent] * has_others,
     )
 
 
@@ -232,25 +220,15 @@ def bytes_or_dash(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
 
 
-def format_milliseconds(milliseconds: float) -> str:
-    """Returns the number with at least three digits, without the unit."""
-    return f"{milliseconds:,.{milliseconds_decimals(milliseconds)}f}"
-
-
-def milliseconds_decimals(milliseconds: float) -> int:
-    """Returns the digits after the point that a time is written with."""
-    return 1 if milliseconds >= 100 else 2 if milliseconds >= 10 else 3
+def format_milliseconds(milliseconds: float, is_least: bool = False) -> str:
+    """Returns the number with at least three digits, without the unit; a least time is rounded down."""
+    decimals = 1 if milliseconds >= 100 else 2 if milliseconds >= 10 else 3
+    if is_least:
+        milliseconds = math.floor(milliseconds * 10**decimals) / 10**decimals
+    return f"{milliseconds:,.{decimals}f}"
 
 
 def percent_at_most(share: float) -> str:
     """Returns a share in percent, rounded up, such as ``2.5%``; without digits after the point from 10% on."""
-    scale = 10 if share < 0.1 else 1
-    return f"{math.ceil(round(100 * share * scale, 6)) / scale:,.{1 if scale == 10 else 0}f}%"
-
-
-def _host_text(rank: PlannedRank) -> str:
-    return bytes_or_dash(rank.storage.host)
-
-
-def _sent_text(rank: PlannedRank) -> str:
-    return format_bytes(rank.sent.total)
+    decimals = 1 if share < 0.1 else 0
+    return f"{math.ceil(round(100 * share * 10**decimals, 6)) / 10**decimals:,.{decimals}f}%"

@@ -6,7 +6,7 @@ room. Where there is no plan, the chart is of what tables need beside what is le
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -17,101 +17,82 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from distembed.capacity.assessment import Assessment
-from distembed.capacity.by_rank import (
-    MEMORY_ITEMS,
-    TIME_ITEMS,
-    RankItem,
-    RankQuantity,
-    memory_by_rank,
-    time_by_rank,
-)
+from distembed.capacity.by_rank import MEMORY_ITEMS, TIME_ITEMS, RankQuantity, memory_by_rank, time_by_rank
 from distembed.capacity.texts import verdict
 from distembed.outputs import MADE_BY
-from distembed.planning.planned_rank import PlannedRank
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.units import binary_unit, format_bytes
 
-MAX_BARS = 64
-"""Ranks that have a bar each; those of a larger cluster are drawn as an area."""
-MAX_STEPS = 1024
-"""Steps of an area; where ranks differ more, each step is as high as the first of the ranks that it stands for."""
+MAX_BARS = 64  # ranks that have a bar each; more ranks are drawn as an area
+_MAX_STEPS = 1024  # of an area; where ranks differ more, a step is as high as the first of its ranks
 RED, GREEN = "#d1495b", "#2a9d78"
 
-_COLOURS = {
+ITEM_COLOURS = {
     item.name: item.colour if isinstance(item.colour, str) else COLOURS[item.colour]
     for item in (*MEMORY_ITEMS, *TIME_ITEMS)
 }
-_DEMAND_COLOURS = {
-    "weights": _COLOURS["tables"],
-    "optimizer_state": _COLOURS["optimizer"],
-    "gradients": _COLOURS["gradients"],
-}
+# what tables need, with the items of ranks that have the same colour
+_NEEDED = {"weights": "tables", "optimizer_state": "optimizer", "gradients": "gradients"}
+DEMAND_COLOURS = {name.replace("_", " "): ITEM_COLOURS[item] for name, item in _NEEDED.items()}
+DEMAND_COLOURS["left for tables"] = GREEN
 
 
 def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
     """Draws the memory or the time of each rank, stacked by item.
 
-    Up to :data:`MAX_BARS` ranks have a bar each. More are an area, from the rank with most to that with least.
+    Up to :data:`MAX_BARS` ranks have a bar each, whose parts have ids such as ``memory-3-step-buffers`` in an SVG. More
+    are an area, from the rank with most to that with least.
     """
-    limit, highest = quantity.limit, max(*map(quantity.bar, quantity.ranks), quantity.limit or 0.0) or 1.0
-    label, unit = quantity.axis(highest)
+    limit, num_ranks = quantity.limit, len(quantity.ranks)
+    highest = max(*map(quantity.bar, quantity.ranks), limit or 0.0) or 1.0
+    has_bars, label, unit = num_ranks <= MAX_BARS, "ms a step", 1
+    if not quantity.unit:
+        name, unit = binary_unit(int(highest))
+        label = f"{name} a rank"
     axes.set_ylabel(label)
-    if len(quantity.ranks) <= MAX_BARS:
-        _draw_bars(quantity, axes, unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if has_bars:
+        shown = list(quantity.ranks)
+        margin = max(0.0, (6 - num_ranks) / 2)  # a bar of one rank does not fill the width
+        axes.set_xlim(-0.5 - margin, num_ranks - 0.5 + margin)
+        axes.set_xlabel("rank")
+        if num_ranks < 6:
+            axes.xaxis.set_major_locator(FixedLocator(range(num_ranks)))
     else:
-        _draw_area(quantity, axes, unit)
+        groups, (most, least) = quantity.sorted_groups, quantity.extremes
+        steps = range(0, len(groups), math.ceil(len(groups) / _MAX_STEPS))
+        edges = np.cumsum([0, *map(len, groups)])[[*steps, -1]]
+        shown = [groups[step][0] for step in steps]
+        axes.set_xlim(0, num_ranks)
+        axes.set_xlabel(f"number of ranks, from the {most} to the {least}")
+    bottom = np.zeros(len(shown))
+    for item in quantity.bar_items:
+        top, colour = bottom + np.array([item.amount(rank) / unit for rank in shown]), ITEM_COLOURS[item.name]
+        if has_bars:
+            for rank, bar in enumerate(axes.bar(range(num_ranks), top - bottom, bottom=bottom, color=colour)):
+                bar.set_gid(f"{quantity.name}-{rank}-{item.name.replace(' ', '-')}")
+        else:
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=colour)
+        bottom = top
     if limit is not None:
-        _draw_capacity(axes, limit / unit, f"capacity {quantity.text(limit)}")
+        # a dashed line with a text above its end
+        axes.axhline(limit / unit, color=matplotlib.rcParams["text.color"], linestyle=(0, (4, 3)), linewidth=1.4)
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(f"capacity {quantity.text(limit)}", (1, limit / unit), (0, 3), ha="right", va="bottom", **place)
     axes.set_ylim(0, highest / unit * (1.05 if limit is None else 1.12))
     axes.grid(False, axis="x")
     axes.set_axisbelow(True)
 
 
-def _draw_bars(quantity: RankQuantity, axes: Axes, unit: float) -> None:
-    """Draws a bar of each rank, whose parts have ids such as ``memory-3-step-buffers`` in an SVG."""
-    num_ranks = len(quantity.ranks)
-    for item, bottom, top in _stacked(quantity, quantity.ranks, unit):
-        for rank, bar in enumerate(axes.bar(range(num_ranks), top - bottom, bottom=bottom, color=_COLOURS[item.name])):
-            bar.set_gid(f"{quantity.name}-{rank}-{item.name.replace(' ', '-')}")
-    margin = max(0.0, (6 - num_ranks) / 2)  # a bar of one rank does not fill the width
-    axes.set_xlim(-0.5 - margin, num_ranks - 0.5 + margin)
-    axes.xaxis.set_major_locator(FixedLocator(range(num_ranks)) if num_ranks < 6 else MaxNLocator(integer=True))
-    axes.set_xlabel("rank")
-
-
-def _draw_area(quantity: RankQuantity, axes: Axes, unit: float) -> None:
-    """Draws ranks side by side, from the one with most to that with least."""
-    groups, (most, least) = quantity.sorted_groups, quantity.extremes
-    steps = range(0, len(groups), math.ceil(len(groups) / MAX_STEPS))
-    edges = np.cumsum([0, *(len(group.ranks) for group in groups)])[[*steps, -1]]
-    for item, bottom, top in _stacked(quantity, [groups[step].first for step in steps], unit):
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=_COLOURS[item.name])
-    axes.set_xlim(0, len(quantity.ranks))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"number of ranks, from the {most} to the {least}")
-
-
-def _stacked(
-    quantity: RankQuantity, ranks: Sequence[PlannedRank], unit: float
-) -> Iterator[tuple[RankItem, np.ndarray, np.ndarray]]:
-    """Yields each item with its lower and its upper end on each rank."""
-    bottom = np.zeros(len(ranks))
-    for item in quantity.bar_items:
-        top = bottom + np.array([item.amount(rank) / unit for rank in ranks])
-        yield item, bottom, top
-        bottom = top
-
-
 def draw_demand(assessment: Assessment, axes: Axes) -> None:
     """Draws what all tables need, stacked by item, beside what is left for them on all ranks."""
-    storage, left = assessment.one_copy, assessment.bytes_left_for_tables
-    needed = {"weights": storage.weights, "optimizer_state": storage.optimizer_state, "gradients": storage.gradients}
+    left, needed = assessment.bytes_left_for_tables, {name: getattr(assessment.one_copy, name) for name in _NEEDED}
     total = sum(needed.values())
     label, unit = binary_unit(max(total, left, 1))
     axes.set_xlabel(label)
     start = 0.0
     for name, size in needed.items():
-        (bar,) = axes.barh([0], [size / unit], left=[start], color=_DEMAND_COLOURS[name])
+        (bar,) = axes.barh([0], [size / unit], left=[start], color=ITEM_COLOURS[_NEEDED[name]])
         bar.set_gid(f"needed-{name}")
         start += size / unit
     (bar,) = axes.barh([1], [left / unit], color=GREEN)
@@ -122,28 +103,24 @@ def draw_demand(assessment: Assessment, axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def item_colours(quantity: RankQuantity) -> dict[str, str]:
-    """Returns the colours of a rank's items, by their name."""
-    return {item.name: _COLOURS[item.name] for item in quantity.bar_items}
-
-
-def demand_colours() -> dict[str, str]:
-    """Returns the colours of what tables need and of what is left for them, by their name."""
-    return {**{name.replace("_", " "): colour for name, colour in _DEMAND_COLOURS.items()}, "left for tables": GREEN}
-
-
 def render_chart(assessment: Assessment, file_format: str) -> bytes:
-    """Returns a file with the chart alone, on white, with the verdict above and its legend below.
-
-    Args:
-        assessment: Assessment to draw.
-        file_format: ``png`` or ``svg``.
-    """
+    """Returns a file (``png`` or ``svg``) with the chart alone, on white, its verdict above and its legend below."""
     dark = {key: "#222222" for key, value in FIGURE_SETTINGS.items() if value == PAGE_COLOUR}
     height = 9.0 if assessment.ranks else 3.0
     with matplotlib.rc_context({**FIGURE_SETTINGS, **dark, "figure.facecolor": "white"}):
         figure = Figure(figsize=(10, height), layout="constrained")
-        _draw_chart(assessment, figure)
+        colour = GREEN if assessment.fits else RED
+        figure.suptitle(verdict(assessment), x=0.01, ha="left", parse_math=False, color=colour)
+        if assessment.ranks:
+            parts: Any = figure.subfigures(2)
+            for part, quantity in zip(parts, (memory_by_rank(assessment), time_by_rank(assessment)), strict=True):
+                axes = part.subplots()
+                draw_ranks(quantity, axes)
+                axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
+                _draw_legend(part, {item.name: ITEM_COLOURS[item.name] for item in quantity.bar_items})
+        else:
+            draw_demand(assessment, figure.add_subplot())
+            _draw_legend(figure, DEMAND_COLOURS)
         content = io.BytesIO()
         # a date would make other bytes of the same values
         metadata = {"Date": None, "Creator": MADE_BY} if file_format == "svg" else {"Software": MADE_BY}
@@ -151,30 +128,6 @@ def render_chart(assessment: Assessment, file_format: str) -> bytes:
     return content.getvalue()
 
 
-def _draw_chart(assessment: Assessment, figure: Figure) -> None:
-    """Draws the chart that stands alone."""
-    figure.suptitle(verdict(assessment), x=0.01, ha="left", parse_math=False, color=GREEN if assessment.fits else RED)
-    if not assessment.ranks:
-        draw_demand(assessment, figure.add_subplot())
-        _draw_legend(figure, demand_colours())
-        return
-    parts: Any = figure.subfigures(2)
-    for part, by_rank in zip(parts, (memory_by_rank, time_by_rank), strict=True):
-        quantity = by_rank(assessment)
-        axes = part.subplots()
-        draw_ranks(quantity, axes)
-        axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
-        _draw_legend(part, item_colours(quantity))
-
-
 def _draw_legend(figure: FigureBase, colours: Mapping[str, str]) -> None:
-    """Draws below a figure what has which colour."""
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=patches, loc="outside lower left", ncols=min(len(patches), 5))
-
-
-def _draw_capacity(axes: Axes, height: float, text: str) -> None:
-    """Draws a dashed line with a text above its end."""
-    axes.axhline(height, color=matplotlib.rcParams["text.color"], linestyle=(0, (4, 3)), linewidth=1.4)
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    axes.annotate(text, (1, height), (0, 3), ha="right", va="bottom", **place)

@@ -13,30 +13,25 @@ looks up. Without any counts all tables then have the same number of rows, or al
 
 The bytes of all tables are the most with which the plan fits, found by bisection. Two things bend the rule:
 
-- No table has fewer rows than take the fewest bytes. On the way there the quotient's rows take more than is saved;
-  where they are functions, that is far from the fewest rows.
+- No table has fewer rows than take the fewest bytes: below that number the quotient's rows take more than is saved.
 - A table whose last row costs much, since whole it has another shape than compressed (``concat``), is whole only if
   there is room for that when the others have all rows that the rule has for them.
 """
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from distembed.capacity.assessment import assess_capacity
-from distembed.capacity.compressible_table import CompressibleTable
-from distembed.capacity.id_counts import load_id_counts
+from distembed.capacity.compressible_table import CompressibleTable, load_id_counts
 from distembed.config import Config
 from distembed.embedding.settings import TableConfig
 from distembed.errors import InsufficientMemory
 from distembed.planning.cluster import Cluster
 from distembed.training.build import table_optimizers
 
-_PRECISION = 0.002
-"""Share of the tables' bytes to which these are found."""
-_BISECTIONS = 60
-"""Bisections of the range of counts, after which no table's rows change any more."""
-
+_PRECISION = 0.002  # share of the tables' bytes to which these are found
+_BISECTIONS = 60  # of the range of counts, after which no table's rows change any more
 BucketsByTable = dict[str, int | None]
 """Number of remainder rows by the name of the table; None where the table is whole."""
 
@@ -52,10 +47,30 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     """
     if assess_capacity(config, cluster).fits:
         return config
-    tables = _compressible_tables(config, cluster.world_size)
+    # tables that have no settings of their own
+    own_tables, dense_tables = config.embedding.tables, config.task.build().dense_tables
+    features = [feature for feature in config.data.load_schema().categorical if feature.name not in own_tables]
+    id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
+    tables = [
+        CompressibleTable(
+            feature,
+            _compressed_settings(config, None),
+            optimizers.for_dense_gradient() if feature.name in dense_tables else optimizers,
+            cluster.world_size,
+            id_counts[feature.name],
+        )
+        for feature in features
+    ]
+
+    def compressed(num_bytes: float) -> Config:
+        """Returns the config with settings for each of these tables; settings that are there stay."""
+        whole = dataclasses.replace(config.embedding.default, partition="naive")
+        buckets = allocate_buckets(tables, num_bytes).items()
+        new = {name: whole if own is None else _compressed_settings(config, own) for name, own in buckets}
+        return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, tables=new | own_tables))
 
     def fits(num_bytes: float) -> bool:
-        return assess_capacity(_with_buckets(config, allocate_buckets(tables, num_bytes)), cluster).fits
+        return assess_capacity(compressed(num_bytes), cluster).fits
 
     low, high = sum(table.min_bytes for table in tables), sum(table.whole_bytes for table in tables)
     if not fits(low):
@@ -69,93 +84,53 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
         # the geometric middle, since the answer may be a thousandth of the whole
         middle = math.isqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return _with_buckets(config, allocate_buckets(tables, low))
+    return compressed(low)
 
 
 def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> BucketsByTable:
     """Returns the buckets of each table by the rule above, within so many bytes or with the fewest there can be."""
     compressed: set[str] = set()
+
+    def buckets_above(threshold: float) -> BucketsByTable:
+        """Returns the buckets with which every id above a count has one."""
+        return {table.name: table.num_buckets(threshold, table.name in compressed) for table in tables}
+
+    def total_bytes(buckets: BucketsByTable) -> int:
+        return sum(table.num_bytes(buckets[table.name]) for table in tables)
+
+    def lowest_threshold() -> tuple[float, float]:
+        """Returns a count above which all ids have a bucket within the bytes, and a lower one that is too low."""
+        if total_bytes(buckets_above(0.0)) <= max_bytes:
+            return 0.0, 0.0
+        high = 1.0
+        while any(table.num_ids_above(high) for table in tables):
+            high *= 2
+        low = 0.25 / max(table.num_ids for table in tables)  # all ids of one count, but for less than half of one
+        for _ in range(_BISECTIONS):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if total_bytes(buckets_above(middle)) <= max_bytes else (middle, high)
+        return high, low
+
     while True:
-        threshold, too_low = _lowest_threshold(tables, max_bytes, compressed)
-        buckets = _buckets_above(tables, threshold, compressed)
-        turned_whole = {name for name, own in _buckets_above(tables, too_low, compressed).items() if own is None}
+        threshold, too_low = lowest_threshold()
+        buckets = buckets_above(threshold)
+        turned_whole = {name for name, own in buckets_above(too_low).items() if own is None}
         turned_whole -= {name for name, own in buckets.items() if own is None}
         if not turned_whole:
             break
         # there is no room for these as wholes; others may have what that leaves
         compressed |= turned_whole
-    used_bytes = _total_bytes(tables, buckets)
-    wanted = [
-        table for table in tables if table.num_buckets(threshold, False) is None and buckets[table.name] is not None
-    ]
-    for table in sorted(wanted, key=lambda table: table.num_ids):
+    used_bytes = total_bytes(buckets)
+    for table in sorted(tables, key=lambda table: table.num_ids):
         more = table.whole_bytes - table.num_bytes(buckets[table.name])
-        if used_bytes + more <= max_bytes:
+        if table.num_buckets(threshold, False) is None and used_bytes + more <= max_bytes:
             buckets[table.name], used_bytes = None, used_bytes + more
     return buckets
 
 
-def _lowest_threshold(
-    tables: Sequence[CompressibleTable], max_bytes: float, compressed: Collection[str]
-) -> tuple[float, float]:
-    """Returns a count above which all ids have a bucket within so many bytes, and a lower one that is too low."""
-    if _total_bytes(tables, _buckets_above(tables, 0.0, compressed)) <= max_bytes:
-        return 0.0, 0.0
-    high = 1.0
-    while any(table.num_ids_above(high) for table in tables):
-        high *= 2
-    low = 0.25 / max(table.num_ids for table in tables)  # all ids of one count, but for less than half of one
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        is_within = _total_bytes(tables, _buckets_above(tables, middle, compressed)) <= max_bytes
-        low, high = (low, middle) if is_within else (middle, high)
-    return high, low
-
-
-def _buckets_above(
-    tables: Sequence[CompressibleTable], threshold: float, compressed: Collection[str]
-) -> BucketsByTable:
-    """Returns the buckets with which every id above a count has one."""
-    return {table.name: table.num_buckets(threshold, table.name in compressed) for table in tables}
-
-
-def _total_bytes(tables: Sequence[CompressibleTable], buckets: Mapping[str, int | None]) -> int:
-    """Returns the bytes of all tables on all ranks."""
-    return sum(table.num_bytes(buckets[table.name]) for table in tables)
-
-
-def _compressible_tables(config: Config, world_size: int) -> list[CompressibleTable]:
-    """Returns the tables that have no settings of their own."""
-    features = [
-        feature for feature in config.data.load_schema().categorical if feature.name not in config.embedding.tables
-    ]
-    id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
-    settings, dense_tables = _compressed_settings(config, None), config.task.build().dense_tables
-    return [
-        CompressibleTable(
-            feature,
-            settings,
-            optimizers.for_dense_gradient() if feature.name in dense_tables else optimizers,
-            world_size,
-            id_counts[feature.name],
-        )
-        for feature in features
-    ]
-
-
 def _compressed_settings(config: Config, num_buckets: int | None) -> TableConfig:
-    """Returns the default's settings for a compressed table."""
     default = config.embedding.default
     scheme = "remainder" if default.partition == "remainder" else "quotient_remainder"
     # those of other schemes may be for more partitions
     dims = default.dims if default.dims is not None and len(default.dims) == 2 else None
     return dataclasses.replace(default, partition=scheme, num_buckets=num_buckets, collisions=None, dims=dims)
-
-
-def _with_buckets(config: Config, buckets: Mapping[str, int | None]) -> Config:
-    """Returns the config with settings for each of these tables; settings that are there stay."""
-    whole = dataclasses.replace(config.embedding.default, partition="naive")
-    tables = {
-        name: whole if own is None else _compressed_settings(config, own) for name, own in buckets.items()
-    } | config.embedding.tables
-    return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, tables=tables))

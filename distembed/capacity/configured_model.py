@@ -1,14 +1,14 @@
 """A config as ``distembed plan`` plans it: its model and step are those of ``distembed train``."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from distembed.capacity.plannable import ModelOnCluster, Plannable
-from distembed.config import Config, TrainConfig
+from distembed.config import Config
 from distembed.describe import tied_outputs
-from distembed.embedding import TableConfig, build_tables
+from distembed.embedding import build_tables
 from distembed.planning import PlanConfig, PlanRequest
 from distembed.planning.cluster import Cluster
 from distembed.planning.networks import require_networks_fit
@@ -17,39 +17,23 @@ from distembed.sse.config import build_sse
 from distembed.tasks import batch_schema
 from distembed.training.build import Blueprint, table_optimizers, use_bf16
 
-_HASHED = ("quotient_remainder", "remainder")
-"""Partition schemes that a number of collisions, or of buckets, compresses."""
+_HASHED = ("quotient_remainder", "remainder")  # schemes that a number of collisions, or of buckets, compresses
 _UNKNOWN_STEP = (
     "the memory of the networks' step and its time could not be estimated: it looks at values, or has an operator "
     "without a form for fake tensors; a share of each device is kept free for it"
 )
 
 
-@dataclass(frozen=True)
 class ConfiguredModel(Plannable):
     """The model of a config."""
 
-    config: Config
-
-    @property
-    def plan(self) -> PlanConfig:
-        return self.config.plan
-
-    @property
-    def batch_size(self) -> int:
-        return self.config.train.batch_size
-
-    @property
-    def sparse_optimizer(self) -> str:
-        return self.config.train.sparse_optimizer.name
-
-    @property
-    def collisions(self) -> int | None:
-        """Ids that share a row of the default's tables, 1 where none do; None where another scheme compresses them."""
-        default = self.config.embedding.default
-        if default.partition == "naive":
-            return 1
-        return (default.collisions or 1) if default.partition in _HASHED else None
+    def __init__(self, config: Config) -> None:
+        default, train = config.embedding.default, config.train
+        # tables of other schemes cannot be compressed further
+        by_scheme = {"naive": 1, **dict.fromkeys(_HASHED, default.collisions or 1)}
+        collisions = by_scheme.get(default.partition)
+        super().__init__(config.plan, train.batch_size, train.sparse_optimizer.name, collisions)
+        self.config = config
 
     def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
         config, is_cuda = self.config, cluster.device.kind == "cuda"
@@ -75,43 +59,35 @@ class ConfiguredModel(Plannable):
         return sum((whole_table_storage(table, optimizers) for table in tables), TableStorage()).total
 
     def with_plan(self, plan: PlanConfig) -> "ConfiguredModel":
-        return ConfiguredModel(dataclasses.replace(self.config, plan=plan))
+        return ConfiguredModel(replace(self.config, plan=plan))
 
-    def with_batch_size(self, num_rows: int) -> "tuple[ConfiguredModel, str]":
-        train = dataclasses.replace(self.config.train, batch_size=num_rows)
-        return self._with_train(train), f"train.batch_size={num_rows}"
+    def with_batch_size(self, num_rows: int) -> "tuple[str, ConfiguredModel]":
+        return f"train.batch_size={num_rows}", self._with_train(batch_size=num_rows)
 
-    def with_sparse_optimizer(self, name: str) -> "tuple[ConfiguredModel, str]":
-        optimizer = dataclasses.replace(self.config.train.sparse_optimizer, name=name)
-        train = dataclasses.replace(self.config.train, sparse_optimizer=optimizer)
-        return self._with_train(train), f"train.sparse_optimizer.name={name}"
+    def with_sparse_optimizer(self, name: str) -> "tuple[str, ConfiguredModel]":
+        optimizer = replace(self.config.train.sparse_optimizer, name=name)
+        return f"train.sparse_optimizer.name={name}", self._with_train(sparse_optimizer=optimizer)
 
-    def with_collisions(self, collisions: int) -> "tuple[ConfiguredModel, str]":
+    def _with_train(self, **changes: Any) -> "ConfiguredModel":
+        return ConfiguredModel(replace(self.config, train=replace(self.config.train, **changes)))
+
+    def with_collisions(self, collisions: int) -> "tuple[str, ConfiguredModel]":
         """Compresses the default's tables; those of tables with settings of their own stay as they are."""
         embedding = self.config.embedding
         default = embedding.default
         scheme = "quotient_remainder" if default.partition == "naive" else default.partition
-        table = dataclasses.replace(default, partition=scheme, collisions=collisions, num_buckets=None)
-        config = dataclasses.replace(self.config, embedding=dataclasses.replace(embedding, default=table))
+        changed = replace(default, partition=scheme, collisions=collisions, num_buckets=None)
         settings = [] if scheme == default.partition else [f"embedding.default.partition={scheme}"]
         settings += [] if default.num_buckets is None else ["embedding.default.num_buckets=null"]
         settings.append(f"embedding.default.collisions={collisions}")
-        for name, own_table in embedding.tables.items():
-            settings += [f"embedding.tables.{name}.{own}" for own in _settings_to_repeat(own_table, default, scheme)]
-        return ConfiguredModel(config), " ".join(settings)
-
-    def _with_train(self, train: TrainConfig) -> "ConfiguredModel":
-        """Returns the same with another section ``train``."""
-        return ConfiguredModel(dataclasses.replace(self.config, train=train))
-
-
-def _settings_to_repeat(table: TableConfig, default: TableConfig, scheme: str) -> list[str]:
-    """Returns what to type of a table that keeps its settings, where it has them from the default that changes."""
-    settings = []
-    if table.partition == default.partition and scheme != default.partition:
-        settings.append(f"partition={table.partition}")
-    is_hashed = table.partition in _HASHED
-    if is_hashed and (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets):
-        is_given = table.num_buckets is not None
-        settings.append(f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}")
-    return settings
+        # settings that tables keep, and have from the default that changes
+        for name, table in embedding.tables.items():
+            own = f"embedding.tables.{name}"
+            if table.partition == default.partition != scheme:
+                settings.append(f"{own}.partition={table.partition}")
+            is_same = (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets)
+            if table.partition in _HASHED and is_same:
+                is_given = table.num_buckets is not None
+                kept = f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}"
+                settings.append(f"{own}.{kept}")
+        return " ".join(settings), ConfiguredModel(replace(self.config, embedding=replace(embedding, default=changed)))

@@ -13,8 +13,7 @@ from distembed.outputs import require_file
 if TYPE_CHECKING:
     from distembed.capacity.report import CapacityReport
 
-REPORT_SUFFIXES = (".html", ".png", ".svg")
-"""How the name of a report may end: a page, or the chart alone."""
+REPORT_SUFFIXES = (".html", ".png", ".svg")  # a page, or the chart alone
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,11 @@ class PlanFiles:
     def requested(self) -> Iterator[tuple[str, Path]]:
         """Yields the option and the file of each that was asked for."""
         for option in ("output", "compress", "report"):
-            file = getattr(self, option)
-            if file is not None:
+            if (file := getattr(self, option)) is not None:
                 yield f"--{option}", file
 
     def require_writable(self) -> None:
-        """Finds out what can be known before there is anything to write.
-
-        Raises:
-            UserError: A file is a folder, or is there and is not to be replaced, or two options name the same one.
-            RunError: No file can be made in a folder.
-        """
+        """Refuses files that could not be written, before there is anything to write, and two options with one file."""
         option_by_file: dict[Path, str] = {}
         for option, file in self.requested():
             other = option_by_file.setdefault(file.absolute(), option)
@@ -51,25 +44,18 @@ class PlanFiles:
 
 
 def write_capacity_report(report: "CapacityReport", file: Path) -> None:
-    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all.
-
-    Raises:
-        UserError: The file has another suffix, or is a folder.
-        RunError: The file cannot be written.
-    """
+    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all."""
     from distembed.capacity.chart import render_chart  # matplotlib takes a second to load
     from distembed.capacity.page import render_capacity_page
 
     _require_known_suffix(file)
-    suffix = file.suffix.lower()
-    is_page = suffix == ".html"
-    content = render_capacity_page(report).encode() if is_page else render_chart(report.assessment, suffix[1:])
+    suffix = file.suffix.lower()[1:]
+    content = render_capacity_page(report).encode() if suffix == "html" else render_chart(report.assessment, suffix)
     with whole_file(file) as temporary:
         Path(temporary).write_bytes(content)
 
 
 def _require_known_suffix(file: Path) -> None:
-    """Refuses a file that no report can be written to."""
     if file.suffix.lower() not in REPORT_SUFFIXES:
         found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
         raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")

@@ -3,13 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self
 
 from distembed.planning import PlanConfig, PlanRequest
 from distembed.planning.cluster import Cluster
 from distembed.planning.plan_inputs import PlanInputs
-
-PlannableT = TypeVar("PlannableT", bound="Plannable")
 
 
 @dataclass(frozen=True)
@@ -22,56 +20,43 @@ class ModelOnCluster:
 
 
 class Plannable(ABC):
-    """A model with its step and settings, to be planned for any cluster."""
+    """A model with its step and settings, to be planned for any cluster.
 
-    @property
-    @abstractmethod
-    def plan(self) -> PlanConfig:
-        """Ways in which tables may be placed."""
+    Methods that change a setting return what is typed for the change, and the changed model.
 
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Rows of a step on all ranks."""
+    Args:
+        plan: Ways in which tables may be placed.
+        batch_size: Rows of a step on all ranks.
+        sparse_optimizer: Name of the optimizer of the tables; None where it cannot be changed.
+        collisions: Ids that share a row of a table, 1 where none do; None where that cannot be changed.
+    """
 
-    @property
-    @abstractmethod
-    def sparse_optimizer(self) -> str | None:
-        """Name of the optimizer of the tables; None where it cannot be changed."""
-
-    @property
-    def collisions(self) -> int | None:
-        """Ids that share a row of the compressed partition, 1 where none do; None where that cannot be changed."""
-        return None
+    def __init__(
+        self, plan: PlanConfig, batch_size: int, sparse_optimizer: str | None, collisions: int | None = None
+    ) -> None:
+        self.plan, self.batch_size = plan, batch_size
+        self.sparse_optimizer, self.collisions = sparse_optimizer, collisions
 
     @abstractmethod
     def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
-        """Returns what a plan for a cluster is made from.
-
-        Raises:
-            UserError: The settings cannot be planned at all.
-            InsufficientMemory: This machine cannot make the networks.
-        """
+        """Returns what a plan for a cluster is made from; refuses settings that cannot be planned at all."""
 
     @abstractmethod
     def table_bytes(self) -> int:
         """Returns the bytes of all tables with their optimizer's state, each of them once."""
 
     @abstractmethod
-    def with_plan(self: PlannableT, plan: PlanConfig) -> PlannableT:
-        """Returns the same whose tables may be placed in other ways."""
+    def with_plan(self, plan: PlanConfig) -> Self:
+        """Returns the model whose tables may be placed in other ways."""
 
     @abstractmethod
-    def with_batch_size(self: PlannableT, num_rows: int) -> tuple[PlannableT, str]:
-        """Returns the same with so many rows a step, and what is typed for that."""
+    def with_batch_size(self, num_rows: int) -> tuple[str, Self]:
+        """Changes the rows of a step."""
 
     @abstractmethod
-    def with_sparse_optimizer(self: PlannableT, name: str) -> tuple[PlannableT, str]:
-        """Returns the same with another optimizer of the tables, and what is typed for that."""
+    def with_sparse_optimizer(self, name: str) -> tuple[str, Self]:
+        """Changes the optimizer of the tables."""
 
-    def with_collisions(self: PlannableT, collisions: int) -> tuple[PlannableT, str]:
-        """Returns the same with tables compressed so far, and what is typed for that.
-
-        It is called only where :attr:`collisions` is a number.
-        """
+    def with_collisions(self, collisions: int) -> tuple[str, Self]:
+        """Compresses the tables; called only where ``collisions`` is a number."""
         raise NotImplementedError

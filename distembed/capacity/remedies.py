@@ -1,29 +1,25 @@
 """What would make a model fit: each remedy is planned as it would be typed before it is named.
 
-The search is bounded, since a plan for many ranks or columns takes seconds. What cannot help is not planned at all:
-tables that take more bytes than all ranks would have for them if a batch had no rows.
+Each kind of change has sizes, from small to large, of which the least that makes the model fit is looked for. The
+search is bounded, since a plan for many ranks or columns takes seconds. What cannot help is not planned at all: tables
+that take more bytes than all ranks would have for them if a batch had no rows.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from distembed.capacity.assessment import Assessment, assess, reserve_bytes
+from distembed.capacity.assessment import Assessment, assess
 from distembed.capacity.plannable import Plannable
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES
-from distembed.planning.networks import NetworkEstimate
 from distembed.units import exact_bytes
 
-MAX_SECONDS = 20.0
-"""Seconds after which the search begins no other plan."""
-
-MAX_RANKS = 4096
-"""Ranks up to which a search plans larger clusters."""
+MAX_RANKS = 4096  # up to which a search plans larger clusters
+_MAX_SECONDS = 20.0
 _MAX_NODES_FACTOR = 64
 _MAX_GPUS = 8
 _MAX_COLLISIONS = 2**20
@@ -39,23 +35,94 @@ class Remedies:
 
 
 def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Cluster) -> int:
-    """Returns the bytes that all ranks would have for tables if a batch had no rows, which is more than they do.
+    """Returns the bytes that all ranks of a cluster would have for tables if a batch had no rows: more than they do.
 
-    Args:
-        plannable: Model to plan.
-        assessment: Plan of the model for any cluster.
-        cluster: The ranks.
+    The assessment is of the same model for any cluster.
     """
-    workload = assessment.workload
-    network = workload.network or NetworkEstimate()
-    beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
-    beside += sum(workload.graph_bytes.values()) + reserve_bytes(assessment.reserve, cluster)
+    items = assessment.workload.bytes_beside_tables(world_size=2).items()  # with gradients, which one rank has as well
+    beside = sum(num_bytes for item, num_bytes in items if item != "activations")
+    beside += round(assessment.reserve * cluster.rank_bytes)
     host_bytes = cluster.host_bytes_per_rank if plannable.plan.host_memory else 0
     return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
 
-class _OutOfTimeError(Exception):
-    """Says that the search may begin no other plan."""
+def least_enough(too_few: int, enough: int, is_enough: Callable[[int], bool]) -> int:
+    """Returns the least number that is enough, by bisection; where a number is enough, larger ones are taken to be."""
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
+    return enough
+
+
+def _in_turn(too_few: int, most: int, fits: Callable[[int], bool]) -> int | None:
+    return next(filter(fits, range(too_few + 1, most + 1)), None)
+
+
+def _below_most(too_few: int, most: int, fits: Callable[[int], bool]) -> int | None:
+    return least_enough(too_few, most, fits) if too_few < most and fits(most) else None
+
+
+def _by_doubling(too_few: int, most: int, fits: Callable[[int], bool]) -> int | None:
+    low, high = too_few, 2 * too_few
+    while high <= most and not fits(high):
+        low, high = high, 2 * high
+    return least_enough(low, high, fits) if high <= most else None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of change."""
+
+    find: Callable[[int, int, Callable[[int], bool]], int | None]
+    too_few: int  # size that changes nothing
+    most: int  # largest size; at most `too_few` where no change of the kind helps
+    change: Callable[[int], tuple[str, Plannable, Cluster]]  # what to type for a size, and what is planned then
+
+
+def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is_given: bool) -> list[_Kind]:
+    """Returns the kinds of changes in the order in which they are looked for."""
+    device, is_cpu, plan = cluster.device, cluster.device.kind == "cpu", model.plan
+    nodes, gpus, is_fixed = cluster.nodes, cluster.ranks_per_node, bool(cluster.memory_by_rank)
+
+    def on(typed: str, **changes: Any) -> tuple[str, Plannable, Cluster]:
+        return typed, model, replace(cluster, **changes)
+
+    larger = [own for own in DEVICES.values() if own.kind == device.kind and own.memory_bytes > device.memory_bytes]
+    larger = [] if is_fixed else sorted(larger, key=lambda own: own.memory_bytes)
+
+    def on_device(number: int) -> tuple[str, Plannable, Cluster]:
+        other = larger[number - 1]
+        if not memory_is_given:
+            return on(f"--gpu {other.name}", device=other)
+        memory_bytes = other.memory_bytes  # --memory holds for any device
+        return on(f"--memory {exact_bytes(memory_bytes)}", device=replace(device, memory_bytes=memory_bytes))
+
+    # on a CPU further ranks would share its memory
+    most_gpus = 0 if nodes > 1 or is_cpu or is_fixed else _MAX_GPUS
+    most_nodes = 0 if is_fixed else nodes * _MAX_NODES_FACTOR
+    halvings = (model.batch_size // cluster.world_size).bit_length() - 1  # that leave a row for each rank
+    kinds = [
+        _Kind(_in_turn, gpus, most_gpus, lambda number: on(f"--gpus {number}", ranks_per_node=number)),
+        _Kind(_by_doubling, nodes, most_nodes, lambda number: on(f"--nodes {number}", nodes=number)),
+        _Kind(_in_turn, 0, len(larger), on_device),
+        _Kind(_below_most, 0, halvings, lambda number: (*model.with_batch_size(model.batch_size >> number), cluster)),
+    ]
+    if not assessment.bytes_left_for_tables:
+        return kinds  # where networks alone are too large, smaller tables or other places for them do not help
+    free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}, "together": []}
+    freed = {name: value for name, value in free.items() if getattr(plan, name) != value}
+    settings = " ".join(f"plan.{name}={'null' if value is None else value}" for name, value in freed.items())
+    has_weight_states = model.sparse_optimizer is not None and OPTIMIZERS[model.sparse_optimizer].has_weight_states
+    # all tables on any one rank, whose share of its node's this is
+    most_host = gpus * (assessment.one_copy.total // _GIB + 1) if plan.host_memory and not is_cpu else 0
+    host, most_collisions = cluster.host_memory_bytes // _GIB, 0 if model.collisions is None else _MAX_COLLISIONS
+    return [
+        *kinds,
+        _Kind(_in_turn, 0, bool(freed), lambda _: (settings, model.with_plan(replace(plan, **freed)), cluster)),
+        _Kind(_in_turn, 0, has_weight_states, lambda _: (*model.with_sparse_optimizer(row_wise_name()), cluster)),
+        _Kind(_below_most, host, most_host, lambda own: on(f"--host-memory {own}GiB", host_memory_bytes=own * _GIB)),
+        _Kind(_by_doubling, model.collisions or 1, most_collisions, lambda n: (*model.with_collisions(n), cluster)),
+    ]
 
 
 def find_remedies(
@@ -63,163 +130,35 @@ def find_remedies(
     cluster: Cluster,
     memory_is_given: bool = False,
     assessment: Assessment | None = None,
-    max_seconds: float = MAX_SECONDS,
+    max_seconds: float = _MAX_SECONDS,
 ) -> Remedies:
-    """Finds one remedy of each kind: the smallest change of its kind, or the smallest found in time.
+    """Finds one remedy of each kind for a model that does not fit: the smallest change, or the smallest found in time.
 
-    Args:
-        plannable: Model that does not fit.
-        cluster: Cluster that it does not fit.
-        memory_is_given: Whether ``--memory`` was typed, which holds for any device.
-        assessment: Result of planning the model for the cluster; it is planned once more unless given.
-        max_seconds: Seconds after which no other plan is begun.
+    ``memory_is_given`` says that ``--memory`` was typed. No plan is begun after ``max_seconds``. The assessment of the
+    model on the cluster is made unless given.
     """
-    assessment = assessment if assessment is not None else assess(plannable, cluster)
-    search = _Search(plannable, cluster, assessment, memory_is_given)
-    kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes, search.device, search.batch_size]
-    # where networks alone are too large, smaller tables or other places for them are none
-    if search.assessment.bytes_left_for_tables:
-        kinds += [search.sharding, search.optimizer, search.host_memory, search.collisions]
-    arguments, end = list[str](), time.monotonic() + max_seconds
+    found = assessment if assessment is not None else assess(plannable, cluster)
+    arguments, is_complete, end = list[str](), True, time.monotonic() + max_seconds
+    kinds = _kinds(plannable, cluster, found, memory_is_given)
     for i, kind in enumerate(kinds):
         # a share of what is left each, so that none takes all
         now = time.monotonic()
-        search.deadline = now + (end - now) / (len(kinds) - i)
-        try:
-            argument = kind()
-        except _OutOfTimeError:
-            argument = None
-        arguments += [] if argument is None else [argument]
-    return Remedies(tuple(arguments), is_complete=not search.was_cut_short)
+        deadline = now + (end - now) / (len(kinds) - i)
 
-
-class _Search:
-    """Looks for remedies: a method a kind, which returns what to type, or None where no change of the kind helps."""
-
-    def __init__(self, plannable: Plannable, cluster: Cluster, assessment: Assessment, memory_is_given: bool) -> None:
-        self._plannable, self._cluster, self.assessment = plannable, cluster, assessment
-        self._memory_is_given = memory_is_given
-        # time of the monotonic clock after which no other plan is begun; whether there was such a plan
-        self.deadline, self.was_cut_short = 0.0, False
-
-    def gpus(self) -> str | None:
-        """Adds GPUs to the only node; on a CPU further ranks would share its memory."""
-        cluster = self._cluster
-        if cluster.nodes > 1 or cluster.device.kind == "cpu" or cluster.memory_by_rank:
-            return None
-        numbers = range(cluster.ranks_per_node + 1, _MAX_GPUS + 1)
-        sufficient = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, ranks_per_node=n)))
-        number = next(sufficient, None)
-        return None if number is None else f"--gpus {number}"
-
-    def nodes(self) -> str | None:
-        """Adds nodes to the cluster, at most ``_MAX_NODES_FACTOR`` times as many."""
-        cluster = self._cluster
-        if cluster.memory_by_rank:
-            return None
-        number = self._least(
-            lambda n: self._fits(cluster=dataclasses.replace(cluster, nodes=n)),
-            cluster.nodes,
-            cluster.nodes * _MAX_NODES_FACTOR,
-        )
-        return None if number is None else f"--nodes {number}"
-
-    def device(self) -> str | None:
-        """Takes another device of the catalogue, or its memory in place of the size that was typed."""
-        own = self._cluster.device
-        if self._cluster.memory_by_rank:
-            return None
-        for other in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
-            if other.kind != own.kind or other.memory_bytes <= own.memory_bytes:
-                continue
-            device = dataclasses.replace(own, memory_bytes=other.memory_bytes) if self._memory_is_given else other
-            if self._fits(cluster=dataclasses.replace(self._cluster, device=device)):
-                return f"--memory {exact_bytes(other.memory_bytes)}" if self._memory_is_given else f"--gpu {other.name}"
-        return None
-
-    def batch_size(self) -> str | None:
-        """Halves the batch, as seldom as it takes and not below a row for each rank."""
-        rows = self._plannable.batch_size
-
-        def halved(halvings: int) -> tuple[Plannable, str]:
-            return self._plannable.with_batch_size(rows >> halvings)
-
-        def fits(halvings: int) -> bool:
-            return self._fits(halved(halvings)[0])
-
-        most = (rows // self._cluster.world_size).bit_length() - 1
-        if most < 1 or not fits(most):
-            return None
-        return halved(self._bisect(fits, 0, most))[1]
-
-    def sharding(self) -> str | None:
-        """Drops what the settings say of how tables may be placed."""
-        plan = self._plannable.plan
-        free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}, "together": []}
-        changed = {name: value for name, value in free.items() if getattr(plan, name) != value}
-        if not changed:
-            return None
-        settings = " ".join(f"plan.{name}={'null' if value is None else value}" for name, value in changed.items())
-        return settings if self._fits(self._plannable.with_plan(dataclasses.replace(plan, **changed))) else None
-
-    def optimizer(self) -> str | None:
-        """Takes an optimizer that keeps a number for each row, where there is one that keeps some for each weight."""
-        name = self._plannable.sparse_optimizer
-        if name is None or not OPTIMIZERS[name].has_weight_states:
-            return None
-        changed, argument = self._plannable.with_sparse_optimizer(row_wise_name())
-        return argument if self._fits(changed) else None
-
-    def host_memory(self) -> str | None:
-        """Adds host memory to each node, in whole gibibytes, where tables may lie in it."""
-        cluster = self._cluster
-        if not self._plannable.plan.host_memory or cluster.device.kind == "cpu":
-            return None
-
-        def fits(gibibytes: int) -> bool:
-            return self._fits(cluster=dataclasses.replace(cluster, host_memory_bytes=gibibytes * _GIB))
-
-        # all tables on any one rank, whose share of its node's this is
-        enough = cluster.ranks_per_node * (self.assessment.one_copy.total // _GIB + 1)
-        too_few = cluster.host_memory_bytes // _GIB
-        if too_few >= enough or not fits(enough):
-            return None
-        return f"--host-memory {self._bisect(fits, too_few, enough)}GiB"
-
-    def collisions(self) -> str | None:
-        """Compresses tables further, or at all."""
-        before, with_collisions = self._plannable.collisions, self._plannable.with_collisions
-        if before is None:
-            return None
-        number = self._least(lambda collisions: self._fits(with_collisions(collisions)[0]), before, _MAX_COLLISIONS)
-        return None if number is None else with_collisions(number)[1]
-
-    def _fits(self, plannable: Plannable | None = None, cluster: Cluster | None = None) -> bool:
-        """Plans a changed model or cluster while there is time; False if other settings refuse the change."""
-        plannable, cluster = plannable or self._plannable, cluster or self._cluster
-        try:
-            if plannable.table_bytes() > max_table_bytes(self._plannable, self.assessment, cluster):
+        def fits(size: int, kind: _Kind = kind, deadline: float = deadline) -> bool:
+            """Plans a changed model or cluster while there is time; False if other settings refuse the change."""
+            nonlocal is_complete
+            try:
+                _, model, on = kind.change(size)
+                if model.table_bytes() > max_table_bytes(plannable, found, on):
+                    return False
+                if on.world_size > MAX_RANKS or time.monotonic() >= deadline:
+                    is_complete = False
+                    return False
+                return assess(model, on).fits
+            except UserError:
                 return False
-            if cluster.world_size > MAX_RANKS or time.monotonic() >= self.deadline:
-                self.was_cut_short = True
-                raise _OutOfTimeError
-            return assess(plannable, cluster).fits
-        except UserError:
-            return False
 
-    def _least(self, fits: Callable[[int], bool], too_few: int, most: int) -> int | None:
-        """Returns the least number above ``too_few`` and up to ``most`` that fits, by doubling and then bisecting."""
-        low, high = too_few, 2 * too_few
-        while high <= most and not fits(high):
-            low, high = high, 2 * high
-        return self._bisect(fits, low, high) if high <= most else None
-
-    def _bisect(self, fits: Callable[[int], bool], too_few: int, enough: int) -> int:
-        """Returns the least number that fits, or the least found in time."""
-        try:
-            while enough - too_few > 1:
-                middle = (too_few + enough) // 2
-                too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-        except _OutOfTimeError:
-            pass
-        return enough
+        size = kind.find(kind.too_few, kind.most, fits)
+        arguments += [] if size is None else [kind.change(size)[0]]
+    return Remedies(tuple(arguments), is_complete)

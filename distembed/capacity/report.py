@@ -9,8 +9,6 @@ from distembed.capacity.smallest import Smallest, find_smallest
 from distembed.capacity.training_cost import TrainingCost, TrainingRun, training_cost
 from distembed.planning.cluster import Cluster
 
-UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long here"
-
 
 @dataclass(frozen=True)
 class CapacityReport:
@@ -29,30 +27,26 @@ class CapacityReport:
         return training_cost(self.assessment, self.training_run)
 
     @property
+    def lines(self) -> list[str]:
+        """Lines of what the training run costs, and of how the smallest cluster was found."""
+        return [line for own in (self.cost, self.smallest) if own is not None for line in own.lines]
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes of the assessment, and one more where the search for remedies was cut short."""
-        return (*self.assessment.notes, *(() if self.remedies.is_complete else (UNFINISHED_SEARCH,)))
+        unfinished = "more remedies were not looked for: planning takes too long here"
+        return (*self.assessment.notes, *([] if self.remedies.is_complete else [unfinished]))
 
 
 def report_capacity(
     plannable: Plannable, cluster: Cluster, memory_is_given: bool, find_cluster: bool = False
 ) -> CapacityReport:
-    """Plans a model for a cluster and, where it does not fit, looks for remedies.
+    """Plans a model for a cluster or the smallest that it fits; where it does not fit, looks for remedies.
 
-    Args:
-        plannable: Model to plan, with its step and settings.
-        cluster: Cluster to plan for.
-        memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
-        find_cluster: Whether the smallest cluster that the model fits is planned, with at most as many ranks a node;
-            where none is found, the one given is.
-
-    Raises:
-        UserError: The settings cannot be planned at all.
+    ``memory_is_given`` says that ``--memory`` was typed, so that no other device would have more.
     """
     smallest = find_smallest(plannable, cluster) if find_cluster else None
-    if smallest is not None and smallest.assessment is not None:
-        return CapacityReport(smallest.assessment, smallest=smallest)
-    assessment = assess(plannable, cluster)
-    if assessment.fits:
-        return CapacityReport(assessment, smallest=smallest)
-    return CapacityReport(assessment, find_remedies(plannable, cluster, memory_is_given, assessment), smallest)
+    found = None if smallest is None else smallest.assessment
+    assessment = found or assess(plannable, cluster)
+    remedies = Remedies() if assessment.fits else find_remedies(plannable, cluster, memory_is_given, assessment)
+    return CapacityReport(assessment, remedies, smallest)

@@ -1,7 +1,6 @@
 """What ``distembed plan`` does once its options are read: plan, print, and only then write the files asked for.
 
-What was planned is printed before a file is written, so that a full disk loses nothing of it. What can be known of a
-file is checked before that, in :mod:`~distembed.capacity.plan_files`.
+What was planned is printed before a file is written, so that a full disk loses nothing of it.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from distembed.capacity.compression import compress_config
 from distembed.capacity.configured_model import ConfiguredModel
 from distembed.capacity.plan_files import PlanFiles, write_capacity_report
 from distembed.capacity.plannable import Plannable
-from distembed.capacity.report import CapacityReport, report_capacity
+from distembed.capacity.report import report_capacity
 from distembed.capacity.terminal import print_capacity_report
 from distembed.capacity.training_cost import TrainingRun
 from distembed.errors import InsufficientMemory
@@ -33,56 +32,32 @@ def run_plan(
     console: Console | None,
     errors: Console,
 ) -> bool:
-    """Plans, prints and writes; returns whether the model fits.
-
-    Args:
-        plannable: Model to plan, of a config where a compressed one is asked for.
-        cluster: Cluster to plan for.
-        files: Files to write, which were found to be writable.
-        memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
-        smallest: Whether the smallest cluster that fits is looked for, with at most as many ranks a node.
-        training_run: Training run to cost, where one is asked for.
-        console: Console that tables are printed to; JSON is printed in their place where it is None.
-        errors: Console that says which files are not written.
-
-    Raises:
-        UserError: The settings cannot be planned at all.
-        RunError: A file cannot be written; the plan is printed by then.
-    """
-    reason = "it does not fit"
+    """Plans, prints and writes; returns whether the model fits. Without a console for tables, JSON is printed."""
+    reason, config = "it does not fit", None
     if files.compress is not None:
         assert isinstance(plannable, ConfiguredModel)
+        config = plannable.config
         try:
-            plannable = ConfiguredModel(compress_config(plannable.config, cluster))
+            config = compress_config(config, cluster)
         except InsufficientMemory as error:
             reason = str(error)  # then the config is planned as it is
+        plannable = ConfiguredModel(config)
     report = report_capacity(plannable, cluster, memory_is_given, smallest)
     report = dataclasses.replace(report, training_run=training_run)
+    fits, is_json = report.assessment.fits, console is None or files.output is not None
+    text = json.dumps(report_as_json(report), indent=2) if is_json else ""
     if console is None:
-        print(_json_text(report), flush=True)
+        print(text, flush=True)
     else:
         print_capacity_report(report, console)
-    fits = report.assessment.fits
     unwritten = [f"{option} {file}" for option, file in files.requested() if option != "--report" and not fits]
     if unwritten:
-        text = f"not written: {', '.join(unwritten)}, since {reason}"
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
-    _write(files, plannable, report)
-    return fits
-
-
-def _write(files: PlanFiles, plannable: Plannable, report: CapacityReport) -> None:
-    """Writes the files; of a model that does not fit the report alone."""
-    fits = report.assessment.fits
-    if files.compress is not None and fits:
-        assert isinstance(plannable, ConfiguredModel)
-        write_text(files.compress, plannable.config.to_yaml(), make_folder=True)
+        said = f"not written: {', '.join(unwritten)}, since {reason}"
+        errors.print(said, markup=False, highlight=False, soft_wrap=True)
+    if files.compress is not None and config is not None and fits:
+        write_text(files.compress, config.to_yaml(), make_folder=True)
     if files.output is not None and fits:
-        write_text(files.output, _json_text(report) + "\n", make_folder=True)
+        write_text(files.output, text + "\n", make_folder=True)
     if files.report is not None:
         write_capacity_report(report, files.report)
-
-
-def _json_text(report: CapacityReport) -> str:
-    """Returns the text that ``--json`` prints and ``--output`` holds."""
-    return json.dumps(report_as_json(report), indent=2)
+    return fits

@@ -3,22 +3,21 @@
 The texts are plain: a renderer escapes them.
 """
 
-import math
 from collections.abc import Callable
 
 from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.by_rank import (
     PlanColumn,
+    RankGroup,
     RankQuantity,
     bytes_or_dash,
     format_milliseconds,
+    group_text,
     memory_by_rank,
-    milliseconds_decimals,
     percent_at_most,
 )
 from distembed.planning.cluster import Cluster
 from distembed.planning.other_placements import Alternative
-from distembed.planning.planned_rank import SentBytes
 from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes, format_ranges
 
@@ -27,14 +26,12 @@ ALTERNATIVES_LEGEND = (
     "slowest rank's step, bytes of the fullest rank, bytes that all ranks send in a step"
 )
 _MAX_LINES, _MAX_REASON_CHARACTERS = 32, 300
-_ROUNDING = 1e-9
+_ROUNDING, _LEAST_MS = 1e-9, 0.0005  # shorter times are written as 0
+_NO_ALTERNATIVES = "none"
 
 
 def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
-    """Returns the columns of the table by table.
-
-    Where there is no plan they say sizes alone; host memory is a column only where some table lies there.
-    """
+    """Returns the columns of the table by table; where there is no plan they say sizes alone."""
     columns = [
         PlanColumn[AssessedTable]("table", lambda table: table.name, is_number=False, least_width=8),
         PlanColumn[AssessedTable]("scheme", lambda table: table.scheme, is_number=False, dispensable=2),
@@ -42,10 +39,14 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
     ]
     if not assessment.ranks:
         return [*columns, PlanColumn("memory, one copy", lambda table: format_bytes(table.one_copy.total))]
-    world_size = assessment.cluster.world_size
+
+    def ranks_text(table: AssessedTable) -> str:
+        ranks = sorted(set(table.ranks))
+        return "all" if not ranks or len(ranks) == assessment.cluster.world_size > 1 else format_ranges(ranks)
+
     columns += [
-        PlanColumn("placed", _placed_text, is_number=False, least_width=20),
-        PlanColumn("ranks", lambda table: _ranks_text(table, world_size), is_number=False, least_width=12),
+        PlanColumn("placed", _sharding_text, is_number=False, least_width=20),
+        PlanColumn("ranks", ranks_text, is_number=False, least_width=12),
         PlanColumn("memory, all ranks", lambda table: format_bytes(table.storage.total)),
     ]
     if any(map(is_in_host_memory, assessment.tables)):
@@ -53,8 +54,7 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
         columns.append(PlanColumn("cache", lambda table: bytes_or_dash(table.storage.cache), dispensable=4))
     columns.append(PlanColumn("why", lambda table: table.why, is_number=False, dispensable=1))
     if any(table.alternatives for table in assessment.tables):
-        text = PlanColumn[AssessedTable]("instead", lambda table: alternatives_text(table) or "none", False, 0)
-        columns.append(text)
+        columns.append(PlanColumn("instead", lambda table: _alternatives_text(table) or _NO_ALTERNATIVES, False, 0))
     return columns
 
 
@@ -77,12 +77,11 @@ def cluster_text(cluster: Cluster) -> str:
 
 def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
     """Returns the fullest rank, the slowest rank, the size of a step, and how near the plan is to the fastest."""
-    cluster, fullest = assessment.cluster, memory.most.first
-    speed = assessment.rows_per_second
-    depth = pipeline_depth(cluster.device.kind, cluster.world_size)
+    fullest, speed = memory.sorted_groups[0], assessment.rows_per_second
+    depth = pipeline_depth(assessment.cluster.device.kind, assessment.cluster.world_size)
     return [
-        f"fullest: {memory.most.sentence_text}, {format_bytes(fullest.total_bytes)} of "
-        f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.moment}",
+        f"fullest: {_ranks(fullest)}, {format_bytes(fullest[0].total_bytes)} of "
+        f"{format_bytes(fullest[0].capacity_bytes)}; fullest moment of its step: {fullest[0].moment}",
         _slowest_line(time),
         f"a step has {assessment.workload.batch_size:,} rows on all ranks"
         + ("" if speed is None else f", {speed:,.0f} rows (samples) a second")
@@ -93,33 +92,30 @@ def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity)
 
 def _slowest_line(time: RankQuantity) -> str:
     """Returns the slowest rank, the parts of its step, the bytes it sends, and how long the others wait for it."""
-    slowest = time.most.first
+    group, *others = time.sorted_groups
+    slowest, num_others = group[0], sum(map(len, others))
     total, sent = slowest.times.total, slowest.sent
     parts = sorted(((item.amount(slowest), item.name) for item in time.items), reverse=True)
     shown = ", ".join(f"{name} {time.text(amount)}" for amount, name in parts if amount)
     largest, name = parts[0]
-    line = f"slowest: {time.most.sentence_text}, {time.text(total)} ms a step"
+    line = f"slowest: {_ranks(group)}, {time.text(total)} ms a step"
     line += f", {largest / total:.0%} of it {name} ({shown})" if total else ""
     if sent.total:
-        who = "it" if len(time.most.ranks) == 1 else "each"
-        line += f"; {who} sends {format_bytes(sent.total)} ({_sent_text(sent)})"
-    others = time.sorted_groups[1:]
-    waits = sum(len(group.ranks) * (total - group.first.times.total) for group in others)
-    wait = format_milliseconds(waits / (sum(len(group.ranks) for group in others) or 1))
-    return line if float(wait.replace(",", "")) == 0 else f"{line}; the others wait {wait} ms on average"
+        kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(sent).items() if num_bytes), reverse=True)
+        by_kind = ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
+        line += f"; {'it' if len(group) == 1 else 'each'} sends {format_bytes(sent.total)} ({by_kind})"
+    waits = sum(len(other) * (total - other[0].times.total) for other in others)
+    wait = waits / (num_others or 1)
+    return line if wait < _LEAST_MS else f"{line}; the others wait {format_milliseconds(wait)} ms on average"
 
 
-def _sent_text(sent: SentBytes) -> str:
-    """Returns the bytes that a rank sends, by kind, the most first."""
-    kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(sent).items() if num_bytes), reverse=True)
-    return ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
+def _ranks(group: RankGroup) -> str:
+    """Returns the ranks in a sentence: ``rank 7``, or ``ranks 0-3, 8 (5)``."""
+    return f"{'rank' if len(group) == 1 else 'ranks'} {group_text(group)}"
 
 
 def _bound_lines(assessment: Assessment) -> list[str]:
-    """Returns how far the plan is from the fastest one there can be, and whether the search was stopped early.
-
-    Nothing is said where no plan fits, and of the bound where none is known.
-    """
+    """Returns how far a plan that fits is from the fastest one there can be, and whether the search was stopped."""
     if not assessment.fits:
         return []
     slowest, bound = max(rank.times.total for rank in assessment.ranks), assessment.lower_bound_ms or 0.0
@@ -127,63 +123,54 @@ def _bound_lines(assessment: Assessment) -> list[str]:
         return ["bound: no plan that fits is faster"]
     lines = []
     if bound > 0:
-        scale = 10 ** milliseconds_decimals(bound)
-        at_least = format_milliseconds(math.floor(bound * scale) / scale)
         lines.append(
-            f"bound: no plan that fits takes less than {at_least} ms; this one is at most "
-            f"{percent_at_most(slowest / bound - 1)} above what any plan could reach"
+            f"bound: no plan that fits takes less than {format_milliseconds(bound, is_least=True)} ms; this one is at "
+            f"most {percent_at_most(slowest / bound - 1)} above what any plan could reach"
         )
     if not assessment.is_search_complete:
         lines.append("the search was stopped early, after its last allowed try; a faster plan may be there")
     return lines
 
 
-def alternatives_text(table: AssessedTable) -> str:
-    """Returns the other placements of a table with what they would cost, a line each; empty where there are none."""
-    return "\n".join(map(_alternative_text, table.alternatives))
-
-
-def reason_lines(assessment: Assessment) -> list[str]:
-    """Returns a line for each reason why tables are placed as they are, with their names."""
-    return _lines_by_text(assessment, "why", lambda table: table.why)
-
-
-def alternative_lines(assessment: Assessment) -> list[str]:
-    """Returns a line for all tables whose other placements would cost the same."""
-    return _lines_by_text(assessment, "instead", lambda table: alternatives_text(table).replace("\n", "; "))
-
-
-def _lines_by_text(assessment: Assessment, title: str, text: Callable[[AssessedTable], str]) -> list[str]:
+def lines_by_text(assessment: Assessment, column: PlanColumn[AssessedTable]) -> list[str]:
     """Returns such as ``why (C1, C2): whole: fastest``, a line for each text; of too many texts the first ones."""
     names_by_text: dict[str, list[str]] = {}
     for table in assessment.tables:
-        if own := text(table):
-            names_by_text.setdefault(own, []).append(table.name)
+        if (own := column.text(table)) not in ("", _NO_ALTERNATIVES):
+            names_by_text.setdefault(own.replace("\n", "; "), []).append(table.name)
     num_tables = len(assessment.tables)
     lines = [
-        f"{title} ({'all tables' if 1 < num_tables == len(names) else enumerate_names(names)}): {shared}"
+        f"{column.heading} ({'all tables' if 1 < num_tables == len(names) else enumerate_names(names)}): {shared}"
         for shared, names in names_by_text.items()
     ]
     num_unshown = sum(len(names) for names in list(names_by_text.values())[_MAX_LINES:])
-    rest = [f"{title} ({num_unshown:,} more tables): --report and --json say it"] if num_unshown else []
+    rest = [f"{column.heading} ({num_unshown:,} more tables): --report and --json say it"] if num_unshown else []
     return lines[:_MAX_LINES] + rest
 
 
-def _alternative_text(own: Alternative) -> str:
-    """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
-    shards = f" in {own.num_shards:,} shards" if own.num_shards > 1 else ""
-    sent = f", {_signed(own.added_sent_bytes, format_bytes)} sent" if own.added_sent_bytes else ""
-    milliseconds = _signed(own.added_milliseconds, format_milliseconds)
-    milliseconds = "+0" if float(milliseconds.replace(",", "")) == 0 else milliseconds
-    return (
-        f"{_sharding_text(own.sharding_type, own.compute_kernel)}{shards} {milliseconds} ms, "
-        f"{_signed(own.added_memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
-    )
+def _alternatives_text(table: AssessedTable) -> str:
+    """Returns a line for each: ``row_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
+
+    def signed(difference: float, text: Callable[[int], str]) -> str:
+        return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"  # type: ignore[arg-type]
+
+    lines = []
+    for own in table.alternatives:
+        shards = f" in {own.num_shards:,} shards" if own.num_shards > 1 else ""
+        sent = f", {signed(own.added_sent_bytes, format_bytes)} sent" if own.added_sent_bytes else ""
+        is_zero = abs(own.added_milliseconds) < _LEAST_MS
+        added = "+0" if is_zero else signed(own.added_milliseconds, format_milliseconds)
+        lines.append(
+            f"{_sharding_text(own)}{shards} {added} ms, "
+            f"{signed(own.added_memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
+        )
+    return "\n".join(lines)
 
 
-def _signed(difference: float, text: Callable[[int], str]) -> str:
-    """Returns a difference with its sign; plus for none."""
-    return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"  # type: ignore[arg-type]
+def _sharding_text(placed: AssessedTable | Alternative) -> str:
+    """Returns a sharding type, with the kernel where that is not the usual one; of replicated tables it is torch's."""
+    is_usual = placed.compute_kernel == "fused" or placed.sharding_type == "data_parallel"
+    return f"{placed.sharding_type}{'' if is_usual else f' ({placed.compute_kernel})'}"
 
 
 def host_lines(assessment: Assessment) -> list[str]:
@@ -191,8 +178,7 @@ def host_lines(assessment: Assessment) -> list[str]:
     tables = list(filter(is_in_host_memory, assessment.tables))
     if not tables:
         return []
-    host_bytes = sum(table.storage.host for table in tables)
-    cache_bytes = sum(table.storage.cache for table in tables)
+    host_bytes, cache_bytes = (sum(getattr(own.storage, name) for own in tables) for name in ("host", "cache"))
     cache = f"{format_bytes(cache_bytes)} of" if cache_bytes else "no"
     names = enumerate_names([table.name for table in tables])
     return [f"in host memory: {names}: {format_bytes(host_bytes)}, with {cache} cache on the devices"]
@@ -205,32 +191,26 @@ def shortage_lines(assessment: Assessment) -> list[str]:
     beside, capacity = assessment.bytes_beside_tables, assessment.cluster.rank_bytes
     by_size = sorted(beside.items(), key=lambda item: -item[1])
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in by_size if count)
-    if sum(beside.values()) > capacity:
+    if (num_bytes := sum(beside.values())) > capacity:
         # then tables have no part in it, whatever the planner says
-        needed = sum(beside.values())
         return [
-            f"without any tables each rank needs {format_bytes(needed)}, {format_bytes(needed - capacity)} more "
+            f"without any tables each rank needs {format_bytes(num_bytes)}, {format_bytes(num_bytes - capacity)} more "
             f"than it has: {items}"
         ]
     reason = assessment.planner_error.strip()
     if len(reason) > _MAX_REASON_CHARACTERS:
         reason = reason.splitlines()[0]
     planner = [f"the planner: {' '.join(reason.split())}"] if reason else []
-    return [_table_demand(assessment, items), *_overfull_ranks(assessment), *planner]
-
-
-def _table_demand(assessment: Assessment, items_beside: str) -> str:
-    """Returns the bytes of all tables, and those that are left for them."""
-    world_size, left = assessment.cluster.world_size, assessment.bytes_left_for_tables
+    world_size, needed = assessment.cluster.world_size, assessment.one_copy
     largest = max(assessment.tables, key=lambda table: table.one_copy.total)
     host_bytes = assessment.cluster.host_bytes_per_rank * world_size
     host = f", and {format_bytes(host_bytes)} of host memory" if host_bytes else ""
-    needed = assessment.one_copy
-    return (
+    demand = (
         f"tables with their optimizer take {format_bytes(needed.total + needed.host)}, the largest ({largest.name}) "
-        f"{format_bytes(largest.one_copy.total)}; {format_bytes(left)} are left for them on {world_size} rank(s)"
-        f"{host}, beside on each: {items_beside}; what a step looks up and exchanges comes on top"
+        f"{format_bytes(largest.one_copy.total)}; {format_bytes(assessment.bytes_left_for_tables)} are left for them "
+        f"on {world_size} rank(s){host}, beside on each: {items}; what a step looks up and exchanges comes on top"
     )
+    return [demand, *_overfull_ranks(assessment), *planner]
 
 
 def _overfull_ranks(assessment: Assessment) -> list[str]:
@@ -250,20 +230,3 @@ def _overfull_ranks(assessment: Assessment) -> list[str]:
             line += f"; most: {', '.join(f'{own.name} {format_bytes(round(own.amount(rank)))}' for own in items)}"
         lines.append(line)
     return lines
-
-
-def _sharding_text(sharding_type: str, compute_kernel: str | None) -> str:
-    """Returns a sharding type, with the kernel where that is not the usual one; of replicated tables it is torch's."""
-    is_usual = compute_kernel == "fused" or sharding_type == "data_parallel"
-    return sharding_type if is_usual else f"{sharding_type} ({compute_kernel})"
-
-
-def _placed_text(table: AssessedTable) -> str:
-    """Returns how a table is divided; empty where there is no plan."""
-    return "" if table.sharding_type is None else _sharding_text(table.sharding_type, table.compute_kernel)
-
-
-def _ranks_text(table: AssessedTable, world_size: int) -> str:
-    """Returns the ranks that hold a table."""
-    ranks = sorted(set(table.ranks))
-    return "all" if not ranks or len(ranks) == world_size > 1 else format_ranges(ranks)

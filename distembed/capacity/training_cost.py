@@ -12,8 +12,8 @@ from distembed.units import format_duration
 if TYPE_CHECKING:  # options are read before torch is loaded
     from distembed.capacity.assessment import Assessment
 
+# relative error that most estimates of ``tools/bench_estimates.py`` stay within; no GPU has been compared
 _CATALOGUE_ERROR = 0.3
-"""Relative error that most estimates of ``tools/bench_estimates.py`` stay within; no GPU has been compared."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class TrainingCost:
     @property
     def lines(self) -> list[str]:
         """A line of what the run takes, and one of where its range is from."""
-        duration, least, most = (
-            format_duration(3600 * hours) for hours in (self.hours, self.least_hours, self.most_hours)
-        )
+        hours = (self.hours, self.least_hours, self.most_hours)
+        duration, least, most = (format_duration(3600 * each) for each in hours)
         money = ""
         if self.money is not None:
             money = f", {self.money:,.2f} at {self.price:g} each ({self.least_money:,.2f} to {self.most_money:,.2f})"
@@ -63,29 +62,17 @@ class TrainingCost:
 
 
 def training_cost(assessment: "Assessment", run: TrainingRun) -> TrainingCost:
-    """Returns what a run takes under a plan that fits.
-
-    Args:
-        assessment: Plan, with the times of its ranks; all wait for the slowest.
-        run: Rows of the run, and the price of a device-hour.
-    """
+    """Returns what a run takes under a plan that fits; all ranks wait for the slowest."""
     cluster = assessment.cluster
     error = cluster.device.error
     factor = 1 + (_CATALOGUE_ERROR if error is None else error)
     num_steps = math.ceil(run.num_rows / assessment.workload.batch_size)
     hours = num_steps * max(rank.times.total for rank in assessment.ranks) / 3.6e6
-    money = None if run.price is None else hours * cluster.world_size * run.price
+    device_hours, money = hours * cluster.world_size, list[float | None]([None] * 3)
+    if run.price is not None:
+        money = [device_hours * run.price, device_hours * run.price / factor, device_hours * run.price * factor]
+    range_hours = (hours, hours / factor, hours * factor)
+    is_calibrated = error is not None
     return TrainingCost(
-        num_rows=run.num_rows,
-        num_steps=num_steps,
-        error=factor - 1,
-        is_calibrated=error is not None,
-        hours=hours,
-        least_hours=hours / factor,
-        most_hours=hours * factor,
-        device_hours=hours * cluster.world_size,
-        price=run.price,
-        money=money,
-        least_money=None if money is None else money / factor,
-        most_money=None if money is None else money * factor,
+        run.num_rows, num_steps, factor - 1, is_calibrated, *range_hours, device_hours, run.price, *money
     )

@@ -82,8 +82,7 @@ class ModelOptions:
             UserError: An option is missing or cannot be read, or a function cannot be called or makes no model that can
                 be planned.
         """
-        from distembed.capacity.model_functions import find_function
-        from distembed.capacity.own_step import OwnStep, parse_ids_per_row
+        from distembed.capacity.own_options import OwnStep, find_function, parse_ids_per_row
 
         assert self.model is not None
         if self.batch_size is None:

@@ -258,7 +258,7 @@ def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
     Raises:
         UserError: The text cannot be read, names an unknown feature, or stands beside a dataset.
     """
-    from distembed.capacity.own_step import parse_ids_per_row
+    from distembed.capacity.own_options import parse_ids_per_row
     from distembed.data.dataset.config import OWN_COUNTS
 
     given = parse_ids_per_row(text)

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed.capacity.assessment import assess_capacity
-from distembed.capacity.compressible_table import CompressibleTable
+from distembed.capacity.compressible_table import CompressibleTable, CountedIds, ZipfIds
 from distembed.capacity.compression import allocate_buckets, compress_config
-from distembed.capacity.id_counts import CountedIds, ZipfIds
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
