@@ -35,7 +35,7 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from distembed.capacity.configured_model import ConfiguredModel
@@ -129,10 +129,27 @@ def table_wise(request: PlanRequest) -> ShardingPlan:
     return find_plan(dataclasses.replace(request, config=PlanConfig(sharding_types=["table_wise"]))).plan
 
 
+def topology_of(cluster: Cluster) -> Topology:
+    """Returns TorchRec's form of a cluster, with bandwidths in bytes a millisecond."""
+    device, is_cpu = cluster.device, cluster.device.kind == "cpu"
+    return Topology(
+        world_size=cluster.world_size,
+        compute_device=device.kind,
+        local_world_size=cluster.ranks_per_node,
+        hbm_cap=0 if is_cpu else cluster.rank_bytes,
+        ddr_cap=cluster.rank_bytes if is_cpu else cluster.host_bytes_per_rank,
+        hbm_mem_bw=device.memory_bandwidth / 1e3,
+        ddr_mem_bw=(device.memory_bandwidth if is_cpu else device.host_bandwidth) / 1e3,
+        hbm_to_ddr_mem_bw=device.host_bandwidth / 1e3,
+        intra_host_bw=device.local_bandwidth / 1e3,
+        inter_host_bw=device.node_bandwidth / 1e3,
+    )
+
+
 def torchrecs(request: PlanRequest, has_our_estimates: bool = False) -> ShardingPlan:
     """Returns the plan of TorchRec's planner, which has as much memory for tables as our search begins with."""
     cluster, workload = request.cluster, request.workload
-    topology, batch_size, enumerator = cluster.topology(), workload.rows_of_rank(cluster.world_size), None
+    topology, batch_size, enumerator = topology_of(cluster), workload.rows_of_rank(cluster.world_size), None
     if has_our_estimates:
         constraints = {
             table.name: ParameterConstraints(

@@ -177,7 +177,7 @@ class Step:
     @cached_property
     def _common(self) -> dict[ExchangeKey, Exchange]:
         """The exchanges of tables that are looked up on every rank."""
-        loads = self._lookups.common_loads()
+        loads = self._lookups.loads(None)
         return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
 
     def _share(self, placement: Placement) -> _TableShare:
@@ -213,7 +213,7 @@ class Step:
             return sum(
                 (
                     self._sent_to_shard(placement, stop - start if rank % placement.num_row_blocks == 0 else 0)
-                    for start, stop, rank in column_shards(placement)
+                    for start, stop, rank in column_shards(placement.unit)
                 ),
                 SentBytes(),
             )
@@ -273,7 +273,7 @@ class Step:
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
         """Yields all moments of a step on one rank, in order."""
-        totals, loads = self._sum, self._lookups.rank_loads(rank)
+        totals, loads = self._sum, self._lookups.loads(rank)
         # those of tables that the rank has no part of as well: it receives their vectors
         exchanges = [
             self._common[key] if key in self._common else self._exchange(key, received, loads.get(key, []))
@@ -347,5 +347,5 @@ class Step:
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)
         # of ids that are divided between the ranks of a node each has a length
-        shards = len(column_shards(placement))
+        shards = len(column_shards(placement.unit))
         return shards // placement.num_row_blocks * math.ceil(ids) + shards * bags

@@ -2,13 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from distembed.errors import UserError
 from distembed.planning.devices import Device
-
-if TYPE_CHECKING:
-    from torchrec.distributed.planner import Topology
 
 MAX_RANKS = 2**16
 """Number of ranks up to which a plan is made; its time and memory grow with each of them."""
@@ -16,22 +12,15 @@ MAX_RANKS = 2**16
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and their devices.
+    """Machines and their devices."""
 
-    Attributes:
-        device: Device of each rank; ranks on a CPU share their machine's memory.
-        nodes: Number of machines.
-        ranks_per_node: Number of ranks on each machine.
-        host_memory_bytes: Memory of a machine with CUDA devices, in which tables may lie.
-        memory_by_rank: Memory of each rank where ranks differ, in place of the device's; empty where they are alike.
-        host_memory_by_rank: Each rank's share of its machine's memory beside a CUDA device, likewise.
-    """
-
-    device: Device
-    nodes: int
+    device: Device  # of each rank; ranks on a CPU share their machine's memory
+    nodes: int  # number of machines
     ranks_per_node: int
-    host_memory_bytes: int = 0
+    host_memory_bytes: int = 0  # of a machine with CUDA devices, in which tables may lie
+    # memory of each rank where ranks differ, in place of the device's; empty where they are alike
     memory_by_rank: tuple[int, ...] = ()
+    # each rank's share of its machine's memory beside a CUDA device, likewise
     host_memory_by_rank: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,21 +69,3 @@ class Cluster:
     def host_bytes_by_rank(self) -> tuple[int, ...]:
         """Each rank's share of its machine's memory beside a CUDA device."""
         return self.host_memory_by_rank or (self.host_bytes_per_rank,) * self.world_size
-
-    def topology(self) -> "Topology":
-        """Returns TorchRec's form of the cluster, with bandwidths in bytes a millisecond."""
-        from torchrec.distributed.planner import Topology
-
-        device, is_cpu = self.device, self.device.kind == "cpu"
-        return Topology(
-            world_size=self.world_size,
-            compute_device=device.kind,
-            local_world_size=self.ranks_per_node,
-            hbm_cap=0 if is_cpu else self.rank_bytes,
-            ddr_cap=self.rank_bytes if is_cpu else self.host_bytes_per_rank,
-            hbm_mem_bw=device.memory_bandwidth / 1e3,
-            ddr_mem_bw=(device.memory_bandwidth if is_cpu else device.host_bandwidth) / 1e3,
-            hbm_to_ddr_mem_bw=device.host_bandwidth / 1e3,
-            intra_host_bw=device.local_bandwidth / 1e3,
-            inter_host_bw=device.node_bandwidth / 1e3,
-        )

@@ -9,26 +9,10 @@ from pydantic import Field
 from distembed.bounds import Width
 from distembed.names import STRICT
 
-ShardingTypes = Annotated[
-    list[
-        Literal[
-            "table_wise",
-            "column_wise",
-            "table_column_wise",
-            "row_wise",
-            "table_row_wise",
-            "grid_shard",
-            "data_parallel",
-        ]
-    ],
-    Field(min_length=1),
-]
-
-
-ComputeKernels = Annotated[
-    list[Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"]],
-    Field(min_length=1),
-]
+_ByColumns = Literal["table_wise", "column_wise", "table_column_wise"]
+_ByRows = Literal["row_wise", "table_row_wise", "grid_shard"]
+ShardingTypes = Annotated[list[Literal[_ByColumns, _ByRows, "data_parallel"]], Field(min_length=1)]
+ComputeKernels = Annotated[list[Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"]], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

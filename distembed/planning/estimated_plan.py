@@ -1,7 +1,7 @@
 """A plan with the memory of each rank and the time of its step, and the count of memory that a search goes by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -9,14 +9,12 @@ from torchrec.distributed.types import ShardingPlan
 
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.planning.buffers import Step
-from distembed.planning.costs import PlacementCosts
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.other_placements import Alternative
 from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
-from distembed.planning.times import step_times
 from distembed.sharding.placement import Placement, place_table, place_tables
 
 
@@ -48,54 +46,36 @@ def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> li
     ]
 
 
-def estimated_ranks(
-    request: PlanRequest, costs: PlacementCosts, placements: Sequence[Placement], ranks: Sequence[PlannedRank]
-) -> list[PlannedRank]:
-    """Returns ranks whose memory was counted with their times, the allocator's share and their capacity."""
-    cluster = request.cluster
-    of_rank = zip(
-        ranks,
-        step_times(placements, costs, cluster),
-        cluster.bytes_by_rank,
-        cluster.host_bytes_by_rank,
-        request.plannable_bytes.tolist(),
-        strict=True,
-    )
-    return [
-        replace(
-            own,
-            memory={**own.memory, "allocator": num_bytes - int(plannable)},
-            times=times,
-            capacity_bytes=num_bytes,
-            host_capacity_bytes=host_bytes,
-        )
-        for own, times, num_bytes, host_bytes, plannable in of_rank
-    ]
-
-
 class CountedMemory:
-    """Counts assignments; after the first, tables that are placed anew alone.
-
-    Args:
-        request: Model, cluster and workload.
-        tables: The tables of the request.
-    """
+    """Counts the memory of assignments; after the first, of the tables alone that are placed anew."""
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
-        self._request, self._tables = request, tables
+        self._request, self._tables, self._world_size = request, tables, request.cluster.world_size
         self._counted: Step | None = None
         self._assignment = Assignment.empty(tables.problem.num_tables)
 
     @property
     def capacity(self) -> Floats:
         """Bytes that are left for tables, beside what stays on a rank whatever the plan, by rank."""
-        beside = self._request.workload.bytes_beside_tables(self._request.cluster.world_size)
+        beside = self._request.workload.bytes_beside_tables(self._world_size)
         resting = ("sse_graphs", "network_weights", "network_optimizer_state")
         return self._request.plannable_bytes - sum(beside[name] for name in resting)
 
     def ranks(self, assignment: Assignment) -> list[PlannedRank]:
         """Returns the memory of every rank."""
-        return self._placed(assignment).ranks()
+        before, self._assignment = self._assignment, assignment.copy()
+        placements = [
+            place_table(planned.table, self._tables.sharding(assignment, table), self._world_size, planned.collection)
+            for table, (planned, unit) in enumerate(zip(self._tables.tables, self._tables.unit_of, strict=True))
+            if before.option[unit] != assignment.option[unit]
+            or not np.array_equal(before.places[unit], assignment.places[unit])
+        ]
+        if self._counted is None:
+            self._counted = self._request.step(placements)
+        else:
+            for placement in placements:
+                self._counted.place(placement)
+        return self._counted.ranks()
 
     def excess(self, assignment: Assignment) -> tuple[float, Floats]:
         """Returns the bytes that the fullest rank lacks, and the capacities at which it would not, by rank.
@@ -111,22 +91,3 @@ class CountedMemory:
         over = excess > 0
         capacity = request.plannable_bytes - ((totals - added)[over].max() if over.any() else -np.inf)
         return max(float(excess.max()), float(host)), capacity
-
-    def _placed(self, assignment: Assignment) -> Step:
-        """Returns the count with all tables where the assignment has them."""
-        request, before = self._request, self._assignment
-        if self._counted is None:
-            placements = [self._placement(assignment, table) for table in range(len(self._tables.tables))]
-            self._counted = request.step(placements)
-        else:
-            for table, unit in enumerate(self._tables.unit_of):
-                is_same = before.option[unit] == assignment.option[unit]
-                if not is_same or not np.array_equal(before.places[unit], assignment.places[unit]):
-                    self._counted.place(self._placement(assignment, table))
-        self._assignment = assignment.copy()
-        return self._counted
-
-    def _placement(self, assignment: Assignment, table: int) -> Placement:
-        planned = self._tables.tables[table]
-        unit = self._tables.sharding(assignment, table)
-        return place_table(planned.table, unit, self._request.cluster.world_size, planned.collection)

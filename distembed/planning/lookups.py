@@ -1,10 +1,11 @@
 """What each rank looks up in a step of a plan: groups of :mod:`distembed.sharding.groups`, without their tensors."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.planning.workload import Workload
 from distembed.sharding.groups import GroupLoad, group_key
@@ -14,61 +15,40 @@ from distembed.sharding.table_slice import TableSlice, width
 ExchangeKey = tuple[str, str]
 """Collection and sharding type, which a table shares with those that are communicated together."""
 PlacedSlice = tuple[Placement, TableSlice]
-_PlacedSlices = list[tuple[Placement, TableSlice, Hashable]]
-"""Slices of one table, each with the key of its group."""
 
 
 class RankLookups:
-    """What each rank looks up.
-
-    Args:
-        placements: Placements of all tables.
-        world_size: Number of ranks.
-        workload: Rows and ids of a training step.
-    """
+    """What each rank looks up, where all tables have placements."""
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
         self._position = {placement.table.name: i for i, placement in enumerate(placements)}
-        self._common: dict[int, _PlacedSlices] = {}
-        self._by_rank: list[dict[int, _PlacedSlices]] = [{} for _ in range(world_size)]
+        # slices with the keys of their groups, by rank and by position of the table; None for what is on every rank
+        self._slices = defaultdict[int | None, dict[int, list[tuple[PlacedSlice, Hashable]]]](dict)
         for placement in placements:
             self.add(placement)
 
     def add(self, placement: Placement) -> None:
         """Adds the lookups of a table, which has none yet."""
-        position = self._position[placement.table.name]
-        if is_on_every_rank(placement.unit.sharding_type):
-            self._common[position] = [_placed_slice(placement, 0, width(placement.table))]
-            return
-        for start, stop, rank in column_shards(placement):
-            self._by_rank[rank].setdefault(position, []).append(_placed_slice(placement, start, stop))
+        for start, stop, rank in _shards(placement):
+            own, position = placement.slice(start, stop), self._position[placement.table.name]
+            self._slices[rank].setdefault(position, []).append(((placement, own), group_key(own)))
 
     def remove(self, placement: Placement) -> None:
         """Removes the lookups of a table that is placed so."""
-        position = self._position[placement.table.name]
-        self._common.pop(position, None)
-        if not is_on_every_rank(placement.unit.sharding_type):
-            for *_, rank in column_shards(placement):
-                self._by_rank[rank].pop(position, None)
+        for *_, rank in _shards(placement):
+            self._slices[rank].pop(self._position[placement.table.name], None)
 
     def column_slices(self, rank: int) -> list[PlacedSlice]:
         """Returns slices of the tables of which this rank has a range of columns, or all columns to itself."""
-        return [(placement, own) for slices in self._by_rank[rank].values() for placement, own, _ in slices]
+        return [placed for slices in self._slices[rank].values() for placed, _ in slices]
 
-    def common_loads(self) -> dict[ExchangeKey, list[GroupLoad]]:
-        """Returns what is looked up on every rank, and alike."""
-        return self._loads(self._common)
-
-    def rank_loads(self, rank: int) -> dict[ExchangeKey, list[GroupLoad]]:
-        """Returns all else that one rank looks up."""
-        return self._loads(self._by_rank[rank])
-
-    def _loads(self, slices: Mapping[int, _PlacedSlices]) -> dict[ExchangeKey, list[GroupLoad]]:
+    def loads(self, rank: int | None) -> dict[ExchangeKey, list[GroupLoad]]:
+        """Returns what one rank looks up beside what all ranks do; of None, what is looked up on every rank alike."""
         groups: dict[ExchangeKey, dict[Hashable, list[PlacedSlice]]] = {}
-        for position in sorted(slices):
-            for placement, table_slice, key in slices[position]:
-                groups.setdefault(exchange_key(placement), {}).setdefault(key, []).append((placement, table_slice))
+        for _, slices in sorted(self._slices[rank].items()):
+            for placed, key in slices:
+                groups.setdefault(exchange_key(placed[0]), {}).setdefault(key, []).append(placed)
         return {key: [self._load(group) for group in own_groups.values()] for key, own_groups in groups.items()}
 
     def _load(self, group: Sequence[PlacedSlice]) -> GroupLoad:
@@ -89,11 +69,6 @@ class RankLookups:
         )
 
 
-def _placed_slice(placement: Placement, start: int, stop: int) -> tuple[Placement, TableSlice, Hashable]:
-    table_slice = placement.slice(start, stop)
-    return placement, table_slice, group_key(table_slice)
-
-
 def exchange_key(placement: Placement) -> ExchangeKey:
     """Returns collection and sharding type of a table."""
     return placement.collection, placement.unit.sharding_type
@@ -104,10 +79,17 @@ def is_on_every_rank(sharding_type: str) -> bool:
     return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 
 
-def column_shards(placement: Placement) -> list[tuple[int, int, int]]:
-    """Returns first column, column behind the last, and rank of each shard of a table that is divided by columns."""
-    spec: Any = placement.unit.sharding_spec
+def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
+    """Returns first column, last column + 1, and rank of each shard of a table that is divided by columns."""
+    spec: Any = unit.sharding_spec
     return [
         (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1], shard.placement.rank())
         for shard in spec.shards
     ]
+
+
+def _shards(placement: Placement) -> Sequence[tuple[int, int, int | None]]:
+    """Returns the column shards of a table; one of no rank where the table is on every rank."""
+    if is_on_every_rank(placement.unit.sharding_type):
+        return [(0, width(placement.table), None)]
+    return column_shards(placement.unit)

@@ -9,9 +9,8 @@ from distembed.planning.fastest.problem import Assignment
 from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
-from distembed.planning.transfers import is_divided_within_nodes
 from distembed.sharding.groups.load import FLOAT_BYTES
-from distembed.sharding.placement import IN_HOST_MEMORY
+from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
 from distembed.units import format_bytes, format_ranges
 
 _PER_TABLE = 2
@@ -171,13 +170,13 @@ class _OtherPlacements:
 
 def _is_whole(layout: Layout) -> bool:
     """Returns whether one rank has the whole table."""
-    is_in_rows = is_on_every_rank(layout.sharding_type) or is_divided_within_nodes(layout.sharding_type)
+    is_in_rows = is_on_every_rank(layout.sharding_type) or layout.sharding_type in WITHIN_NODES
     return len(layout.columns) == 1 and not is_in_rows
 
 
 def _exchange_ms(cost: PlacementCost) -> float:
     """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
-    shards = (shard for shard in (*cost.shards, cost.everywhere) if shard is not None)
+    shards = (*cost.shards, cost.everywhere)
     return max(sum(transfer.owner_ms for transfer in shard.transfers.values()) for shard in shards)
 
 
@@ -190,4 +189,4 @@ def _in_words(layout: Layout) -> str:
     if _is_whole(layout):
         return "whole"
     ranges = [f"in {len(layout.columns)} ranges of columns"] if len(layout.columns) > 1 else []
-    return ", ".join([*ranges, *(["by rows within a node"] if is_divided_within_nodes(layout.sharding_type) else [])])
+    return ", ".join([*ranges, *(["by rows within a node"] if layout.sharding_type in WITHIN_NODES else [])])

@@ -60,13 +60,8 @@ def make_plan(
 def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
     """Returns the cluster that this process is part of, as if all its machines were like this one.
 
-    Args:
-        ranks: This rank among all others.
-        device_name: Device of the catalogue, or device file, that computes like that of each rank, whose memory is its
-            own; None for the catalogue's that is most like it.
-
-    Raises:
-        UserError: There is no such device, or it is of another kind.
+    A device of the catalogue, or of a device file, that is named computes in the place of each rank's, with the memory
+    of the rank's own; without a name the catalogue's that is most like it does.
     """
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
@@ -94,34 +89,12 @@ def find_plan(request: PlanRequest) -> EstimatedPlan:
         InsufficientMemory: The tables do not fit, or a rank has no room beside them.
         UserError: The config names a table that does not exist, or allows no way for one that does.
     """
-    _require_room_beside_tables(request)
     return Search(request).best()
 
 
 def require_room(request: PlanRequest) -> None:
-    """Refuses a model whose bytes that stay from step to step do not fit, without a search.
-
-    Raises:
-        InsufficientMemory: The tables do not fit, or a rank has no room beside them.
-        UserError: The config names a table that does not exist, or allows no way for one that does.
-    """
-    _require_room_beside_tables(request)
+    """Raises what :func:`find_plan` does where the bytes that stay from step to step do not fit, without a search."""
     Search(request).require_room()
-
-
-def _require_room_beside_tables(request: PlanRequest) -> None:
-    """Refuses a step that has no room without any tables.
-
-    Raises:
-        InsufficientMemory: It takes more than a rank has.
-    """
-    beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), min(request.plannable_bytes)
-    if sum(beside.values()) > capacity:
-        items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
-        raise InsufficientMemory(
-            f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
-            f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
-        )
 
 
 def step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:

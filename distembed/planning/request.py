@@ -130,10 +130,9 @@ class PlanRequest:
     @property
     def cache_ratio(self) -> float:
         """Cached rows of a table in host memory, as a share of its rows: as given, or what the first sharder says."""
-        ratios = [self.cache_load_factor] + [
-            (getattr(sharder, "fused_params", None) or {}).get("cache_load_factor") for sharder in self.sharders
-        ]
-        return next((ratio for ratio in ratios if ratio is not None), DEFAULT_CACHE_RATIO)
+        settings = (getattr(sharder, "fused_params", None) or {} for sharder in self.sharders)
+        ratios = [self.cache_load_factor, *(own.get("cache_load_factor") for own in settings), DEFAULT_CACHE_RATIO]
+        return next(ratio for ratio in ratios if ratio is not None)
 
 
 def _sharded_modules(

@@ -7,18 +7,22 @@ goes on with as much less capacity.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from distembed.errors import InsufficientMemory
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.estimated_plan import CountedMemory, EstimatedPlan, estimated_ranks, plan_placements
+from distembed.planning.estimated_plan import CountedMemory, EstimatedPlan, plan_placements
 from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.fastest.solver import Solution, Solver
 from distembed.planning.other_placements import explain
+from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
+from distembed.planning.times import step_times
+from distembed.sharding.placement import Placement
 from distembed.units import format_ranges
 
 _TRIES = 6
@@ -26,33 +30,28 @@ _TRIES = 6
 
 
 class Search:
-    """Looks for a plan.
-
-    Args:
-        request: Model and cluster to plan for, and the ways in which tables may be placed.
-
-    Raises:
-        UserError: The config names a table that does not exist, or allows no way for one that does.
-    """
+    """Looks for a plan; raises an ``InsufficientMemory`` where a step has no room even without tables."""
 
     def __init__(self, request: PlanRequest) -> None:
+        beside, capacity = (
+            request.workload.bytes_beside_tables(request.cluster.world_size),
+            min(request.plannable_bytes),
+        )
+        if sum(beside.values()) > capacity:
+            items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
+            raise InsufficientMemory(
+                f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
+                f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
+            )
         self._request = request
         self._costs = PlacementCosts(request)
         self._tables = TableProblem(request, self._costs)
         self._memory = CountedMemory(request, self._tables)
-        self._solver = Solver(
-            self._tables.problem,
-            request.host_bytes,
-            self._memory.capacity,
-            request.config.time_tolerance,
-        )
+        tolerance = request.config.time_tolerance
+        self._solver = Solver(self._tables.problem, request.host_bytes, self._memory.capacity, tolerance)
 
     def best(self) -> EstimatedPlan:
-        """Returns the plan to take.
-
-        Raises:
-            InsufficientMemory: Weights and optimizer states alone are more than the ranks have.
-        """
+        """Returns the plan to take."""
         self.require_room()
         solution = self._fitting()
         fits = solution is not None
@@ -65,7 +64,7 @@ class Search:
         return EstimatedPlan(
             plan=plan,
             placements=placements,
-            ranks=estimated_ranks(request, self._costs, placements, self._memory.ranks(assignment)),
+            ranks=self._ranks(placements, self._memory.ranks(assignment)),
             why=why,
             alternatives=alternatives,
             lower_bound_ms=solution.lower_bound_ms,
@@ -73,11 +72,7 @@ class Search:
         )
 
     def require_room(self) -> None:
-        """Refuses tables of which the weights and states alone do not fit, in whatever way they are placed.
-
-        Raises:
-            InsufficientMemory: They do not fit.
-        """
+        """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed."""
         request, problem = self._request, self._tables.problem
         world_size, capacity = problem.world_size, np.maximum(self._memory.capacity, 0)
         needed: dict[tuple[int, ...], float] = {}
@@ -88,10 +83,11 @@ class Search:
             most = float(capacity[list(ranks or range(world_size))].max())
             if needed_by_one > most:
                 names = [f"table {self._tables.tables[own].table.name!r}" for own in self._tables.tables_of[unit]]
+                pinned = f"the largest of ranks {format_ranges(ranks)}, to which it is pinned," if ranks else "a rank"
                 raise InsufficientMemory(
                     f"The embedding tables do not fit in the memory of {world_size} rank(s): "
                     f"{' with '.join(names)} needs {needed_by_one:,.0f} bytes of one rank at least, with its "
-                    f"optimizer, and {_ranks_text(ranks)} has {most:,.0f} bytes for tables.\n{_remedy(ranks)}"
+                    f"optimizer, and {pinned} has {most:,.0f} bytes for tables.\n{_remedy(ranks)}"
                 )
         for ranks in (*filter(None, needed), ()):
             # what is pinned to some of these ranks has no other place
@@ -173,16 +169,26 @@ class Search:
     def _fits(self, assignment: Assignment) -> bool:
         return self._memory.excess(assignment)[0] <= 0
 
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"the largest of ranks {format_ranges(ranks)}, to which it is pinned," if ranks else "a rank"
+    def _ranks(self, placements: Sequence[Placement], counted: Sequence[PlannedRank]) -> list[PlannedRank]:
+        """Returns ranks whose memory was counted with their times, the allocator's share and their capacity."""
+        request, cluster = self._request, self._request.cluster
+        times = step_times(placements, self._costs, cluster)
+        memory, host, plannable = cluster.bytes_by_rank, cluster.host_bytes_by_rank, request.plannable_bytes.tolist()
+        return [
+            replace(
+                own,
+                memory={**own.memory, "allocator": memory[rank] - int(plannable[rank])},
+                times=times[rank],
+                capacity_bytes=memory[rank],
+                host_capacity_bytes=host[rank],
+            )
+            for rank, own in enumerate(counted)
+        ]
 
 
 def _remedy(ranks: Sequence[int]) -> str:
-    return ("Pin tables to more ranks (plan.tables.NAME.ranks). " if ranks else "") + _REMEDY
-
-
-_REMEDY = (
-    "Compress tables further (embedding.default.collisions of a config), make vectors shorter "
-    "(embedding.default.embedding_dim), or use more ranks."
-)
+    pins = "Pin tables to more ranks (plan.tables.NAME.ranks). " if ranks else ""
+    return pins + (
+        "Compress tables further (embedding.default.collisions of a config), make vectors shorter "
+        "(embedding.default.embedding_dim), or use more ranks."
+    )

@@ -18,72 +18,50 @@ from distembed.sharding.table_slice import width
 
 
 def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
-    """Returns the times of every rank.
-
-    Args:
-        placements: Placements of all tables, TorchRec's own as the full tables that they are.
-        costs: What placements cost.
-        cluster: Ranks that the tables are placed on.
-    """
-    added = _Added(costs, cluster.world_size)
-    for placement in placements:
-        added.add(placement)
-    times = [added.step_time(rank) for rank in range(cluster.world_size)]
-    return _sharing_cores(times, cluster)
-
-
-class _Added:
-    """Costs of placements, added up rank by rank."""
-
-    def __init__(self, costs: PlacementCosts, world_size: int) -> None:
-        self._costs = costs
-        self._all_reduce = costs.networks_all_reduce_ms
-        self._exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
-        self._common, self._ranks = _Shards(), [_Shards() for _ in range(world_size)]
-        self._others: dict[Phase, float] = defaultdict(float)
-
-    def add(self, placed: Placement) -> None:
-        """Adds what a table costs."""
-        own_layout, ranks = layout(placed.unit, width(placed.table))
-        cost = self._costs.cost(placed.table, own_layout, placed.collection)
-        self._all_reduce += cost.all_reduce_ms
+    """Returns the times of every rank for placements of all tables, TorchRec's own as the full tables that they are."""
+    common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
+    all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
+    exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
+    for placed in placements:
+        own_layout, rank_of_shard = layout(placed.unit, width(placed.table))
+        cost = costs.cost(placed.table, own_layout, placed.collection)
+        all_reduce_ms += cost.all_reduce_ms
         if cost.exchange is not None:
-            self._exchanges[cost.exchange] = None
-        if cost.everywhere is not None:
-            self._common.add(cost.everywhere)
-        for rank, shard in zip(ranks, cost.shards, strict=True):
-            self._ranks[rank].add(shard)
+            exchanges[cost.exchange] = None
+        common.add(cost.everywhere)
+        for rank, shard in zip(rank_of_shard, cost.shards, strict=True):
+            ranks[rank].add(shard)
             for phase, transfer in shard.transfers.items():
-                self._others[phase] += transfer.other_ms
-
-    def step_time(self, rank: int) -> StepTime:
-        """Returns the time of a rank, as if it had cores of its own."""
-        own, common, costs = self._ranks[rank], self._common, self._costs
-        starts = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
-        starts += sum(costs.exchange_start_ms(exchange) for exchange in self._exchanges)
-        exchange = 0.0
-        for phase in self._others | common.owner:
-            others = self._others.get(phase, 0.0) - own.other.get(phase, 0.0)
-            exchange += max(own.owner.get(phase, 0.0) + common.owner.get(phase, 0.0), others)
-        lookup = own.lookup + common.lookup
-        return StepTime(lookup, exchange, costs.networks_ms, self._all_reduce, starts + costs.all_reduce_start_ms)
+                others[phase] += transfer.other_ms
+    exchange_starts_ms = sum(costs.exchange_start_ms(exchange) for exchange in exchanges)
+    times = []
+    for own in ranks:
+        starts_ms = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
+        exchange_ms = 0.0
+        for phase in others | common.owner_ms:
+            own_ms = own.owner_ms[phase] + common.owner_ms[phase]
+            exchange_ms += max(own_ms, others[phase] - own.other_ms[phase])
+        starts_ms = starts_ms + exchange_starts_ms + costs.all_reduce_start_ms
+        lookup_ms = own.lookup_ms + common.lookup_ms
+        times.append(StepTime(lookup_ms, exchange_ms, costs.networks_ms, all_reduce_ms, starts_ms))
+    return _sharing_cores(times, cluster)
 
 
 class _Shards:
     """Costs of some shards: their lookups, their groups, and what is communicated by phase."""
 
     def __init__(self) -> None:
-        self.lookup = 0.0
+        self.lookup_ms = 0.0
         self.groups: dict[Hashable, None] = {}
-        self.owner: dict[Phase, float] = defaultdict(float)
-        self.other: dict[Phase, float] = defaultdict(float)
+        self.owner_ms = defaultdict[Phase, float](float)
+        self.other_ms = defaultdict[Phase, float](float)
 
     def add(self, shard: ShardCost) -> None:
-        self.lookup += shard.lookup_ms
+        self.lookup_ms += shard.lookup_ms
         self.groups[shard.group] = None
         for phase, transfer in shard.transfers.items():
-            self.owner[phase] += transfer.owner_ms
-            self.other[phase] += transfer.other_ms
+            self.owner_ms[phase] += transfer.owner_ms
+            self.other_ms[phase] += transfer.other_ms
 
 
 def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime]:

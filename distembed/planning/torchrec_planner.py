@@ -5,23 +5,15 @@ It reads the arguments of ``EmbeddingShardingPlanner``: a ``Topology``, the batc
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    StorageReservation,
-    Topology,
-)
-from torchrec.distributed.types import (
-    ModuleSharder,
-    ShardingPlan,
-    ShardingPlanner,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation, Topology
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
@@ -33,8 +25,7 @@ from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan, step_does_not_fit
 from distembed.planning.request import PlanRequest
-from distembed.planning.torchrec_request import cache_load_factor, constrained_workload, planned_cluster, planner_errors
-from distembed.planning.workload import Workload
+from distembed.planning.torchrec_request import constrained_request, planned_cluster, planner_errors
 from distembed.ranks import Collectives
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import COMPUTE_KERNELS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES
@@ -85,14 +76,13 @@ class CompositionalShardingPlanner(ShardingPlanner):
             PlannerError: No plan fits, or a setting cannot be honoured; the message has the remedy.
         """
         with planner_errors():
-            request = self._request(module, sharders)
-            self.estimated = find_plan(request)
+            self.estimated = find_plan(self._request(module, sharders))
             if not self.estimated.fits:
                 raise step_does_not_fit(self.estimated)
-            for tables in self.estimated.plan.plan.values():
-                for name, sharding in tables.items():
-                    for field in _PASSED_ON if name in self._constraints else ():
-                        setattr(sharding, field, getattr(self._constraints[name], field))
+        for tables in self.estimated.plan.plan.values():
+            for name in tables.keys() & self._constraints.keys():
+                for field in _PASSED_ON:
+                    setattr(tables[name], field, getattr(self._constraints[name], field))
         return self.estimated.plan
 
     def collective_plan(
@@ -104,39 +94,33 @@ class CompositionalShardingPlanner(ShardingPlanner):
         """Plans on rank 0 and returns the same plan, or raises the same error, on every rank; all ranks call it."""
         return Collectives(pg).on_first(lambda: self.plan(module, default_sharders() if sharders is None else sharders))
 
-    def _request(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> PlanRequest:
+    def _request(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRequest:
         topology, network, reserve = self._topology, None, PlanConfig().reserve
         if self._storage_reservation is not None:
             # what is reserved has room for the networks too
-            topology = self._storage_reservation.reserve(
-                topology, self._batch_size, module, list(sharders), self._constraints
-            )
-            network, reserve = NetworkEstimate(), 0.0
+            own = self._storage_reservation.reserve(topology, self._batch_size, module, sharders, self._constraints)
+            topology, network, reserve = own, NetworkEstimate(), 0.0
         cluster = planned_cluster(topology, self._device)
-        request = PlanRequest(module, sharders, cluster, Workload(self._batch_size * topology.world_size))
+        request = constrained_request(module, sharders, cluster, self._batch_size, self._constraints)
         if unknown := request.exchanges.keys() - request.tables_by_collection.keys():
-            kinds = {path: type(module.get_submodule(path)).__name__ for path in sorted(unknown)}
+            kinds = [f"{type(module.get_submodule(path)).__name__} {path!r}" for path in sorted(unknown)]
             raise UserError(
-                f"the planner does not know {', '.join(f'{kind} {path!r}' for path, kind in kinds.items())}: it places "
-                "EmbeddingBagCollection, EmbeddingCollection and the compositional ones. Leave out its sharder."
+                f"the planner does not know {', '.join(kinds)}: it places EmbeddingBagCollection, EmbeddingCollection "
+                "and the compositional ones. Leave out its sharder."
             )
-        tables = [table for own in request.tables_by_collection.values() for table in own]
+        tables = {table.name: (path, table) for path, own in request.tables_by_collection.items() for table in own}
         for argument, names in (("constraints", self._constraints), ("ranks", self._ranks)):
             for name in names:
-                one_of(argument, name, [table.name for table in tables])
+                one_of(argument, name, tables)
         sharder_of = {sharder.module_type: sharder for sharder in sharders}
-        config = PlanConfig(
-            reserve=reserve,
-            together=self._together,
-            tables={
-                table.name: self._table_config(table, sharder_of[type(module.get_submodule(path))], cluster)
-                for path, own in request.tables_by_collection.items()
-                for table in own
-            },
-        )
-        workload = constrained_workload(self._constraints, tables, self._batch_size * cluster.world_size, network)
+        configs = {
+            name: self._table_config(table, sharder_of[type(module.get_submodule(path))], cluster)
+            for name, (path, table) in tables.items()
+        }
         return dataclasses.replace(
-            request, workload=workload, config=config, cache_load_factor=cache_load_factor(self._constraints)
+            request,
+            config=PlanConfig(reserve=reserve, together=self._together, tables=configs),
+            workload=dataclasses.replace(request.workload, network=network),
         )
 
     def _table_config(
@@ -149,66 +133,46 @@ class CompositionalShardingPlanner(ShardingPlanner):
         usual = ["table_wise"] if cluster.world_size == 1 else ["table_wise", "row_wise", "data_parallel"]
         if is_pooled(table) and cluster.world_size > 1:
             usual += ["column_wise", *(WITHIN_NODES if min(cluster.nodes, cluster.ranks_per_node) > 1 else ())]
-        types = None
+        types: Any = None
         if own.sharding_types or not {*usual} <= {*possible}:
-            types = _common(table, "sharding_types", own.sharding_types or usual, possible)
+            types = _common(table.name, "sharding_types", own.sharding_types or usual, possible)
         by_sharder = {kernel for name in possible for kernel in sharder.compute_kernels(name, kind)}
-        kernels = [name for name in COMPUTE_KERNELS if name in by_sharder | {EmbeddingComputeKernel.DENSE.value}]
+        kernels: Any = [name for name in COMPUTE_KERNELS if name in by_sharder | {EmbeddingComputeKernel.DENSE.value}]
         if own.compute_kernels:
-            kernels = _common(table, "compute_kernels", own.compute_kernels, kernels)
+            kernels = _common(table.name, "compute_kernels", own.compute_kernels, kernels)
         elif not issubclass(sharder.module_type, CompositionalTables):
             # TorchRec's sharders allow host memory unasked
             kernels = [name for name in kernels if name not in IN_HOST_MEMORY]
-        ranks = self._ranks.get(table.name)
-        return TablePlanConfig(
-            types,  # type: ignore[arg-type]
-            own.min_partition,
-            None if ranks is None else list(ranks),
-            kernels,
-        )
+        ranks = list(self._ranks[table.name]) if table.name in self._ranks else None
+        return TablePlanConfig(types, own.min_partition, ranks, kernels)
 
 
 def _refuse_unread(
     table: CompositionalEmbeddingConfig, own: ParameterConstraints, batch_size: int, device_kind: str
 ) -> None:
-    """Refuses a constraint that is not honoured, by name.
-
-    Raises:
-        UserError: There is one.
-    """
-    usual: dict[str, Callable[[Any], bool]] = {
-        "num_poolings": lambda numbers: all(number == 1 for number in numbers),
-        "batch_sizes": lambda sizes: all(size == batch_size for size in sizes),
-        "feature_names": lambda names: names == list(table.feature_names),
-        "device_group": lambda name: name == device_kind,
+    """Raises a ``UserError`` for a constraint that is not honoured, by name."""
+    default = vars(ParameterConstraints())
+    changes_nothing = {
+        "num_poolings": set(own.num_poolings or ()) <= {1},
+        "batch_sizes": set(own.batch_sizes or ()) <= {batch_size},
+        "feature_names": own.feature_names == list(table.feature_names),
+        "device_group": own.device_group == device_kind,
     }
-    default = ParameterConstraints()
-    for field in dataclasses.fields(own):
-        value = getattr(own, field.name)
-        is_default = value is None or value == getattr(default, field.name)
-        if field.name in _READ or is_default or usual.get(field.name, lambda _: False)(value):
-            continue
-        remedy = (
-            "set it in the sharder's fused_params, for all tables" if field.name == "output_dtype" else "leave it out"
-        )
-        raise UserError(
-            f"ParameterConstraints of table {table.name!r}: {field.name}={value!r} cannot be honoured; {remedy}, or "
-            "plan with EmbeddingShardingPlanner."
-        )
+    for field, value in vars(own).items():
+        if field not in _READ and value not in (None, default[field]) and not changes_nothing.get(field):
+            is_output = field == "output_dtype"
+            remedy = "set it in the sharder's fused_params, for all tables" if is_output else "leave it out"
+            raise UserError(
+                f"ParameterConstraints of table {table.name!r}: {field}={value!r} cannot be honoured; {remedy}, or "
+                "plan with EmbeddingShardingPlanner."
+            )
 
 
-def _common(
-    table: CompositionalEmbeddingConfig, field: str, wanted: Sequence[str], possible: Sequence[str]
-) -> list[str]:
-    """Returns the names of a constraint that the table's sharder allows.
-
-    Raises:
-        UserError: There is none.
-    """
-    common = [name for name in dict.fromkeys(wanted) if name in possible]
-    if not common:
-        raise UserError(
-            f"ParameterConstraints of table {table.name!r}: {field}={list(wanted)} has none of its sharder's "
-            f"{', '.join(possible)}; allow one of them."
-        )
-    return common
+def _common(name: str, field: str, wanted: Sequence[str], possible: Sequence[str]) -> list[str]:
+    """Returns the values of a table's constraint that its sharder allows; raises a ``UserError`` where it has none."""
+    if common := [value for value in dict.fromkeys(wanted) if value in possible]:
+        return common
+    raise UserError(
+        f"ParameterConstraints of table {name!r}: {field}={list(wanted)} has none of its sharder's "
+        f"{', '.join(possible)}; allow one of them."
+    )

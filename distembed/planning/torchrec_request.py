@@ -1,21 +1,18 @@
-"""TorchRec's ``Topology`` and ``ParameterConstraints`` as the cluster and the step of a plan request."""
+"""TorchRec's ``Topology`` and ``ParameterConstraints`` as a plan request."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-    Topology,
-)
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.types import ModuleSharder
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import InsufficientMemory, UserError
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
-from distembed.planning.networks import NetworkEstimate
+from distembed.planning.request import PlanRequest
 from distembed.planning.workload import Workload
 
 
@@ -24,18 +21,13 @@ def planner_errors() -> Iterator[None]:
     """Raises TorchRec's ``PlannerError`` with our message."""
     try:
         yield
-    except InsufficientMemory as error:
-        raise PlannerError(str(error), PlannerErrorType.INSUFFICIENT_STORAGE) from error
-    except UserError as error:
-        raise PlannerError(str(error), PlannerErrorType.INPUT_VALIDATION) from error
+    except (InsufficientMemory, UserError) as error:
+        is_memory, types = isinstance(error, InsufficientMemory), PlannerErrorType
+        raise PlannerError(str(error), types.INSUFFICIENT_STORAGE if is_memory else types.INPUT_VALIDATION) from error
 
 
 def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
-    """Returns the cluster of a topology, whose bandwidths are bytes a millisecond.
-
-    Raises:
-        UserError: The topology cannot be planned for, or the device is unknown or of another kind.
-    """
+    """Returns the cluster of a topology, whose bandwidths are bytes a millisecond."""
     kind, world_size, ranks_per_node = topology.compute_device, topology.world_size, topology.local_world_size
     if kind not in ("cpu", "cuda"):
         raise UserError(f"Topology has compute_device={kind!r}; compositional tables are on cpu or cuda.")
@@ -44,9 +36,10 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
             f"Topology has {world_size} ranks, local_world_size={ranks_per_node} and a fast network among "
             f"{topology.intra_group_size} ranks; nodes need as many ranks each, and pod_size is to be left out."
         )
-    hbm, ddr = ([max(0, getattr(own.storage, name)) for own in topology.devices] for name in ("hbm", "ddr"))
-    memory = ddr if kind == "cpu" else hbm
-    memory_bytes = max(memory) * (ranks_per_node if kind == "cpu" else 1)
+    is_cpu = kind == "cpu"
+    hbm, ddr = (tuple(max(0, getattr(own.storage, name)) for own in topology.devices) for name in ("hbm", "ddr"))
+    memory = ddr if is_cpu else hbm
+    memory_bytes = max(memory) * (ranks_per_node if is_cpu else 1)
     if device_name is not None:
         device = dataclasses.replace(find_device(device_name, "device"), memory_bytes=memory_bytes)
         if device.kind != kind:
@@ -54,7 +47,7 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
     else:
         alike = [own for own in DEVICES.values() if own.kind == kind]
         device = min(alike, key=lambda own: abs(own.memory_bytes - memory_bytes))
-        bandwidth = 1e3 * (topology.ddr_mem_bw if kind == "cpu" else topology.hbm_mem_bw)
+        bandwidth = 1e3 * (topology.ddr_mem_bw if is_cpu else topology.hbm_mem_bw)
         faster = bandwidth / device.memory_bandwidth
         device = dataclasses.replace(
             device,
@@ -66,29 +59,22 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
             local_bandwidth=1e3 * topology.intra_host_bw,
             node_bandwidth=1e3 * topology.inter_host_bw,
         )
-    return Cluster(
-        device,
-        world_size // ranks_per_node,
-        ranks_per_node,
-        memory_by_rank=tuple(memory),
-        host_memory_by_rank=() if kind == "cpu" else tuple(ddr),
-    )
+    nodes = world_size // ranks_per_node
+    return Cluster(device, nodes, ranks_per_node, memory_by_rank=memory, host_memory_by_rank=() if is_cpu else ddr)
 
 
-def constrained_workload(
-    constraints: Mapping[str, ParameterConstraints],
-    tables: Sequence[CompositionalEmbeddingConfig],
+def constrained_request(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    cluster: Cluster,
     batch_size: int,
-    network: NetworkEstimate | None,
-) -> Workload:
-    """Returns the step: ``batch_size`` rows on all ranks, with the ids of a row that the constraints give.
-
-    Raises:
-        UserError: A constraint has another number of pooling factors than its table has features.
-    """
+    constraints: Mapping[str, ParameterConstraints],
+) -> PlanRequest:
+    """Returns the request for steps of ``batch_size`` rows a rank, with the ids and caches that constraints give."""
+    request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
     ids_per_row, weighted = dict[str, float](), set[str]()
-    for table in tables:
-        own, features = constraints.get(table.name, ParameterConstraints()), list(table.feature_names)
+    for table in (table for tables in request.tables_by_collection.values() for table in tables):
+        own, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
         factors = own.pooling_factors * len(features) if len(own.pooling_factors) == 1 else own.pooling_factors
         if len(factors) != len(features):
             raise UserError(
@@ -97,18 +83,10 @@ def constrained_workload(
             )
         ids_per_row |= dict(zip(features, factors, strict=True))
         weighted |= {*features} if own.is_weighted else set()
-    return Workload(batch_size, ids_per_row, network=network, weighted=frozenset(weighted))
-
-
-def cache_load_factor(constraints: Mapping[str, ParameterConstraints]) -> float | None:
-    """Returns the share of rows that caches of tables in host memory hold; None where no constraint sets it.
-
-    Raises:
-        UserError: Constraints set several.
-    """
-    factors = {own.cache_params.load_factor for own in constraints.values() if own.cache_params is not None} - {None}
-    if len(factors) > 1:
+    ratios = {own.cache_params.load_factor for own in constraints.values() if own.cache_params is not None} - {None}
+    if len(ratios) > 1:
         raise UserError(
-            f"ParameterConstraints have cache_params with load_factor {sorted(factors)}; give all tables one."
+            f"ParameterConstraints have cache_params with load_factor {sorted(ratios)}; give all tables one."
         )
-    return next(iter(factors), None)
+    workload = dataclasses.replace(request.workload, ids_per_row=ids_per_row, weighted=frozenset(weighted))
+    return dataclasses.replace(request, workload=workload, cache_load_factor=next(iter(ratios), None))

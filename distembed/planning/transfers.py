@@ -18,56 +18,45 @@ Gradients go the way back. An average adds the gradients of P bytes up within no
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.exchange import VectorExchange
 from distembed.planning.cluster import Cluster
 from distembed.planning.lookups import ExchangeKey
+from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import WITHIN_NODES
 
 _MS = 1e3
-_LENGTH_BYTES, _FLOAT_BYTES = 4, 4
+_LENGTH_BYTES = 4
 
 Phase = tuple[ExchangeKey, str]
 """An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``; sums and vectors with their gradients. On
 CPUs the ranks that are not the owner have parts of their own, ``ids of others`` and ``vectors of others``."""
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What a shard has communicated in one phase.
 
     A rank's phase takes the longer of what it does for its own shards and what it does for those of others::
 
         max(sum of own shards' owner_ms, sum of all shards' other_ms - sum of own shards' other_ms)
-
-    Attributes:
-        owner_ms: Milliseconds of the rank that has the shard, to or from all others.
-        other_ms: Milliseconds of each other rank, to or from the owner, as if that were any of the other ranks.
     """
 
-    owner_ms: float
-    other_ms: float = 0.0
+    owner_ms: float  # milliseconds of the rank that has the shard, to or from all others
+    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner, as if that were any of the others
 
 
 @dataclass(frozen=True)
 class TableTraffic:
-    """What a rank's batch has of one table.
-
-    Attributes:
-        num_ids: Number of ids.
-        num_bags: Number of bags.
-        itemsize: Bytes of an id.
-        is_pooled: Whether ids of a bag have one vector together; else, in sequences, each has its own.
-        exchange: In which numbers vectors and gradients are sent.
-    """
+    """What a rank's batch has of one table."""
 
     num_ids: float
     num_bags: int
-    itemsize: int
-    is_pooled: bool
-    exchange: VectorExchange = VectorExchange()
+    itemsize: int  # bytes of an id
+    is_pooled: bool  # whether ids of a bag have one vector together; else, in sequences, each has its own
+    exchange: VectorExchange  # in which numbers vectors and gradients are sent
 
     def id_bytes(self, num_ranks: int) -> float:
         """Returns the bytes that go to one of several ranks which share the ids, each told how many a bag has."""
@@ -90,15 +79,11 @@ class TableTraffic:
         """
         if not self.exchange.comms.is_used:
             return 0.0
-        return 2 * self.num_vectors * num_columns * _FLOAT_BYTES + self.vector_bytes(num_columns)
+        return 2 * self.num_vectors * num_columns * FLOAT_BYTES + self.vector_bytes(num_columns)
 
 
 class Traffic:
-    """Times of what is sent on one cluster.
-
-    Args:
-        cluster: Ranks and the bandwidths between them.
-    """
+    """Times of what is sent on one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
@@ -116,18 +101,8 @@ class Traffic:
         between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
         return 2 * num_bytes * (within + between)
 
-    def all_reduce_bytes(self, num_bytes: float) -> float:
-        """Returns the bytes that all ranks together send for it."""
-        return 2 * num_bytes * (self._world_size - 1)
-
     def transfers(self, table: TableTraffic, exchange: ExchangeKey, num_columns: int) -> Mapping[Phase, Transfer]:
-        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows.
-
-        Args:
-            table: What a rank's batch has of the table.
-            exchange: The exchange that the table takes part in.
-            num_columns: Number of columns of the output.
-        """
+        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows."""
         sharding_type, share = exchange[1], self._ranks_per_node
         if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
             return {}
@@ -139,41 +114,21 @@ class Traffic:
             # sums are scattered, and their gradients gathered
             added = (self._world_size - 1) * self._reduced if table.is_pooled else 0.0
             return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * (self._to_all + added))}
-        if not is_divided_within_nodes(sharding_type):
-            id_bytes = table.id_bytes(1)
-            return {
-                **self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any),
-                **self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any),
-            }
+        id_bytes = table.id_bytes(share if sharding_type in WITHIN_NODES else 1)
+        sent_ids = self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any)
+        if sharding_type not in WITHIN_NODES:
+            return sent_ids | self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any)
         summed = (share - 1) / share * self._world_size * vector_bytes
-        between, id_bytes = vector_bytes * self._node, table.id_bytes(share)
+        between = vector_bytes * self._node
         return {
-            **self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any),
+            **sent_ids,
             (exchange, "sums"): Transfer(summed * (self._local + self._reduced)),
             **self._phases(vectors, (self._nodes - 1) * between, between / share),
         }
 
-    def sent_bytes(self, table: TableTraffic, sharding_type: str, num_columns: int) -> float:
-        """Returns the bytes that all ranks together send for a range of columns, but for gradients of weights."""
-        others, share, vector_bytes = self._world_size - 1, self._ranks_per_node, table.vector_bytes(num_columns)
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
-            return 0.0
-        if sharding_type == ShardingType.ROW_WISE.value:
-            vector_bytes /= 1 if table.is_pooled else self._world_size
-            return self._world_size * others * (table.id_bytes(self._world_size) + vector_bytes)
-        if not is_divided_within_nodes(sharding_type):
-            return others * (table.id_bytes(1) + vector_bytes)
-        summed = (share - 1) * self._world_size * vector_bytes
-        return share * (others * table.id_bytes(share) + (self._nodes - 1) * vector_bytes) + summed
-
-    def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> Mapping[Phase, Transfer]:
+    def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> dict[Phase, Transfer]:
         """Returns the phases of what a shard's owner sends, or receives, and each other rank receives, or sends."""
         if self._sends_while_receiving:
             return {phase: Transfer(owner_ms, other_ms)}
         exchange, part = phase
         return {phase: Transfer(owner_ms / 2), (exchange, f"{part} of others"): Transfer(0.0, other_ms / 2)}
-
-
-def is_divided_within_nodes(sharding_type: str) -> bool:
-    """Returns whether tables of a sharding type have their rows divided over the ranks of one node."""
-    return sharding_type in WITHIN_NODES

@@ -62,11 +62,7 @@ class Workload:
 
 
 def pipeline_depth(device_kind: str, world_size: int) -> int:
-    """Returns the number of batches on a device at once.
-
-    They are three in TorchRec's ``TrainPipelineSparseDist``, which training uses wherever there is a transfer or an
-    exchange to overlap, and two in its ``TrainPipelineBase``.
-    """
+    """Returns the number of batches on a device: 3 of TorchRec's ``TrainPipelineSparseDist``, 2 of its base."""
     return 3 if overlaps(device_kind, world_size) else 2
 
 

@@ -41,6 +41,20 @@ def test_dense_kernel_is_for_such_tables_alone() -> None:
         assert (plan["user"].compute_kernel, plan["item"].compute_kernel) == kernels
 
 
+@pytest.mark.parametrize("first_is_dense", [False, True])
+def test_tables_of_one_size_have_the_kernels_of_their_own_gradients(first_is_dense: bool) -> None:
+    tables = [
+        replace(TABLES[0], name=name, feature_names=[name], dense_gradient=is_dense)
+        for name, is_dense in (("first", first_is_dense), ("second", not first_is_dense))
+    ]
+    model = nn.Module()
+    model.embeddings = CompositionalEmbeddingCollection(tables, device="meta")
+    ranks = Ranks(0, 1, 1, torch.device("cpu"))
+    plan = make_plan(model, default_sharders(), ranks, Workload(8)).plan["embeddings"]
+    kernels = {table.name: "dense" if table.dense_gradient else "fused" for table in tables}
+    assert {name: plan[name].compute_kernel for name in kernels} == kernels
+
+
 def test_storage_has_the_gradient_and_the_state_of_the_dense_optimizer() -> None:
     user, item = (whole_table_storage(table, TableOptimizers("row_wise_adagrad", "adam")) for table in TABLES)
     assert (user.weights, user.optimizer_state, user.gradients) == (1000 * 16 * 4, 1000 * 4, 0)
