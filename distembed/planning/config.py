@@ -41,8 +41,8 @@ class PlanConfig:
         sharding_types: Sharding types that the planner chooses from. Null for all that the table can have, but for
             table_column_wise, and for column_wise of sequences, whose tables would all have ranges of one width.
         min_partition: The fewest columns that a rank gets of a table that is divided by columns. Null for a line of the
-            cache, 32 numbers of fp32 on a GPU and 16 on a CPU; or, where sharding_types name a way by columns, for 4,
-            the fewest that FBGEMM's kernels read.
+            cache, 32 numbers of fp32 on a GPU and 16 on a CPU; or, where sharding_types are ways by columns alone, for
+            4, the fewest that FBGEMM's kernels read.
         time_tolerance: Share of a step's time by which the plan may be slower than the fastest that was found, to have
             fewer bytes on the fullest rank; the search ends where the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.

@@ -89,6 +89,10 @@ class ShardCost:
         """Bytes of weights, states, gradients and buffers on the device."""
         return self.storage.total + self.buffer_bytes
 
+    def exchange_ms(self, num_others: int) -> float:
+        """Returns the milliseconds of exchanges of a rank that has its share of what so many others exchange too."""
+        return sum((own.owner_ms or num_others * own.other_ms for own in self.transfers.values()), 0.0)
+
 
 @dataclass(frozen=True)
 class PlacementCost:
@@ -196,7 +200,7 @@ class PlacementCosts:
                 by_shape[own.shape] = self._shard(own, exchange, traffic, is_grid=len(slices) > 1)
             num_shards = self._num_row_shards(layout.sharding_type)
             shards += [by_shape[own.shape]] * num_shards
-            sent = self._sent.transfers(traffic, exchange, own.num_columns)
+            sent = self._sent.transfers(traffic, exchange, own.num_columns, num_shards)
             sent_bytes += num_shards * sum(transfer.owner_ms for transfer in sent.values())
         # of the vectors of a rank's own rows, whoever has looked them up
         num_columns, is_exchanged = sum(own.num_columns for own in slices), self._is_exchanged(layout.sharding_type)
@@ -236,10 +240,12 @@ class PlacementCosts:
         sharding_type, world_size, features = exchange[1], self._cluster.world_size, own.table.feature_names
         num_shards = self._num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == _DATA_PARALLEL else world_size
+        divided = [part for part, kernel in zip(own.partitions, own.kernels, strict=True) if kernel]
+        with_rows = min([_num_with_rows(part.part.num_rows, num_shards) for part in divided], default=num_shards)
         load = TableLoad(
             own,
             len(features),
-            num_ids=num_batches * traffic.num_ids / num_shards,
+            num_ids=num_batches * traffic.num_ids / with_rows,
             num_bags=num_batches * traffic.num_bags,
             possible_ids=-(-own.table.num_embeddings // num_shards),
             is_multi_hot=any(self._workload.has_bags(name) for name in features),
@@ -255,7 +261,7 @@ class PlacementCosts:
         return ShardCost(
             lookup_ms,
             group,
-            self._traffic.transfers(traffic, exchange, own.num_columns),
+            self._traffic.transfers(traffic, exchange, own.num_columns, with_rows),
             slice_storage(own, num_shards, self._optimizers, self._cache_ratio, is_grid),
             self._buffer_bytes(own.table, own.num_columns, num_rows, num_shards),
         )
@@ -277,6 +283,11 @@ class PlacementCosts:
         itemsize = self._id_bytes.get(collection, LONG_BYTES) + self._workload.weight_bytes(features)
         num_ids, exchange = num_rows * self._ids_per_row(table), self._exchanges[collection]
         return TableTraffic(num_ids, num_rows * len(features), itemsize, is_pooled(table), exchange)
+
+
+def _num_with_rows(num_rows: int, num_shards: int) -> int:
+    """Returns how many of the shards that rows are divided over, as many rows each, have any."""
+    return -(-num_rows // -(-num_rows // num_shards))
 
 
 def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[list[TableSlice], list[PartitionTable]]:

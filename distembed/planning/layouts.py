@@ -38,7 +38,7 @@ from distembed.units import format_ranges
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
 _LINE_BYTES = {"cuda": 128, "cpu": 64}
-"""Bytes that a cache reads at once: the narrowest range unless the config names a width or a sharding by columns."""
+"""Bytes that a cache reads at once: the narrowest range, unless the config names a width or ways by columns alone."""
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 
@@ -228,19 +228,20 @@ class Layouts:
     ) -> Sequence[int]:
         """Returns the numbers of columns that the ranges of a table may have, from the widest on."""
         cluster, columns = self._cluster, width(table)
-        most = {
+        most_ranges = {
             ShardingType.COLUMN_WISE.value: cluster.world_size,
             ShardingType.TABLE_COLUMN_WISE.value: cluster.ranks_per_node,
             ShardingType.GRID_SHARD.value: cluster.nodes,
-        }.get(sharding_type)
+        }
+        most = most_ranges.get(sharding_type)
         if most is None:
             return [columns]
         if not is_pooled(table):
             wide = self._sequence_width[collection]
             return [wide] if columns // wide <= most else []
-        # one range is table-wise by another name, for those that may have no other
-        is_forced = sharding_type in self._chosen_types(table)
-        in_line = _VECTOR if is_forced else _LINE_BYTES[cluster.device.kind] // table.bytes_per_number
+        chosen = self._chosen_types(table)
+        is_only_by_columns = bool(chosen) and {*chosen} <= most_ranges.keys()
+        in_line = _VECTOR if is_only_by_columns else _LINE_BYTES[cluster.device.kind] // table.bytes_per_number
         narrowest = max(_VECTOR, self.own(table).min_partition or self._config.min_partition or in_line)
         widths = [
             wide
@@ -250,7 +251,8 @@ class Layouts:
         if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and cluster.nodes > 1:
             # the ranks of a node have a range each, alike
             widths = [wide for wide in widths if wide * most == columns and len({*_range_shapes(table, wide)}) == 1]
-        return widths or ([columns] if is_forced else [])
+        # a single range is table_wise by another name, for a table that may have no other way
+        return widths or ([columns] if sharding_type in chosen else [])
 
     def _possible_widths(self, table: CompositionalEmbeddingConfig, collection: str) -> list[int]:
         """Returns the widths of equal ranges of columns that kernels read and codecs send, the widest first."""

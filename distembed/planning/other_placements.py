@@ -78,6 +78,10 @@ class _OtherPlacements:
             return only
         return f"{_in_words(self._tables.layout(table, self._option(table)))}: {self._because(table, tried)}"
 
+    def _exchange_ms(self, cost: PlacementCost) -> float:
+        """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
+        return max(own.exchange_ms(self._problem.world_size - 1) for own in (*cost.shards, cost.everywhere))
+
     def _because(self, table: int, tried: Sequence[_Tried]) -> str:
         """Returns the reason of a placement that the figures of others bear out.
 
@@ -102,7 +106,7 @@ class _OtherPlacements:
             return "others that are faster do not fit"
         if whole is not None and whole.alternative.added_milliseconds > _ROUNDING_MS:
             return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
-        if is_replicated and cost.all_reduce_ms < min(_exchange_ms(own.cost) for own in tried):
+        if is_replicated and cost.all_reduce_ms < min(self._exchange_ms(own.cost) for own in tried):
             num_parameters = sum(part.num_parameters for part in self._tables.tables[table].table.partition_tables())
             return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
         equal = [other for other in others if other.fits and other.added_milliseconds <= _ROUNDING_MS]
@@ -172,12 +176,6 @@ def _is_whole(layout: Layout) -> bool:
     """Returns whether one rank has the whole table."""
     is_in_rows = is_on_every_rank(layout.sharding_type) or layout.sharding_type in WITHIN_NODES
     return len(layout.columns) == 1 and not is_in_rows
-
-
-def _exchange_ms(cost: PlacementCost) -> float:
-    """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
-    shards = (*cost.shards, cost.everywhere)
-    return max(sum(transfer.owner_ms for transfer in shard.transfers.values()) for shard in shards)
 
 
 def _in_words(layout: Layout) -> str:

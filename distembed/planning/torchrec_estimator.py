@@ -102,7 +102,7 @@ class CompositionalShardEstimator(ShardEstimator):
             at = 0 if layout.lies_on_one_node(cluster) else min(number, len(cost.shards) - 1)
             parts = [cost.everywhere, *cost.shards[at : at + 1]]  # no shard of a table that is on every rank
             replicated_ms, *shard_ms = (part.lookup_ms for part in parts)
-            exchange_ms = sum((transfer.owner_ms for part in parts for transfer in part.transfers.values()), 0.0)
+            exchange_ms = sum(part.exchange_ms(cluster.world_size - 1) for part in parts)
             num_bytes = round(sum(part.num_bytes for part in parts))
             host_bytes = sum(part.storage.host for part in parts)
             perf = Perf(replicated_ms + cost.all_reduce_ms + sum(shard_ms), exchange_ms, 0, 0)

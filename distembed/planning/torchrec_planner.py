@@ -64,7 +64,11 @@ class CompositionalShardingPlanner(ShardingPlanner):
         together: Sequence[Sequence[str]] = (),
         device: str | None = None,
     ) -> None:
-        self._topology, self._batch_size, self._device = topology, batch_size or BATCH_SIZE, device
+        self._topology, self._batch_size, self._device = (
+            topology,
+            BATCH_SIZE if batch_size is None else batch_size,
+            device,
+        )
         self._constraints, self._storage_reservation = dict(constraints or {}), storage_reservation
         self._ranks, self._together = dict(ranks or {}), [list(group) for group in together]
         self.estimated: EstimatedPlan | None = None

@@ -1,10 +1,12 @@
 """TorchRec's ``Topology`` and ``ParameterConstraints`` as a plan request."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ModuleSharder
@@ -24,6 +26,11 @@ def planner_errors() -> Iterator[None]:
     except (InsufficientMemory, UserError) as error:
         is_memory, types = isinstance(error, InsufficientMemory), PlannerErrorType
         raise PlannerError(str(error), types.INSUFFICIENT_STORAGE if is_memory else types.INPUT_VALIDATION) from error
+    except ValidationError as error:
+        mistakes = "; ".join(
+            f"{'.'.join(map(str, own['loc']))} is {own['input']!r}: {own['msg']}" for own in error.errors()
+        )
+        raise PlannerError(f"A constraint is impossible: {mistakes}.", PlannerErrorType.INPUT_VALIDATION) from error
 
 
 def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
@@ -71,7 +78,11 @@ def constrained_request(
     constraints: Mapping[str, ParameterConstraints],
 ) -> PlanRequest:
     """Returns the request for steps of ``batch_size`` rows a rank, with the ids and caches that constraints give."""
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; give the rows of one rank's batch, 1 or more.")
     request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
+    if not request.tables_by_collection:
+        raise UserError("No sharder takes a collection of the model; give those of default_sharders() among others.")
     ids_per_row, weighted = dict[str, float](), set[str]()
     for table in (table for tables in request.tables_by_collection.values() for table in tables):
         own, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
@@ -80,6 +91,11 @@ def constrained_request(
             raise UserError(
                 f"ParameterConstraints of table {table.name!r}: pooling_factors has {len(factors)} numbers, and the "
                 f"table has {len(features)} features; give a number for each."
+            )
+        if not all(0 <= factor < math.inf for factor in factors):
+            raise UserError(
+                f"ParameterConstraints of table {table.name!r}: pooling_factors is {own.pooling_factors}; give numbers "
+                "of ids, 0 or more."
             )
         ids_per_row |= dict(zip(features, factors, strict=True))
         weighted |= {*features} if own.is_weighted else set()

@@ -101,8 +101,13 @@ class Traffic:
         between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
         return 2 * num_bytes * (within + between)
 
-    def transfers(self, table: TableTraffic, exchange: ExchangeKey, num_columns: int) -> Mapping[Phase, Transfer]:
-        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows."""
+    def transfers(
+        self, table: TableTraffic, exchange: ExchangeKey, num_columns: int, num_with_rows: int
+    ) -> Mapping[Phase, Transfer]:
+        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows.
+
+        Of the ranks that the rows are divided over, so many have any, and get the ids of all others.
+        """
         sharding_type, share = exchange[1], self._ranks_per_node
         if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
             return {}
@@ -110,11 +115,11 @@ class Traffic:
         vector_bytes = table.vector_bytes(num_columns)
         if sharding_type == ShardingType.ROW_WISE.value:
             vector_bytes /= 1 if table.is_pooled else self._world_size
-            id_bytes = table.id_bytes(self._world_size)
+            id_bytes = table.id_bytes(num_with_rows)
             # sums are scattered, and their gradients gathered
             added = (self._world_size - 1) * self._reduced if table.is_pooled else 0.0
             return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * (self._to_all + added))}
-        id_bytes = table.id_bytes(share if sharding_type in WITHIN_NODES else 1)
+        id_bytes = table.id_bytes(num_with_rows)
         sent_ids = self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any)
         if sharding_type not in WITHIN_NODES:
             return sent_ids | self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any)

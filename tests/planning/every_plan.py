@@ -118,7 +118,7 @@ class EveryPlan:
                 continue
             most = self._cluster.nodes if name == "grid_shard" else self._cluster.world_size
             line = {"cuda": 128, "cpu": 64}[self._cluster.device.kind] // table.bytes_per_number
-            narrowest = config.min_partition or (4 if types else line)
+            narrowest = config.min_partition or (4 if types and {*types} <= {*IN_RANGES} else line)
             numbers = [n for n in range(2, most + 1) if columns % (4 * n) == 0 and columns // n >= narrowest]
             if name not in IN_RANGES or (types and not numbers):
                 numbers = [1]

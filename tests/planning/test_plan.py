@@ -109,7 +109,8 @@ def check_plans(rank: int, world_size: int) -> None:
         ("h100-80gb", "FP16", PlanConfig(), 64),
         ("cpu-256gb", "FP32", PlanConfig(), 16),
         ("h100-80gb", "FP32", PlanConfig(min_partition=8), 8),
-        ("h100-80gb", "FP32", PlanConfig(["table_wise", "column_wise"]), 4),
+        ("h100-80gb", "FP32", PlanConfig(["table_wise", "column_wise"]), 32),
+        ("h100-80gb", "FP32", PlanConfig(["column_wise"]), 4),
     ],
 )
 def test_columns_are_cut_to_lines_of_the_cache_unless_the_config_says_otherwise(

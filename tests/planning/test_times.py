@@ -197,6 +197,27 @@ def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() ->
     assert exchanges(0, 1) == pytest.approx([one_table, one_table])
 
 
+@pytest.mark.parametrize("device", ["a100-80gb", "cpu-256gb"])
+def test_a_shards_exchange_is_that_of_a_rank_which_has_its_share_of_all(device: str) -> None:
+    cluster = Cluster(find_device(device), 1, 2)
+    costs = PlacementCosts(request(TABLES[:1], cluster, Workload(2 * ROWS)))
+    (shard,) = costs.cost(TABLES[0], Layout("table_wise", "fused", ((0, DIM),)), "e").shards
+    num_bytes = ROWS * (8 + 4 + 2 * 4 * DIM)
+    assert shard.exchange_ms(1) == pytest.approx(1e3 * num_bytes / cluster.device.local_bandwidth)
+
+
+def test_rows_that_few_ranks_have_are_looked_up_by_these_alone() -> None:
+    table, cluster = CompositionalEmbeddingBagConfig("few", 3, DIM, ["f"]), Cluster(A100, 8, 8)
+    costs = PlacementCosts(request([table], cluster, Workload(64 * ROWS)))
+    by_rows, whole = (costs.cost(table, Layout(name, "fused", ((0, DIM),)), "e") for name in ("row_wise", "table_wise"))
+    common_ms = whole.everywhere.lookup_ms
+    assert by_rows.everywhere.lookup_ms - common_ms > whole.shards[0].lookup_ms / 3
+    # each of these gets a third of the ids of 63 ranks
+    ids = by_rows.everywhere.transfers[("e", "row_wise"), "ids"].owner_ms
+    per_byte = 1e3 * (7 / A100.local_bandwidth + 56 / A100.node_bandwidth)
+    assert ids == pytest.approx(ROWS * (8 / 3 + 4) * per_byte)
+
+
 def test_each_range_of_columns_takes_its_time_on_cpus_to_be_put_in_order() -> None:
     table, cluster = TABLES[0], Cluster(find_device("cpu-256gb"), 1, 4)
     costs = PlacementCosts(request([table], cluster, Workload(4 * ROWS)))
