@@ -16,12 +16,7 @@ _SHARES = (0.1, 0.25, 0.5, 0.75)
 
 
 def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
-    """Returns options by table, the best guess first by the estimate.
-
-    Args:
-        problem: The problem.
-        aim: What is made small.
-    """
+    """Returns options by table, the best guess first by the estimate."""
     tables = np.asarray(problem.class_of, np.int64)
     ways = {(option.kind, option.num_ranges): None for option in problem.options}
     by_way = [np.array([_nearest(problem, own, *way) for own in range(len(problem.classes))], np.int64) for way in ways]

@@ -8,7 +8,7 @@ Trade-off: no assignment is tried twice the same way, but nothing says that the 
 (:mod:`distembed.planning.fastest.bound`) does. Work is counted, not timed, so that equal problems have equal outcomes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -27,13 +27,9 @@ _GAIN = 1e-9
 
 @dataclass
 class Budget:
-    """Work that a search may do: a unit for each operation on arrays, and one more for each 4,096 numbers.
+    """Work that a search may do: a unit for each operation on arrays, and one more for each 4,096 numbers."""
 
-    Attributes:
-        units: Units that are left.
-    """
-
-    units: float
+    units: float  # that are left
 
     def spend(self, operations: int, numbers: int = 0) -> None:
         """Takes the units of some operations over so many numbers each."""
@@ -47,12 +43,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """An assignment and the scores that it has.
-
-    Attributes:
-        assignment: Where tables go.
-        score: The largest score of a rank.
-    """
+    """An assignment, and the largest score that a rank has."""
 
     assignment: Assignment
     score: float
@@ -74,26 +65,24 @@ class LocalSearch:
         self._random = np.random.default_rng(seed)
         self._numbers = problem.world_size * (problem.num_phases + len(problem.group_start_ms) + 2)
 
-    def construct(self, options: Sequence[Iterable[int]]) -> Found:
+    def construct(self, options: Sequence[Sequence[int]]) -> Found:
         """Returns the better of two assignments: one places tables longest first, the other largest first.
 
         Args:
             options: Options that each table may have.
         """
-        allowed = [list(own) for own in options]
-        numbers, num_bytes = self._problem.option_blocks, self._problem.blocks.num_bytes
-        found = self._construct(allowed, self._problem.longest_ms)
+        found = self._construct(options, self._problem.longest_ms)
         if self._budget.is_spent:
             return found
-        largest = np.array([num_bytes[own].max(initial=0) for own in numbers])
-        return min(found, self._construct(allowed, largest), key=lambda it: it.score)
+        largest = self._problem.largest(self._problem.blocks.num_bytes)
+        return min(found, self._construct(options, largest), key=lambda own: own.score)
 
-    def _construct(self, allowed: Sequence[Sequence[int]], size_of_option: Floats) -> Found:
+    def _construct(self, options: Sequence[Sequence[int]], size_of_option: Floats) -> Found:
         """Places the largest tables first, each where the largest score stays least."""
         loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
-        sizes = [size_of_option[own].max() for own in allowed]
+        sizes = [size_of_option[own].max() for own in options]
         for table in sorted(range(self._problem.num_tables), key=lambda table: -sizes[table]):
-            option, places, _ = self._best_option(loads, allowed[table])
+            option, places, _ = self._best_option(loads, options[table])
             loads.put(table, option, places)
         return self._found(loads)
 
@@ -151,32 +140,20 @@ class LocalSearch:
         """Makes the largest score smaller, if one of the steps does."""
         scores = self._scores(loads)
         worst = int(scores.argmax())
-        tables = self._tables_on(loads, worst)
-        return (
-            self._move(loads, tables, scores)
-            or self._swap(loads, tables, worst, scores)
-            or (not self._keeps_options and self._replace(loads, self._others(tables), scores))
-        )
-
-    def _tables_on(self, loads: Loads, rank: int) -> list[int]:
-        """Returns some tables with a shard on a rank, as many of each size."""
-        own = sorted(loads.tables_of[rank])
-        if len(own) > _TRIES_PER_STEP:
-            own.sort(key=lambda table: self._problem.longest_ms[loads.assignment.option[table]])
-            own = [own[int(i)] for i in np.linspace(0, len(own) - 1, _TRIES_PER_STEP)]
-        return own
-
-    def _others(self, tables: Sequence[int]) -> list[int]:
-        """Returns these tables and some of all others: what is slow may be what every rank does for them."""
-        num_tables = self._problem.num_tables
-        if num_tables <= _TRIES_PER_STEP:
-            return list(range(num_tables))
-        drawn = self._random.choice(num_tables, _TRIES_PER_STEP // 2, replace=False)
-        return list(dict.fromkeys([*tables, *drawn.tolist()]))
-
-    def _move(self, loads: Loads, tables: Sequence[int], scores: Floats) -> bool:
-        """Moves a table's shards, its option as it is."""
-        return self._replace(loads, tables, scores, keeps_option=True)
+        tables = sorted(loads.tables_of[worst])
+        if len(tables) > _TRIES_PER_STEP:  # as many of each size
+            tables.sort(key=lambda table: self._problem.longest_ms[loads.assignment.option[table]])
+            tables = [tables[int(i)] for i in np.linspace(0, len(tables) - 1, _TRIES_PER_STEP)]
+        if self._replace(loads, tables, scores, keeps_option=True) or self._swap(loads, tables, worst, scores):
+            return True
+        if self._keeps_options:
+            return False
+        # some of all tables too: what is slow may be what every rank does for them
+        others = list(range(self._problem.num_tables))
+        if len(others) > _TRIES_PER_STEP:
+            drawn = self._random.choice(len(others), _TRIES_PER_STEP // 2, replace=False)
+            others = list(dict.fromkeys([*tables, *drawn.tolist()]))
+        return self._replace(loads, others, scores)
 
     def _replace(self, loads: Loads, tables: Sequence[int], scores: Floats, keeps_option: bool = False) -> bool:
         """Places the table anew that makes the largest score least; tells whether one makes it smaller.
@@ -187,62 +164,58 @@ class LocalSearch:
         improving: list[tuple[Floats, int, int, Ints]] = []
         tried: set[tuple[int, bytes]] = set()
         for table in tables:
+            before, places = int(loads.assignment.option[table]), loads.assignment.places[table]
             if self._budget.is_spent:
                 break
-            before, places = int(loads.assignment.option[table]), loads.assignment.places[table]
             if (before, places.tobytes()) in tried:
                 continue  # one that is alike lies there as well
             tried.add((before, places.tobytes()))
             loads.take(table)
-            option, better, after = self._best_option(
-                loads, [before] if keeps_option else list(self._problem.options_of(table))
-            )
+            options = [before] if keeps_option else self._problem.options_of(table)
+            option, better, after = self._best_option(loads, options)
             loads.put(table, before, places)
             if _is_less(after, scores):
                 improving.append((after, table, option, better))
         if not improving:
             return False
-        best = reduce(lambda own, other: other if _is_less(other[0], own[0]) else own, improving)
-        scores, table, option, better = best
-        loads.take(table)
-        loads.put(table, option, better)
-        if keeps_option:
-            return True
-        for _, table, option, _ in sorted(improving, key=lambda own: own[0].max()):
+        scores, replaced, option, better = reduce(lambda own, it: it if _is_less(it[0], own[0]) else own, improving)
+        loads.put(replaced, option, better)
+        for _, table, option, _ in [] if keeps_option else sorted(improving, key=lambda own: own[0].max()):
             before, places = int(loads.assignment.option[table]), loads.assignment.places[table]
-            if table == best[1] or option == before:
-                continue
-            loads.take(table)
-            _, better, after = self._best_option(loads, [option])
-            is_less = _is_less(after, scores)
-            scores = after if is_less else scores
-            loads.put(table, option if is_less else before, better if is_less else places)
+            if table != replaced and option != before:
+                loads.take(table)
+                _, better, after = self._best_option(loads, [option])
+                if _is_less(after, scores):
+                    scores, before, places = after, option, better
+                loads.put(table, before, places)
         return True
 
     def _swap(self, loads: Loads, tables: Sequence[int], worst: int, scores: Floats) -> bool:
         """Exchanges a shard of the worst rank for one of another rank, if that makes both smaller than it was."""
-        others = _Shards(self._problem, loads.assignment)
+        shards, before = _Shards(self._problem, loads.assignment), loads.assignment.copy()
         best, exchanged = float(scores[worst]) * (1 - _GAIN), None
         tried: set[tuple[int, int]] = set()
         for table in tables:
-            for position in others.positions(table, worst):
-                own = int(loads.assignment.option[table]), int(others.block[position])
+            for position in np.flatnonzero((shards.table == table) & (shards.rank == worst)).tolist():
+                own = int(before.option[table]), int(shards.block[position])
                 if own in tried or self._budget.is_spent:
                     continue
                 tried.add(own)
-                after = others.scores_if_swapped(loads, position, self._aim)
-                self._budget.spend(4, len(others.block) * (self._problem.num_phases + 4))
-                if len(after) and after.min() < best:
+                after = shards.scores_if_swapped(loads, position, self._aim)
+                self._budget.spend(4, len(after) * (self._problem.num_phases + 4))
+                if after.min() < best:
                     best, exchanged = float(after.min()), (position, int(after.argmin()))
         if exchanged is None:
             return False
-        before = loads.assignment.copy()
-        swapped = others.swap(loads, *exchanged)
+        for position, other in (exchanged, exchanged[::-1]):
+            table = int(shards.table[position])
+            places = before.places[table].copy()
+            places[shards.index[position]] = shards.rank[other]
+            loads.put(table, int(before.option[table]), places)
         if _is_less(self._scores(loads), scores):
             return True
         # what was told of both ranks is told as if they had cores of their own
-        for table in swapped:
-            loads.take(table)
+        for table in shards.table[list(exchanged)].tolist():
             loads.put(table, int(before.option[table]), before.places[table])
         return False
 
@@ -257,65 +230,38 @@ class LocalSearch:
     def _some_options(self, table: int) -> list[int]:
         """Returns a table's options, without each with a chance of a third."""
         options = np.array(self._problem.options_of(table))
-        kept = options[self._random.random(len(options)) > 1 / 3]
-        return [int(option) for option in (kept if len(kept) else options)]
+        kept: list[int] = options[self._random.random(len(options)) > 1 / 3].tolist()
+        return kept or options.tolist()
 
 
 class _Shards:
-    """Shards of an assignment that may be exchanged: those of blocks for one rank."""
+    """Shards of an assignment that may be exchanged, those of blocks for one rank: each one's table, block, rank, ...
+
+    ``index`` is the number of the shard's block among those of its table.
+    """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
-        self._problem = problem
-        tables: list[int] = []
-        indices: list[int] = []
-        blocks: list[Ints] = []
-        ranks: list[Ints] = []
-        for table, places in enumerate(assignment.places):
-            own = problem.option_blocks[assignment.option[table]]
-            if len(places) and not problem.blocks.fills_node[own[0]]:
-                tables += [table] * len(places)
-                indices += range(len(places))
-                blocks.append(own)
-                ranks.append(places)
-        self.table, self._index = np.array(tables, np.int64), np.array(indices, np.int64)
-        self.block: Ints = np.concatenate(blocks) if blocks else np.empty(0, np.int64)
-        self.rank: Ints = np.concatenate(ranks) if ranks else np.empty(0, np.int64)
-        self._option = assignment.option[self.table]
-
-    def positions(self, table: int, rank: int) -> list[int]:
-        """Returns where a table's shard on a rank is among all shards."""
-        start, stop = np.searchsorted(self.table, [table, table + 1])
-        return [int(start) + int(i) for i in np.flatnonzero(self.rank[start:stop] == rank)]
+        blocks, counts = [problem.option_blocks[own] for own in assignment.option], list(map(len, assignment.places))
+        self.block = np.concatenate(blocks)
+        is_alone = ~problem.blocks.fills_node[self.block]
+        self.block, self.rank = self.block[is_alone], np.concatenate(assignment.places)[is_alone]
+        self.table = np.repeat(np.arange(len(counts)), counts)[is_alone]
+        self.index = np.concatenate([np.arange(count) for count in counts])[is_alone]
+        self._allowed, self._option = problem.allowed, assignment.option[self.table]
 
     def scores_if_swapped(self, loads: Loads, position: int, aim: Aim) -> Floats:
         """Returns the larger score of both ranks if a shard is exchanged for each of the others."""
-        block, rank = int(self.block[position]), int(self.rank[position])
+        table, block, rank = self.table[position], self.block[position], self.rank[position]
         mine = np.full(len(self.block), block)
         there = loads.scores_after(self.rank, self.block, mine, aim)
         here = loads.scores_after(np.full(len(self.block), rank), mine, self.block, aim)
         after: Floats = np.maximum(there, here)
-        after[(self.rank == rank) | (self.block == block)] = np.inf
-        if self._problem.allowed is not None:
-            after[~self._problem.allowed[self._option, rank]] = np.inf
-            after[~self._problem.allowed[self._option[position], self.rank]] = np.inf
+        after[self.block == block] = np.inf
+        after[~self._allowed[self._option, rank] | ~self._allowed[self._option[position], self.rank]] = np.inf
         # no rank gets a second shard of one table
-        for other in self.table[self.rank == rank].tolist() if (np.bincount(self.table) > 1).any() else ():
-            after[self.table == other] = np.inf
-        for other_rank in self.rank[self.table == self.table[position]].tolist():
-            after[self.rank == other_rank] = np.inf
+        after[np.isin(self.table, self.table[self.rank == rank])] = np.inf
+        after[np.isin(self.rank, self.rank[self.table == table])] = np.inf
         return after
-
-    def swap(self, loads: Loads, position: int, other: int) -> list[int]:
-        """Exchanges two shards, and returns their tables."""
-        for table, index, rank in (
-            (int(self.table[position]), int(self._index[position]), int(self.rank[other])),
-            (int(self.table[other]), int(self._index[other]), int(self.rank[position])),
-        ):
-            option, places = int(loads.assignment.option[table]), loads.assignment.places[table].copy()
-            places[index] = rank
-            loads.take(table)
-            loads.put(table, option, places)
-        return list(dict.fromkeys([int(self.table[position]), int(self.table[other])]))
 
 
 def _is_less(scores: Floats, others: Floats) -> bool:

@@ -8,7 +8,6 @@ Trade-off: HiGHS proves optima of tens of tables on a node, while a program of m
 time ends first, the answer depends on the machine's speed.
 """
 
-import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import numpy as np
 
 from distembed.errors import UserError
 from distembed.planning.fastest.loads import Aim
-from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
+from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _MOST_PLACES = 200_000
 """Places of shards up to which a program is written down."""
@@ -35,20 +34,23 @@ class Program:
     def __init__(self, problem: Problem, aim: Aim) -> None:
         self._problem, self._ranks = problem, range(problem.world_size)
         self.uppers: list[float] = []  # of variables: 1 of a binary, else infinite
-        self.rows: list[
-            tuple[dict[int, float], float, float]
-        ] = []  # coefficients by variable, least and most of the sum
+        # coefficients by variable, least and most of the sum
+        self.rows: list[tuple[dict[int, float], float, float]] = []
         self._chosen: dict[tuple[int, int], int] = {}  # by table and option
         self._placed: dict[tuple[int, int, int], Ints] = {}  # variables of all places, by table, option and block
         self._slowest, self._one = self._variable(np.inf), self._variable()
         self.rows.append(({self._one: 1.0}, 1.0, 1.0))
         self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
         self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
-        # what a sum of milliseconds, or of shares of a capacity, has for each variable; sums are at most 0
-        self._sums: dict[object, dict[int, float]] = defaultdict(dict)
-        capacities = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
-        self._capacity = np.maximum(np.stack(capacities), 1.0)
-        self._kinds_of_bytes = ["bytes", "host"] if problem.blocks.host_bytes.any() else ["bytes"]
+        # what each sum has for each variable, by the column of problem.block_sums and the rank; sums are at most 0
+        self._sums: dict[tuple[object, object], dict[int, float]] = defaultdict(dict)
+        self._phases = [(3 + own, 3 + own + problem.num_phases) for own in range(problem.num_phases)]  # own and other
+        self._bytes = [1, 2] if problem.blocks.host_bytes.any() else [1]
+        self._columns = [0, *self._bytes, *range(3, 3 + 2 * problem.num_phases)]
+        # bytes are shares of each rank's capacity; those that every rank has, of the largest capacity (the last)
+        self._scale = np.ones((3 + 2 * problem.num_phases, problem.world_size + 1))
+        self._scale[1, :-1], self._scale[2, :-1] = np.maximum(aim.capacity, 1.0), np.maximum(aim.host_capacity, 1.0)
+        self._scale[1:3, -1] = self._scale[1:3, :-1].max()
         self._add_ranks()
         for table in range(problem.num_tables):
             self._add_table(table)
@@ -85,29 +87,24 @@ class Program:
 
     def _add_ranks(self) -> None:
         """Adds what ranks take without any table; what every rank has of all tables is one variable for all of them."""
-        problem, phases = self._problem, range(self._problem.num_phases)
-        names: list[object] = [
-            "ms",
-            *self._kinds_of_bytes,
-            *(("own", phase) for phase in phases),
-            *(("other", phase) for phase in phases),
-        ]
-        common = {name: self._variable(np.inf) for name in names}
-        for name, total in common.items():
-            self._sums[name, "common"][total] = -1.0
+        problem = self._problem
+        common = {column: self._variable(np.inf) for column in self._columns}
+        for column, total in common.items():
+            self._sums[column, None][total] = -1.0
         by_rank = [self._variable(np.inf) for _ in self._ranks]
         for rank in self._ranks:
-            ms = self._sums["ms", rank]
-            ms |= {by_rank[rank]: -1.0, self._one: problem.base_ms, common["ms"]: 1.0}
+            ms = self._sums[0, rank]
+            ms |= {by_rank[rank]: -1.0, self._one: problem.base_ms, common[0]: 1.0}
             ms |= dict(zip(self._exchanges, problem.exchange_start_ms, strict=True))
             ms |= {own[rank]: start for own, start in zip(self._groups, problem.group_start_ms, strict=True)}
-            for name, capacity in zip(self._kinds_of_bytes, self._capacity[:, rank], strict=False):
-                self._sums[name, rank] |= {self._one: -1.0, common[name]: self._capacity.max() / capacity}
-            for phase in phases:
+            for column in self._bytes:
+                share = self._scale[column, -1] / self._scale[column, rank]
+                self._sums[column, rank] |= {self._one: -1.0, common[column]: share}
+            for sides in self._phases:
                 longer = self._variable(np.inf)
                 ms[longer] = 1.0
-                for side in ("own", "other"):
-                    self._sums[(side, phase), rank] |= {longer: -1.0, common[side, phase]: 1.0}
+                for column in sides:
+                    self._sums[column, rank] |= {longer: -1.0, common[column]: 1.0}
             self._sums["slowest", rank] |= {by_rank[rank]: 1.0, self._slowest: -1.0}
         if problem.ranks_at_once < problem.ranks_per_node:
             for first in self._ranks[:: problem.ranks_per_node]:
@@ -115,29 +112,21 @@ class Program:
                 self._sums["node", first] |= {**own, self._slowest: -problem.ranks_at_once}
 
     def _add_table(self, table: int) -> None:
+        problem, options = self._problem, self._problem.options_of(table)
         users: dict[int, dict[int, float]] = defaultdict(dict)
-        for option in self._problem.options_of(table):
-            self._chosen[table, option] = self._variable()
-            self._add_common(option, self._chosen[table, option], users)
+        for option in options:
+            chosen = self._chosen[table, option] = self._variable()
+            for column in self._columns:
+                self._sums[column, None][chosen] = problem.option_sums[option, column] / self._scale[column, -1]
+            started = [self._exchanges[exchange] for exchange in problem.options[option].exchanges]
+            for group in problem.options[option].everywhere.groups:
+                started += self._groups[group]
+            for own in started:
+                users[own][chosen] = 1.0
             self._add_shards(table, option, users)
-        self.rows.append(({self._chosen[table, it]: 1.0 for it in self._problem.options_of(table)}, 1.0, 1.0))
+        self.rows.append(({self._chosen[table, option]: 1.0 for option in options}, 1.0, 1.0))
         # what any of a table's options starts is started, of which there is one alone
         self.rows += [({**own, started: -1.0}, -np.inf, 0.0) for started, own in users.items()]
-
-    def _add_common(self, option: int, chosen: int, users: dict[int, dict[int, float]]) -> None:
-        """Adds what every rank has of an option."""
-        problem, num_phases = self._problem, self._problem.num_phases
-        sums = problem.option_sums[option]
-        self._sums["ms", "common"][chosen] = sums[0]
-        for name, number in zip(self._kinds_of_bytes, sums[1:3], strict=False):
-            self._sums[name, "common"][chosen] = number / self._capacity.max()
-        for side, phase in itertools.product(("own", "other"), range(num_phases)):
-            self._sums[(side, phase), "common"][chosen] = sums[3 + phase + num_phases * (side == "other")]
-        for exchange in problem.options[option].exchanges:
-            users[self._exchanges[exchange]][chosen] = 1.0
-        for group in problem.options[option].everywhere.groups:
-            for started in self._groups[group]:
-                users[started][chosen] = 1.0
 
     def _add_shards(self, table: int, option: int, users: dict[int, dict[int, float]]) -> None:
         problem, chosen = self._problem, self._chosen[table, option]
@@ -147,27 +136,18 @@ class Program:
             places = np.array([self._variable() for _ in range(problem.world_size // size)], np.int64)
             self._placed[table, option, block] = places
             self.rows.append(({**dict.fromkeys(places.tolist(), 1.0), chosen: -float(count)}, 0.0, 0.0))
-            if problem.allowed is not None:
-                allowed = problem.allowed[option].reshape(-1, size).all(1)
-                for place in places[~allowed].tolist():
-                    self.uppers[place] = 0.0
-            for rank in self._ranks:
-                self._add_shard(block, int(places[rank // size]), rank, users)
+            for place in places[~problem.allowed[option].reshape(-1, size).all(1)].tolist():
+                self.uppers[place] = 0.0
+            for rank, placed in enumerate(np.repeat(places, size).tolist()):
+                for column in self._columns:
+                    self._sums[column, rank][placed] = problem.block_sums[block, column] / self._scale[column, rank]
+                for group in problem.blocks.groups[block].tolist():
+                    if group != NO_GROUP:
+                        users[self._groups[group][rank]][placed] = 1.0
         if kinds.total() > 1:
             # shards of one table lie in different places
             for here in zip(*(self._placed[table, option, block].tolist() for block in kinds), strict=True):
                 self.rows.append(({**dict.fromkeys(here, 1.0), chosen: -1.0}, -np.inf, 0.0))
-
-    def _add_shard(self, block: int, placed: int, rank: int, users: dict[int, dict[int, float]]) -> None:
-        num_phases, sums = self._problem.num_phases, self._problem.block_sums[block]
-        self._sums["ms", rank][placed] = sums[0]
-        for name, number, capacity in zip(self._kinds_of_bytes, sums[1:3], self._capacity[:, rank], strict=False):
-            self._sums[name, rank][placed] = number / capacity
-        for side, phase in itertools.product(("own", "other"), range(num_phases)):
-            self._sums[(side, phase), rank][placed] = sums[3 + phase + num_phases * (side == "other")]
-        for group in self._problem.blocks.groups[block].tolist():
-            if group >= 0:
-                users[self._groups[group][rank]][placed] = 1.0
 
 
 def solve(

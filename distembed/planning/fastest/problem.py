@@ -11,7 +11,7 @@ and no less than those of all ranks of its node over the number of ranks that th
 is the estimate of :mod:`distembed.planning.costs`.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,45 +27,27 @@ NO_GROUP = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Shards that go together; all numbers are those of one rank that has a shard.
-
-    Attributes:
-        lookup_ms: Milliseconds of lookups.
-        num_bytes: Bytes of weights, optimizer state and, as far as they add up, buffers.
-        stored_bytes: Bytes of weights and optimizer state.
-        groups: Numbers of the groups that the shards are looked up in; tables that lie together may have several.
-        own_ms: Milliseconds of the shard's rank in each phase.
-        other_ms: Milliseconds of each other rank in each phase, for this shard.
-        fills_node: Whether each rank of a node has a shard; else one rank has it.
-        host_bytes: Bytes in the machine's memory beside a device.
-    """
+    """Shards that go together; all numbers are those of one rank that has a shard."""
 
     lookup_ms: float
-    num_bytes: float
-    stored_bytes: float
-    groups: tuple[int, ...]
-    own_ms: tuple[float, ...]
-    other_ms: tuple[float, ...]
-    fills_node: bool = False
-    host_bytes: float = 0.0
+    num_bytes: float  # of weights, optimizer state and, as far as they add up, buffers
+    stored_bytes: float  # of weights and optimizer state
+    groups: tuple[int, ...]  # that the shards are looked up in; tables that lie together may have several
+    own_ms: tuple[float, ...]  # of the shard's rank, by phase
+    other_ms: tuple[float, ...]  # of each other rank for this shard, by phase
+    fills_node: bool = False  # whether each rank of a node has a shard; else one rank has it
+    host_bytes: float = 0.0  # in the machine's memory beside a device
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to place a table.
+    """One way to place a table."""
 
-    Attributes:
-        blocks: What goes to different places, the slowest first.
-        everywhere: What every rank has beside them.
-        exchanges: Numbers of the exchanges that the table takes part in.
-        kind, num_ranges: How the table is divided, and in how many ranges of columns.
-    """
-
-    blocks: tuple[Block, ...]
-    everywhere: Block
-    exchanges: tuple[int, ...] = ()
-    kind: Hashable = None
-    num_ranges: int = 1
+    blocks: tuple[Block, ...]  # go to different places, the slowest first; all or none of them fill nodes
+    everywhere: Block  # what every rank has beside them
+    exchanges: tuple[int, ...] = ()  # that the table takes part in
+    kind: Hashable = None  # how the table is divided
+    num_ranges: int = 1  # of columns
 
     def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
         """Returns the bytes of weights and states of all ranks together, and those that some rank has at least."""
@@ -78,44 +60,42 @@ class Option:
         """Returns the option of tables that lie together: the first blocks on one place, then the second ones."""
         if len(options) == 1:
             return options[0]
-        blocks = zip(*(option.blocks for option in options), strict=True)
-        exchanges = sorted({exchange for option in options for exchange in option.exchanges})
-        return cls(
-            tuple(map(_sum_of_blocks, blocks)),
-            _sum_of_blocks([option.everywhere for option in options]),
-            tuple(exchanges),
-            options[0].kind,
-            options[0].num_ranges,
+        return replace(
+            options[0],
+            blocks=tuple(map(_sum_of_blocks, zip(*(option.blocks for option in options), strict=True))),
+            everywhere=_sum_of_blocks([option.everywhere for option in options]),
+            exchanges=tuple(sorted({exchange for option in options for exchange in option.exchanges})),
         )
+
+
+def _sum_of_blocks(blocks: Sequence[Block]) -> Block:
+    """Returns the block of shards of several tables on one place."""
+    return Block(
+        lookup_ms=sum(block.lookup_ms for block in blocks),
+        num_bytes=sum(block.num_bytes for block in blocks),
+        stored_bytes=sum(block.stored_bytes for block in blocks),
+        groups=tuple(sorted({group for block in blocks for group in block.groups})),
+        own_ms=tuple(map(sum, zip(*(block.own_ms for block in blocks), strict=True))),
+        other_ms=tuple(map(sum, zip(*(block.other_ms for block in blocks), strict=True))),
+        fills_node=blocks[0].fills_node,
+        host_bytes=sum(block.host_bytes for block in blocks),
+    )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Tables to be placed.
-
-    Attributes:
-        world_size: Number of ranks.
-        ranks_per_node: Number of ranks of a node.
-        ranks_at_once: Number of ranks of a node that compute at once, each as fast as if it were alone.
-        base_ms: Milliseconds of every rank beside tables.
-        group_start_ms: Milliseconds in which a rank starts the kernels of each group.
-        exchange_start_ms: Milliseconds in which each exchange is started.
-        num_phases: Number of phases in which something is communicated.
-        classes: Options of each class of tables that are alike.
-        class_of: Class of each table.
-        ranks_of_class: Ranks that tables of each class may lie on; all where it is empty.
-    """
+    """Tables to be placed."""
 
     world_size: int
     ranks_per_node: int
-    ranks_at_once: float
-    base_ms: float
-    group_start_ms: Sequence[float]
+    ranks_at_once: float  # ranks of a node that compute at once, each as fast as if it were alone
+    base_ms: float  # milliseconds of every rank beside tables
+    group_start_ms: Sequence[float]  # milliseconds in which a rank starts the kernels of each group
     exchange_start_ms: Sequence[float]
-    num_phases: int
-    classes: Sequence[Sequence[Option]]
-    class_of: Sequence[int]
-    ranks_of_class: Sequence[Sequence[int]] = ()
+    num_phases: int  # in which something is communicated
+    classes: Sequence[Sequence[Option]]  # options of each class of tables that are alike
+    class_of: Sequence[int]  # by table
+    ranks_of_class: Sequence[Sequence[int]] = ()  # ranks that tables of each class may lie on; all where it is empty
 
     @property
     def num_tables(self) -> int:
@@ -150,13 +130,12 @@ class Problem:
         return range(int(self.first_option[own]), int(self.first_option[own + 1]))
 
     @cached_property
-    def allowed(self) -> Mask | None:
-        """Whether an option's shards may lie on a rank, by option and rank; None where all may lie anywhere."""
+    def allowed(self) -> Mask:
+        """Whether an option's shards may lie on a rank, by option and rank."""
+        every = range(self.world_size)
         if not any(self.ranks_of_class):
-            return None
-        by_class = np.array(
-            [np.isin(np.arange(self.world_size), own or range(self.world_size)) for own in self.ranks_of_class]
-        )
+            return np.broadcast_to(True, (len(self.options), len(every)))
+        by_class = [np.isin(every, own or every) for own in self.ranks_of_class]
         return np.repeat(by_class, np.diff(self.first_option), axis=0)
 
     @cached_property
@@ -172,9 +151,20 @@ class Problem:
         return [np.array([number[block] for block in option.blocks], np.int64) for option in self.options]
 
     @cached_property
-    def option_everywhere(self) -> list[int]:
+    def placed_blocks(self) -> tuple[Ints, Ints]:
+        """The blocks of all options, option after option: the number of the option and the number of the block."""
+        option_of = np.repeat(np.arange(len(self.options)), [len(blocks) for blocks in self.option_blocks])
+        return option_of, np.concatenate([np.empty(0, np.int64), *self.option_blocks])
+
+    @cached_property
+    def option_everywhere(self) -> Ints:
         """Number of the block that every rank has, of each option."""
-        return [self.blocks.number[option.everywhere] for option in self.options]
+        return np.array([self.blocks.number[option.everywhere] for option in self.options], np.int64)
+
+    @cached_property
+    def num_shards(self) -> Ints:
+        """Number of shards of each distinct block."""
+        return np.where(self.blocks.fills_node, self.ranks_per_node, 1)
 
     @cached_property
     def block_sums(self) -> Floats:
@@ -183,32 +173,25 @@ class Problem:
         Behind these stand what it has in each phase, what it spares its rank of the others' in each phase, and a 1 for
         its groups, by group; the last is that of no group.
         """
-        return self.blocks.sums(len(self.group_start_ms))
+        blocks = self.blocks
+        in_group = np.zeros((len(blocks.groups), len(self.group_start_ms) + 1))
+        np.put_along_axis(in_group, blocks.groups, 1, axis=1)
+        columns = np.column_stack([blocks.lookup_ms, blocks.num_bytes, blocks.host_bytes])
+        return np.concatenate([columns, blocks.own_ms, -blocks.other_ms, in_group], axis=1)
 
     @cached_property
     def option_sums(self) -> Floats:
         """What each option adds to the sums of every rank, as if its shards were all on other ranks."""
-        sums = self.block_sums[self.option_everywhere]
-        everywhere = self.blocks.other_ms[self.option_everywhere]
+        sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
-        others += 2 * everywhere  # every rank has what the others do for each other's
-        for option, blocks in enumerate(self.option_blocks):
-            if len(blocks):
-                others[option] += (self.blocks.other_ms[blocks] * self.num_shards[blocks, None]).sum(0)
+        others += 2 * self.blocks.other_ms[self.option_everywhere]  # every rank has what the others do for each other's
+        np.add.at(others, option_of, self.blocks.other_ms[blocks] * self.num_shards[blocks, None])
         return sums
-
-    @cached_property
-    def option_changes(self) -> list[tuple[Ints, Floats]]:
-        """Numbers of the sums that each option adds something to on every rank, and what."""
-        changed = [np.flatnonzero(sums) for sums in self.option_sums]
-        return [(rows, sums[rows, None]) for rows, sums in zip(changed, self.option_sums, strict=True)]
 
     @cached_property
     def mean_sums(self) -> Floats:
         """Mean over all ranks of what each option adds to their sums (columns of :attr:`block_sums`)."""
-        sums = self.block_sums[self.option_everywhere]
-        option_of = np.repeat(np.arange(len(self.options)), [len(blocks) for blocks in self.option_blocks])
-        blocks = np.concatenate([*self.option_blocks, np.empty(0, np.int64)]).astype(np.int64)
+        sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         np.add.at(sums, option_of, self.block_sums[blocks] * (self.num_shards[blocks] / self.world_size)[:, None])
         return sums
 
@@ -221,66 +204,42 @@ class Problem:
     @cached_property
     def longest_ms(self) -> Floats:
         """Milliseconds of each option's longest block."""
-        ms = self.blocks.lookup_ms + self.blocks.own_ms.sum(1)
-        return np.array([ms[blocks].max(initial=0) for blocks in self.option_blocks], np.float64)
+        return self.largest(self.blocks.lookup_ms + self.blocks.own_ms.sum(1))
 
-    @cached_property
-    def num_shards(self) -> Ints:
-        """Number of shards of each distinct block."""
-        return np.where(self.blocks.fills_node, self.ranks_per_node, 1)
+    def largest(self, by_block: Floats) -> Floats:
+        """Returns the largest number of each option's blocks; 0 where it has none."""
+        largest, (option_of, blocks) = np.zeros(len(self.options)), self.placed_blocks
+        np.maximum.at(largest, option_of, by_block[blocks])
+        return largest
 
 
 class BlockNumbers:
-    """Columns of distinct blocks' numbers.
+    """Columns of distinct blocks' numbers, named as in :class:`Block`; ``number`` has the number of each block.
 
-    Args:
-        blocks: Distinct blocks.
-        num_phases: Number of phases.
-
-    Attributes:
-        number: Number of each block.
-        lookup_ms, num_bytes, host_bytes, stored_bytes, fills_node: As :class:`Block` has them, by block.
-        groups: Groups by block, as many columns as a block has groups at most, filled up with -1.
-        own_ms, other_ms: By block and phase.
-        phases: Phases in which a shard of each block has something.
+    Groups are filled up with -1 to as many columns as a block has groups at most.
     """
 
     def __init__(self, blocks: Sequence[Block], num_phases: int) -> None:
         self.number = {block: number for number, block in enumerate(blocks)}
         self.lookup_ms: Floats = np.array([block.lookup_ms for block in blocks], np.float64)
         self.num_bytes: Floats = np.array([block.num_bytes for block in blocks], np.float64)
-        self.host_bytes: Floats = np.array([block.host_bytes for block in blocks], np.float64)
         self.stored_bytes: Floats = np.array([block.stored_bytes for block in blocks], np.float64)
-        most = max((len(block.groups) for block in blocks), default=0)
-        self.groups: Ints = np.full((len(blocks), max(most, 1)), NO_GROUP)
+        self.host_bytes: Floats = np.array([block.host_bytes for block in blocks], np.float64)
+        self.fills_node = np.array([block.fills_node for block in blocks], bool)
+        self.groups: Ints = np.full((len(blocks), max([1, *(len(block.groups) for block in blocks)])), NO_GROUP)
         for groups, block in zip(self.groups, blocks, strict=True):
             groups[: len(block.groups)] = block.groups
-        self.fills_node = np.array([block.fills_node for block in blocks], bool)
-        self.own_ms: Floats = np.array([block.own_ms for block in blocks], np.float64).reshape(len(blocks), num_phases)
-        self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(
-            len(blocks), num_phases
-        )
-        self.phases = [_nonzero(own) for own in (self.own_ms != 0) | (self.other_ms != 0)]
-
-    def sums(self, num_groups: int) -> Floats:
-        """Returns what a shard adds to the sums of its rank, by block (:attr:`Problem.block_sums`)."""
-        in_group = np.zeros((len(self.groups), num_groups + 1))
-        np.put_along_axis(in_group, self.groups, 1, axis=1)
-        columns = [self.lookup_ms[:, None], self.num_bytes[:, None], self.host_bytes[:, None]]
-        return np.concatenate([*columns, self.own_ms, -self.other_ms, in_group], axis=1)
+        shape = len(blocks), num_phases
+        self.own_ms: Floats = np.array([block.own_ms for block in blocks], np.float64).reshape(shape)
+        self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(shape)
 
 
 @dataclass
 class Assignment:
-    """Where every table goes.
+    """Where every table goes."""
 
-    Attributes:
-        option: Number of each table's option, among all options of the problem; -1 where none is chosen yet.
-        places: Places of the option's blocks, by table: ranks, or nodes of blocks that fill one.
-    """
-
-    option: Ints
-    places: list[Ints]
+    option: Ints  # by table, among all options of the problem; -1 where none is chosen yet
+    places: list[Ints]  # of the option's blocks, by table: ranks, or nodes of blocks that fill one
 
     @classmethod
     def empty(cls, num_tables: int) -> "Assignment":
@@ -290,24 +249,3 @@ class Assignment:
     def copy(self) -> "Assignment":
         """Returns a copy that may be changed."""
         return Assignment(self.option.copy(), list(self.places))
-
-
-def _sum_of_blocks(blocks: Iterable[Block]) -> Block:
-    """Returns the block of shards of several tables on one place."""
-    own = list(blocks)
-    return Block(
-        lookup_ms=sum(block.lookup_ms for block in own),
-        num_bytes=sum(block.num_bytes for block in own),
-        stored_bytes=sum(block.stored_bytes for block in own),
-        groups=tuple(sorted({group for block in own for group in block.groups})),
-        own_ms=tuple(map(sum, zip(*(block.own_ms for block in own), strict=True))),
-        other_ms=tuple(map(sum, zip(*(block.other_ms for block in own), strict=True))),
-        fills_node=own[0].fills_node,
-        host_bytes=sum(block.host_bytes for block in own),
-    )
-
-
-def _nonzero(has_some: npt.NDArray[np.bool_]) -> slice:
-    """Returns the range from the first to the last that has some; an empty one where none has."""
-    numbers = np.flatnonzero(has_some)
-    return slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)

@@ -7,7 +7,7 @@ the one with the emptiest fullest rank is taken.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,21 +32,13 @@ _IMPROVING = 60
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search ended with.
-
-    Attributes:
-        assignment: Where tables go.
-        milliseconds: Time of the slowest rank.
-        lower_bound_ms: Milliseconds that the slowest rank of no assignment that fits goes below.
-        is_complete: Whether the best is known, within the tolerance; else the search was stopped.
-        fits: Whether no rank has more than its capacity.
-    """
+    """What a search ended with."""
 
     assignment: Assignment
-    milliseconds: float
-    lower_bound_ms: float
-    is_complete: bool
-    fits: bool = True
+    milliseconds: float  # of the slowest rank
+    lower_bound_ms: float  # that the slowest rank of no assignment that fits goes below
+    is_complete: bool  # whether the best is known, within the tolerance; else the search was stopped
+    fits: bool = True  # whether no rank has more than its capacity
 
 
 class Solver:
@@ -62,8 +54,8 @@ class Solver:
     def __init__(
         self, problem: Problem, host_capacity: Floats | float, bound_capacity: Floats | float, tolerance: float
     ) -> None:
-        self._problem, self._host_capacity, self._tolerance = problem, host_capacity, tolerance
-        self._bound_capacity = bound_capacity
+        self._problem, self._tolerance = problem, tolerance
+        self._host_capacity, self._bound_capacity = host_capacity, bound_capacity
         self._bound = LowerBound(problem, bound_capacity)
 
     def fastest(self, capacity: Floats | float) -> Solution:
@@ -74,25 +66,22 @@ class Solver:
 
     def repaired(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns a solution changed so that no rank has more bytes, as far as they add up."""
-        aim, budget = Aim(capacity, self._host_capacity), self._budget()
-        search = LocalSearch(self._problem, aim, budget)
-        best = search.improve(solution.assignment)
-        again = self._from_options(aim, [self._problem.options_of(table) for table in self._tables()])
-        best = min(best, again, key=lambda found: found.score)
+        aim = Aim(capacity, self._host_capacity)
+        best = LocalSearch(self._problem, aim, self._budget()).improve(solution.assignment)
+        best = min(best, self._from_all_options(aim), key=_score)
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=1).shake(best, solution.milliseconds)
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
 
     def emptiest(self, capacity: Floats | float) -> Solution:
         """Returns a solution with few bytes on the fullest rank, whatever its time."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
-        best = self._from_options(aim, [self._problem.options_of(table) for table in self._tables()])
-        best = LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(best, 0.0)
+        best = LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(self._from_all_options(aim), 0.0)
         return self._solution(best.assignment, replace(aim, limit_ms=None), self._bound.milliseconds(np.inf))
 
     def improved(self, assignment: Assignment, capacity: Floats | float) -> Solution:
         """Returns a solution that an assignment of which no rank has more bytes is improved to."""
         aim, total = Aim(capacity, self._host_capacity), self._budget(_IMPROVING)
-        best = Found(assignment, float(Loads(self._problem, assignment.copy()).scores(aim).max()))
+        best = Found(assignment, float(Loads(self._problem, assignment).scores(aim).max()))
         for seed in range(3):
             best = self._grown(best, aim, 0.0, total, _IMPROVING // 3, seed)
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
@@ -108,14 +97,13 @@ class Solver:
             return solution
         stored = self._problem.with_stored_bytes()
         search = ExactSearch(stored, Aim(self._bound_capacity, self._host_capacity), Budget(15_000), accepts)
-        outcome = search.better_than(np.inf if solution is None else solution.milliseconds)
-        best = outcome.found
-        if best is None:
-            if solution is None or not outcome.is_complete:
-                return solution
-            return replace(solution, lower_bound_ms=solution.milliseconds, is_complete=True)
-        low = best.score if outcome.is_complete else self._bound.milliseconds(best.score)
-        return Solution(best.assignment, best.score, low, outcome.is_complete or self._is_near(best.score, low))
+        best, is_complete = search.better_than(np.inf if solution is None else solution.milliseconds)
+        if best is not None:
+            low = best.score if is_complete else self._bound.milliseconds(best.score)
+            return Solution(best.assignment, best.score, low, self._is_near(best.score, low))
+        if solution is None or not is_complete:
+            return solution
+        return replace(solution, lower_bound_ms=solution.milliseconds, is_complete=True)
 
     def polished(
         self,
@@ -147,15 +135,13 @@ class Solver:
         best, low = solution, 0.0 if solution is None else solution.lower_bound_ms
         while (left := deadline - time.monotonic()) > 0:
             rejected.clear()
-            start = None if best is None else best.assignment
-            found, bound = polish.solve(
-                problem, Aim(limits, self._host_capacity), start, left, accepts, self._tolerance
-            )
+            start, aim = None if best is None else best.assignment, Aim(limits, self._host_capacity)
+            found, bound = polish.solve(problem, aim, start, left, accepts, self._tolerance)
             if problem is not self._problem:  # every plan that fits has room for its weights and states
                 low = max(low, bound)
             if found is not None:
-                ms = float(Loads(self._problem, found.copy()).milliseconds().max())
-                best = Solution(found, ms, low, False) if best is None or ms < best.milliseconds else best
+                faster = Solution(found, self._slowest_ms(found), low, False)
+                best = faster if best is None or faster.milliseconds < best.milliseconds else best
             if not rejected or np.all(rejected[-1] <= 0):
                 break
             capacity = np.minimum(rejected[-1], capacity)
@@ -168,36 +154,34 @@ class Solver:
     def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns an assignment within the tolerance of a solution's time with fewer bytes on the fullest rank."""
         limit_ms = solution.milliseconds * (1 + self._tolerance)
-        aim = Aim(capacity, self._host_capacity, limit_ms)
-        budget = Budget(1_000 + self._problem.num_tables)
-        found = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment)
-        ms = float(Loads(self._problem, found.assignment.copy()).milliseconds().max())
-        return replace(solution, assignment=found.assignment, milliseconds=ms) if ms <= limit_ms else solution
+        aim, budget = Aim(capacity, self._host_capacity, limit_ms), Budget(1_000 + self._problem.num_tables)
+        found = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment).assignment
+        ms = self._slowest_ms(found)
+        return replace(solution, assignment=found, milliseconds=ms) if ms <= limit_ms else solution
 
     def _solution(self, assignment: Assignment, aim: Aim, lower_bound: float) -> Solution:
-        loads = Loads(self._problem, assignment.copy())
-        ms = float(loads.milliseconds().max())
+        loads, ms = Loads(self._problem, assignment), self._slowest_ms(assignment)
         fits = aim.fits(loads.num_bytes, loads.host_bytes)
         return Solution(assignment, ms, lower_bound, self._is_near(ms, lower_bound), fits)
+
+    def _slowest_ms(self, assignment: Assignment) -> float:
+        return float(Loads(self._problem, assignment).milliseconds().max())
 
     def _is_near(self, milliseconds: float, lower_bound: float) -> bool:
         return milliseconds <= lower_bound * (1 + self._tolerance)
 
-    def _tables(self) -> range:
-        return range(self._problem.num_tables)
-
     def _budget(self, times: int = 6) -> Budget:
         return Budget(times * (700 + 1.5 * self._problem.num_tables))
 
-    def _from_options(self, aim: Aim, options: Sequence[Sequence[int]]) -> Found:
-        search = LocalSearch(self._problem, aim, self._budget())
-        return search.improve(search.construct(options).assignment)
+    def _from_all_options(self, aim: Aim) -> Found:
+        search, tables = LocalSearch(self._problem, aim, self._budget()), range(self._problem.num_tables)
+        return search.improve(search.construct([self._problem.options_of(table) for table in tables]).assignment)
 
     def _from_guesses(self, aim: Aim, enough: float) -> Found:
         """Returns the best assignment grown from the first guesses: fewer of them at each stage, with more work."""
-        total, placed = Budget(60_000 + 200 * self._problem.num_tables), list[Found]()
-        beside = _CONSTRUCTING / max(1, self._problem.num_tables)
-        constructing = Budget(total.units / 3 + beside)
+        num_tables, placed = self._problem.num_tables, list[Found]()
+        total = Budget(60_000 + 200 * num_tables)
+        constructing = Budget(total.units / 3 + _CONSTRUCTING / num_tables)
         for options in first_guesses(self._problem, aim)[:_GUESSES]:
             placed.append(LocalSearch(self._problem, aim, constructing).construct([[own] for own in options.tolist()]))
             if constructing.is_spent or placed[-1].score <= enough:
@@ -206,10 +190,8 @@ class Solver:
         # where none has room yet, the estimate tells more than the score
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
-        for count, times, shakes in ((7, 6, False), (3, 10, True), (1, 20, True)):
-            seed = times // 20 if shakes else None
-            grown = [self._grown(found, aim, enough, total, times, seed) for found in best[:count]]
-            best = sorted(grown, key=_score)
+        for count, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
+            best = sorted((self._grown(own, aim, enough, total, times, seed) for own in best[:count]), key=_score)
         return best[0]
 
     def _grown(self, found: Found, aim: Aim, enough: float, total: Budget, times: int, seed: int | None) -> Found:
