@@ -96,7 +96,7 @@ class Solver:
         if self._problem.num_tables > _SMALL:
             return solution
         stored = self._problem.with_stored_bytes()
-        search = ExactSearch(stored, Aim(self._bound_capacity, self._host_capacity), Budget(15_000), accepts)
+        search = ExactSearch(stored, Aim(self._bound_capacity, self._host_capacity), Budget(60_000), accepts)
         best, is_complete = search.better_than(np.inf if solution is None else solution.milliseconds)
         if best is not None:
             low = best.score if is_complete else self._bound.milliseconds(best.score)
