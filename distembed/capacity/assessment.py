@@ -83,7 +83,7 @@ class Assessment:
 
     @property
     def allocator_bytes(self) -> int:
-        """Bytes that each rank keeps free for the allocator."""
+        """Bytes that the largest rank keeps free for the allocator."""
         return round(self.reserve * self.cluster.rank_bytes)
 
     @property
@@ -94,8 +94,9 @@ class Assessment:
     @property
     def bytes_left_for_tables(self) -> int:
         """Bytes of all ranks together that :attr:`bytes_beside_tables` leaves."""
-        beside = sum(self.bytes_beside_tables.values())
-        return sum(max(0, num_bytes - beside) for num_bytes in self.cluster.bytes_by_rank)
+        beside = sum(self.workload.bytes_beside_tables(self.cluster.world_size).values())
+        memory = self.cluster.bytes_by_rank
+        return sum(max(0, num_bytes - round(self.reserve * num_bytes) - beside) for num_bytes in memory)
 
 
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
@@ -110,10 +111,11 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
 def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
     """Plans any model for a cluster that need not be there; raises the errors of :func:`assess_capacity`."""
-    if plannable.plan.host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
+    if plannable.plan.allows_host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
         raise UserError(
-            "plan.host_memory lets tables lie in the machines' memory, and how much each machine has of it is not "
-            "known: say so with --host-memory, such as --host-memory 1TiB, or set plan.host_memory=false."
+            "plan.host_memory, or a table's compute_kernels, let tables lie in host memory, and the size of it is not "
+            "known: add --host-memory SIZE of a machine, such as --host-memory 1TiB, or set plan.host_memory=false and "
+            "leave fused_uvm and fused_uvm_caching out of plan.tables.NAME.compute_kernels."
         )
     to_plan = plannable.on_cluster(cluster)
     request, planned, planner_error = to_plan.request, None, ""

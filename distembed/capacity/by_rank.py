@@ -153,7 +153,7 @@ class RankQuantity:
         used = [item for item in self.items if any(map(item.amount, self.ranks))]
         columns = []
         for item in self.items:
-            if item not in others:  # what is zero on every rank is left out first
+            if item not in others:  # an item that is zero on every rank is left out first
                 columns.append(amounts(item.name, [item], item.dispensable if item in used else -1))
         if columns and any(item in used for item in others):
             columns.append(amounts("others", others))

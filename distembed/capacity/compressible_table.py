@@ -91,8 +91,8 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
 class CompressibleTable:
     """A table with as many buckets as it is given; its bytes are those of all ranks together.
 
-    Functions of path-based tables lie on every rank, vectors on one. No table has fewer buckets than take the fewest
-    bytes, nor so many that it is no smaller than whole. ``settings`` are those of the compressed table, but for
+    Functions of path-based tables lie on every rank, vectors on one. The fewest buckets are the number that takes the
+    fewest bytes; with the most, the table is still smaller than whole. ``settings`` are the compressed table's without
     ``num_buckets``.
     """
 

@@ -90,8 +90,8 @@ class OwnModel(Plannable):
         workload, notes = self._workload(cluster)
         if self.smaller_tables:
             notes.append(
-                f"the states of all tables are counted as those of {optimizers.sparse}, the largest that a table "
-                f"declares; those of {enumerate_names(self.smaller_tables)} are smaller"
+                f"all tables are counted with the states of {optimizers.sparse}, the largest that a table declares; "
+                f"{enumerate_names(self.smaller_tables)} have smaller states"
             )
         request = PlanRequest(self.made.module, self.sharders, cluster, workload, self.plan, optimizers)
         plan_inputs = PlanInputs(
@@ -108,7 +108,7 @@ class OwnModel(Plannable):
         return ModelOnCluster(request, plan_inputs, notes)
 
     def _workload(self, cluster: Cluster) -> tuple[Workload, list[str]]:
-        """Returns the step on a cluster, and what is not known of it, a sentence each."""
+        """Returns the step on a cluster, and a sentence for each fact about it that is unknown."""
         step, num_rows = self.step, Workload(self.batch_size).rows_of_rank(cluster.world_size)
         batch = None
         if step.example is not None:

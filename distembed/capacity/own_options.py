@@ -1,6 +1,6 @@
-"""What the options of ``distembed plan --model`` name, read without torch: functions of the user's modules, and a step.
+"""The options of ``distembed plan --model``, read without torch: functions of the user's modules, and a step.
 
-What goes wrong in the functions is said in a sentence, with the line of the user's file, as any wrong input is.
+An error within a function is reported in a sentence, with the line of the user's file, as any wrong input is.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class NamedFunction:
     function: Callable[..., Any]
 
     def call(self, *arguments: Any, **named: Any) -> Any:
-        """Returns what the function returns; what it prints goes to the error stream, as ``--json`` is alone."""
+        """Calls the function. Its prints go to the error stream: with ``--json`` the output is JSON alone."""
         try:
             inspect.signature(self.function).bind(*arguments, **named)
         except ValueError:

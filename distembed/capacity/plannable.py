@@ -22,7 +22,7 @@ class ModelOnCluster:
 class Plannable(ABC):
     """A model with its step and settings, to be planned for any cluster.
 
-    Methods that change a setting return what is typed for the change, and the changed model.
+    Methods that change a setting return the option to type for the change, and the changed model.
 
     Args:
         plan: Ways in which tables may be placed.
@@ -39,7 +39,7 @@ class Plannable(ABC):
 
     @abstractmethod
     def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
-        """Returns what a plan for a cluster is made from; refuses settings that cannot be planned at all."""
+        """Returns the request of a plan for a cluster; refuses settings that cannot be planned at all."""
 
     @abstractmethod
     def table_bytes(self) -> int:

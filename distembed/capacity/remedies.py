@@ -1,8 +1,8 @@
 """What would make a model fit: each remedy is planned as it would be typed before it is named.
 
-Each kind of change has sizes, from small to large, of which the least that makes the model fit is looked for. The
-search is bounded, since a plan for many ranks or columns takes seconds. What cannot help is not planned at all: tables
-that take more bytes than all ranks would have for them if a batch had no rows.
+Each kind of change has sizes, from small to large, and the search looks for the least size with which the model fits.
+The search is bounded, since a plan for many ranks or columns takes seconds. A size is not planned at all if the tables
+take more bytes than all ranks would have for them with a batch of no rows.
 """
 
 import time
@@ -42,7 +42,7 @@ def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Clust
     items = assessment.workload.bytes_beside_tables(world_size=2).items()  # with gradients, which one rank has as well
     beside = sum(num_bytes for item, num_bytes in items if item != "activations")
     beside += round(assessment.reserve * cluster.rank_bytes)
-    host_bytes = cluster.host_bytes_per_rank if plannable.plan.host_memory else 0
+    host_bytes = cluster.host_bytes_per_rank if plannable.plan.allows_host_memory else 0
     return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
 
@@ -76,7 +76,7 @@ class _Kind:
     find: Callable[[int, int, Callable[[int], bool]], int | None]
     too_few: int  # size that changes nothing
     most: int  # largest size; at most `too_few` where no change of the kind helps
-    change: Callable[[int], tuple[str, Plannable, Cluster]]  # what to type for a size, and what is planned then
+    change: Callable[[int], tuple[str, Plannable, Cluster]]  # text to type for a size; model and cluster to plan
 
 
 def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is_given: bool) -> list[_Kind]:
@@ -114,7 +114,7 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
     settings = " ".join(f"plan.{name}={'null' if value is None else value}" for name, value in freed.items())
     has_weight_states = model.sparse_optimizer is not None and OPTIMIZERS[model.sparse_optimizer].has_weight_states
     # all tables on any one rank, whose share of its node's this is
-    most_host = gpus * (assessment.one_copy.total // _GIB + 1) if plan.host_memory and not is_cpu else 0
+    most_host = gpus * (assessment.one_copy.total // _GIB + 1) if plan.allows_host_memory and not is_cpu else 0
     host, most_collisions = cluster.host_memory_bytes // _GIB, 0 if model.collisions is None else _MAX_COLLISIONS
     return [
         *kinds,

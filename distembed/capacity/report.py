@@ -28,7 +28,7 @@ class CapacityReport:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of what the training run costs, and of how the smallest cluster was found."""
+        """Lines of the training run's cost, and of the search for the smallest cluster."""
         return [line for own in (self.cost, self.smallest) if own is not None for line in own.lines]
 
     @property

@@ -1,6 +1,6 @@
-"""What ``distembed plan`` does once its options are read: plan, print, and only then write the files asked for.
+"""The work of ``distembed plan`` once its options are read: plan, print, and only then write the requested files.
 
-What was planned is printed before a file is written, so that a full disk loses nothing of it.
+The plan is printed before a file is written, so that a full disk loses nothing of it.
 """
 
 import dataclasses

@@ -208,7 +208,7 @@ def shortage_lines(assessment: Assessment) -> list[str]:
     demand = (
         f"tables with their optimizer take {format_bytes(needed.total + needed.host)}, the largest ({largest.name}) "
         f"{format_bytes(largest.one_copy.total)}; {format_bytes(assessment.bytes_left_for_tables)} are left for them "
-        f"on {world_size} rank(s){host}, beside on each: {items}; what a step looks up and exchanges comes on top"
+        f"on {world_size} rank(s){host}, beside on each: {items}; a step's lookups and exchanges need more"
     )
     return [demand, *_overfull_ranks(assessment), *planner]
 

@@ -62,7 +62,7 @@ class TrainingCost:
 
 
 def training_cost(assessment: "Assessment", run: TrainingRun) -> TrainingCost:
-    """Returns what a run takes under a plan that fits; all ranks wait for the slowest."""
+    """Returns steps, hours and price of a run under a plan that fits; all ranks wait for the slowest."""
     cluster = assessment.cluster
     error = cluster.device.error
     factor = 1 + (_CATALOGUE_ERROR if error is None else error)

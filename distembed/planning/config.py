@@ -1,7 +1,7 @@
 """The ``plan`` section of a config."""
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic.dataclasses
 from pydantic import Field
@@ -12,7 +12,8 @@ from distembed.names import STRICT
 _ByColumns = Literal["table_wise", "column_wise", "table_column_wise"]
 _ByRows = Literal["row_wise", "table_row_wise", "grid_shard"]
 ShardingTypes = Annotated[list[Literal[_ByColumns, _ByRows, "data_parallel"]], Field(min_length=1)]
-ComputeKernels = Annotated[list[Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"]], Field(min_length=1)]
+_InHostMemory = Literal["fused_uvm", "fused_uvm_caching"]
+ComputeKernels = Annotated[list[Literal["fused", "dense", _InHostMemory]], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -66,3 +67,9 @@ class PlanConfig:
     polish_seconds: Annotated[float, Field(ge=0)] = 0.0
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)
     together: list[list[str]] = field(default_factory=list)
+
+    @property
+    def allows_host_memory(self) -> bool:
+        """Whether any table may lie in host memory."""
+        named = {kernel for own in self.tables.values() for kernel in own.compute_kernels or ()}
+        return self.host_memory or not named.isdisjoint(get_args(_InHostMemory))

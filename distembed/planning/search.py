@@ -49,6 +49,8 @@ class Search:
         self._memory = CountedMemory(request, self._tables)
         tolerance = request.config.time_tolerance
         self._solver = Solver(self._tables.problem, request.host_bytes, self._memory.capacity, tolerance)
+        self._excess = np.inf  # bytes that the fullest rank of the next solution lacks
+        self._least_excess: Solution  # of all that were counted
 
     def best(self) -> EstimatedPlan:
         """Returns the plan to take."""
@@ -163,7 +165,7 @@ class Search:
         return self._improved(solution, capacity) if excess <= 0 else None
 
     def _keep(self, solution: Solution, excess: float) -> None:
-        if excess < getattr(self, "_excess", np.inf):
+        if excess < self._excess:
             self._excess, self._least_excess = excess, solution
 
     def _fits(self, assignment: Assignment) -> bool:

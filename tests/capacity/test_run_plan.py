@@ -146,11 +146,20 @@ def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
     assert plan(*settings, *shlex.split(freed))[0] == 0
 
 
+def test_a_shortage_reserves_of_each_rank_a_share_of_its_own_memory() -> None:
+    settings = ["embedding.default.partition=naive", "--gpus", 2, "plan.reserve=0.5"]
+    alike, unlike = (plan(*settings, "--memory", memory) for memory in ("400MB,400MB", "400MB,100MB"))
+    assert alike[0] == unlike[0] == 3
+    # half of the 300 MB less
+    assert alike[1]["left_for_tables"] - unlike[1]["left_for_tables"] == 150 * 10**6
+
+
 def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
     settings = ["embedding.default.partition=naive", "--gpus", 1, "--memory", "4GB"]
     assert plan(*settings)[0] == 3
-    with pytest.raises(UserError, match="--host-memory"):
-        plan(*settings, "plan.host_memory=true")
+    for allowed in ("plan.host_memory=true", "plan.tables={C3: {compute_kernels: [fused, fused_uvm]}}"):
+        with pytest.raises(UserError, match="--host-memory"):
+            plan(*settings, allowed)
     code, planned = plan(*settings, "plan.host_memory=true", "--host-memory", "64GB")
     assert code == 0
     hosted = [table for table in planned["tables"] if table["host_bytes"]]

@@ -30,8 +30,8 @@ from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import unit_size
 
 NUM_IDS, DIM, ROWS = 100_000, 64, 4096
-HALF_BLOCK = 1.15
-"""Seconds of a row of 64 numbers on a GPU, as multiples of its bytes' at full speed, by TorchRec's planner."""
+SLOWER = {16: 1.75, 64: 1.15, 128: 1.0}
+"""Seconds of a row of so many numbers on a GPU, as multiples of its bytes' at full speed, by TorchRec's planner."""
 COPIED_BYTES = 2 * 4 * DIM * ROWS * (3 + 3)
 """Vectors and gradients copied to the order of features, and around an exchange: read and written."""
 A100 = find_device("a100-80gb")
@@ -174,10 +174,24 @@ def test_a_plain_table_takes_its_bytes_over_the_bandwidths() -> None:
     distinct = NUM_IDS * (1 - (1 - 1 / NUM_IDS) ** num_ids)
     forward = num_ids * (8 + 2 * 4 * DIM)
     backward = num_ids * (64 + 4 * DIM) + 2 * distinct * 4 * DIM
-    seconds = HALF_BLOCK * (forward + backward) / A100.lookup_bandwidth + COPIED_BYTES / A100.memory_bandwidth
+    seconds = SLOWER[DIM] * (forward + backward) / A100.lookup_bandwidth + COPIED_BYTES / A100.memory_bandwidth
     assert own.lookup == pytest.approx(1e3 * seconds)
     # the other rank's ids with their numbers; vectors and gradients
     assert own.exchange == pytest.approx(1e3 * ROWS * (8 + 4 + 2 * 4 * DIM) / A100.local_bandwidth)
+
+
+def test_narrow_rows_are_read_more_slowly_on_gpus() -> None:
+    def lookup_ms(dim: int) -> float:
+        table = CompositionalEmbeddingBagConfig("t", NUM_IDS, dim, ["f"])
+        costs = PlacementCosts(request([table], Cluster(A100, 1, 2), Workload(2 * ROWS)))
+        (shard,) = costs.cost(table, Layout("table_wise", "fused", ((0, dim),)), "e").shards
+        return shard.lookup_ms
+
+    num_ids = 2 * ROWS
+    distinct = NUM_IDS * (1 - (1 - 1 / NUM_IDS) ** num_ids)
+    for dim, slower in SLOWER.items():
+        num_bytes = num_ids * (8 + 64 + 3 * 4 * dim) + 2 * distinct * 4 * dim
+        assert lookup_ms(dim) == pytest.approx(1e3 * slower * num_bytes / A100.lookup_bandwidth)
 
 
 def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() -> None:
