@@ -108,7 +108,7 @@ def test_tables_with_other_optimizers_than_the_largest_are_named() -> None:
     """One declares Adagrad, one SGD, and one has the option's."""
     for option, named in ((("--sparse-optimizer", "adagrad"), ["t_shop"]), ((), ["t_shop", "t_words"])):
         _, planned = plan("declared_apart", *example(), "--gpus", 1, *option)
-        (note,) = [note for note in planned["notes"] if "counted as those of adagrad" in note]
+        (note,) = [note for note in planned["notes"] if "counted with the states of adagrad" in note]
         assert [name for name in ("t_item", "t_shop", "t_words") if name in note] == named
     _, planned = plan("declared", *example(), "--gpus", 1)
     assert not planned["notes"]

@@ -327,7 +327,7 @@ def test_without_a_plan_it_is_said_what_is_short() -> None:
     # 5 + 3 + 1 GiB of all tables
     assert "take 9.00 GiB, the largest (C2) 7.00 GiB; 6.00 GiB are left for them on 2 rank(s)" in lines[1]
     # of 79.65 GiB 3 are left for tables
-    beside = "activations 71.65 GiB, allocator 4.00 GiB, network weights 1.00 GiB; what a step looks up"
+    beside = "activations 71.65 GiB, allocator 4.00 GiB, network weights 1.00 GiB; a step's lookups"
     assert f"beside on each: {beside}" in lines[1]
     assert lines[2:] == [
         "  the planner: no room for a shard proposal 1",
