@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from distembed.lazy import imports_on_demand
-from distembed.quiet import silenced_loggers
+from distembed.base.lazy import imports_on_demand
+from distembed.base.quiet import silenced_loggers
+from distembed.base.version import __version__
 
 if TYPE_CHECKING:
     from distembed.serving.loaded_model import LoadedModel, load
 
-__version__ = "0.1.0"
-__all__ = ["LoadedModel", "load"]
+__all__ = ["LoadedModel", "__version__", "load"]
 _import = imports_on_demand(__name__)
 
 

@@ -1,5 +1,5 @@
 """``python -m distembed``, which is what ``torch.distributed.run`` starts."""
 
-from distembed.cli import main
+from distembed.commands.cli import main
 
 main()

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distembed.base.errors import RunError, UserError
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import ConfigArgument, OverridesArgument, say
-from distembed.errors import RunError, UserError
 from launch.options import JobOptions, SubmitOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def launch_command(
     from launch.jobs.asking import require_package
 
     require_package(scheduler, dry_run=submit.dry_run)
-    from distembed.config import load_config
-    from distembed.runs.folder import default_run_folder
+    from distembed.training.config import load_config
+    from distembed.training.run_folder.folder import default_run_folder
     from launch.jobs.job import Job, default_request
 
     loaded = load_config(config, overrides or [])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.apps.request import ElasticRequest
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distembed.cli import app
+from distembed.commands.cli import app
 
 NUM_USERS, NUM_ITEMS = 70, 40
 

@@ -7,7 +7,7 @@ torch loads its compiler with the first optimizer.
 import gc
 import importlib
 
-from distembed.fused.loading import reason_not_compiled
+from distembed.kernels.loading import reason_not_compiled
 
 MODULES = [
     "torch._dynamo",
@@ -16,7 +16,7 @@ MODULES = [
     "torchrec",
     "hypothesis",
     "pytest",
-    "distembed.cli",
+    "distembed.commands.cli",
     "distembed.training.run",
 ]
 

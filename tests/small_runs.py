@@ -102,6 +102,6 @@ def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: i
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{errors}.{rank}"  # each rank has its own, as under a launcher
     sys.argv[1:] = map(str, arguments)
 
-    from distembed.cli import main
+    from distembed.commands.cli import main
 
     main()

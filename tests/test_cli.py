@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.errors import UserError
-from distembed.units import parse_bytes
+from distembed.base.errors import UserError
+from distembed.base.units import parse_bytes
 
 COMMANDS = [
     "prepare criteo",

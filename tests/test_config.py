@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from distembed.config import Config, TrainConfig, load_config
-from distembed.errors import UserError
+from distembed.base.errors import UserError
+from distembed.base.yaml_text import format_yaml, parse_yaml
 from distembed.models import DCNConfig
-from distembed.yaml_text import format_yaml, parse_yaml
+from distembed.training.config import Config, load_config
+from distembed.training.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = sorted((ROOT / "configs").rglob("*.yaml"))

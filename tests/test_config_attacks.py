@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distembed.config import load_config
-from distembed.errors import UserError
-from distembed.files import read_json
-from distembed.yaml_text import MAX_BYTES, parse_yaml
+from distembed.base.errors import UserError
+from distembed.base.files import read_json
+from distembed.base.yaml_text import MAX_BYTES, parse_yaml
+from distembed.training.config import load_config
 
 LEVELS = 5000
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from distembed import cuda_driver
-from distembed.doctor import findings
-from distembed.doctor.trio import TRIOS, Trio
+from distembed.base import cuda_driver
+from distembed.reports.doctor import findings
+from distembed.reports.doctor.trio import TRIOS, Trio
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"
@@ -44,8 +44,8 @@ esac
 CHOOSE = """
 import json, os, sys
 import torch, fbgemm_gpu
-from distembed.errors import UserError
-from distembed.ranks import choose_device
+from distembed.base.errors import UserError
+from distembed.base.ranks import choose_device
 
 torch.cuda.is_available = lambda: False
 for name, cuda, variant, environment in json.load(sys.stdin):
@@ -148,7 +148,7 @@ def test_the_doctor_names_both_versions(trio: Trio) -> None:
 
 
 def test_the_doctors_facts_have_the_driver_of_this_machine(tmp_path: Path) -> None:
-    program = "from distembed.cuda_driver import *; print(nvidia_smi_works(), driver_version())"
+    program = "from distembed.base.cuda_driver import *; print(nvidia_smi_works(), driver_version())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=fake_nvidia_smi(tmp_path, OLD)
     )
@@ -159,7 +159,12 @@ def test_the_doctors_facts_have_the_driver_of_this_machine(tmp_path: Path) -> No
 def checkout(tmp_path: Path) -> Path:
     """A folder with what the set-up reads, and without a .venv; its Pythons make none."""
     root = tmp_path / "checkout"
-    for name in ("tools/setup.sh", "pyproject.toml", "distembed/doctor/trio.py", "distembed/cuda_driver.py"):
+    for name in (
+        "tools/setup.sh",
+        "pyproject.toml",
+        "distembed/reports/doctor/trio.py",
+        "distembed/base/cuda_driver.py",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return root

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.cli import app
+from distembed.base.units import format_bytes
+from distembed.commands.cli import app
 from distembed.composition import COMPOSITIONS
-from distembed.config import load_config
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
-from distembed.describe import DescribedTable, describe
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -26,7 +25,8 @@ from distembed.embedding import (
 from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.models.config import CountedModelConfig, LowRankCrossConfig
 from distembed.partitions import PARTITIONS
-from distembed.units import format_bytes
+from distembed.training.config import load_config
+from distembed.training.describe import DescribedTable, describe
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 SIZES = [16, 32, 64, 128]

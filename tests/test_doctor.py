@@ -13,11 +13,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
-from distembed.doctor import facts, findings, report, trio
-from distembed.doctor.facts import LoadResult
-from distembed.doctor.findings import Finding, Status
-from distembed.doctor.trio import Trio
-from distembed.host_memory import available_memory_bytes
+from distembed.base.host_memory import available_memory_bytes
+from distembed.reports.doctor import facts, findings, report, trio
+from distembed.reports.doctor.facts import LoadResult
+from distembed.reports.doctor.findings import Finding, Status
+from distembed.reports.doctor.trio import Trio
 
 ROOT = Path(__file__).parents[1]
 WELL = LoadResult({"cuda_build": None, "gloo": True, "nccl": False, "devices": []})
@@ -35,17 +35,17 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("missing", ["torch", "torchrec", "fbgemm_gpu", "rich", "packaging", "numpy", "pydantic"])
 def test_it_can_be_imported_without(missing: str) -> None:
-    done = python(f"import sys; sys.modules[{missing!r}] = None; import distembed.doctor; print('imported')")
+    done = python(f"import sys; sys.modules[{missing!r}] = None; import distembed.reports.doctor; print('imported')")
     assert done.stdout == "imported\n", done.stderr
 
 
 def test_importing_it_does_not_import_torch() -> None:
-    done = python("import sys, distembed.doctor; print('torch' in sys.modules)")
+    done = python("import sys, distembed.reports.doctor; print('torch' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 
 def about_trio(*arguments: str) -> str:
-    command = [sys.executable, "-I", "distembed/doctor/trio.py", *arguments]
+    command = [sys.executable, "-I", "distembed/reports/doctor/trio.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
@@ -64,7 +64,7 @@ def test_an_environment_stands_on_a_trio_if_it_has_its_members(
     tested: Trio, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stands(name: str) -> bool:
-        command = [sys.executable, "distembed/doctor/trio.py", name, "stands", device]
+        command = [sys.executable, "distembed/reports/doctor/trio.py", name, "stands", device]
         return subprocess.run(command, cwd=ROOT).returncode == 0
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # before what is installed here

@@ -16,25 +16,25 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.capacity.assessment import assess_capacity
-from distembed.capacity.configured_model import ConfiguredModel
-from distembed.capacity.remedies import find_remedies
-from distembed.config import load_config
+from distembed.base.lazy import NameTable
+from distembed.base.ranks import Ranks
 from distembed.data.reader.batch import Batch
-from distembed.describe import describe
-from distembed.lazy import NameTable
 from distembed.models import DLRM, MODELS, Model, ModelInputs
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.partitions import PARTITIONS
 from distembed.partitions.base import Partition
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
-from distembed.ranks import Ranks
-from distembed.runs.columns import report_columns
-from distembed.runs.metrics import ReportedMetric
-from distembed.runs.report import write_run_report
+from distembed.reports.columns import report_columns
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.remedies import find_remedies
+from distembed.reports.report import write_run_report
 from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Outputs, Rows, Sums
+from distembed.tasks.reported_metrics import ReportedMetric
+from distembed.training.config import load_config
+from distembed.training.describe import describe
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import load_run_config
 from distembed.training.run import train_run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.errors import RunError, UserError
-from distembed.files import full_disk_explained, read_folder_json, read_json, whole_file, write_json, write_text
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import full_disk_explained, read_folder_json, read_json, whole_file, write_json, write_text
 
 
 def test_a_folder_that_was_deleted_does_not_come_back_with_one_file(tmp_path: Path) -> None:

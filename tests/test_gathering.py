@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distembed import ranks
-from distembed.ranks import Ranks
+from distembed.base import ranks
+from distembed.base.ranks import Ranks
 from tests.ranks import run_on_ranks
 
 COUNTS = [(0, 0, 0), (5, 0, 9), (1, 1, 1), (0, 0, 7), (40, 13, 2)]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from distembed import cli
+from distembed.base.errors import RunError, UserError
+from distembed.base.outputs import require_file, require_folder
+from distembed.commands import cli
 from distembed.commands.shared import console
-from distembed.errors import RunError, UserError
-from distembed.outputs import require_file, require_folder
 from tests.small_runs import train_small
 
 
@@ -91,9 +91,9 @@ def test_what_cannot_be_written_is_told_before_the_work(
     for work in (
         "distembed.training.inference.load_run",
         "distembed.training.materialise.load_weights",
-        "distembed.runs.report.RunRecord.read",
-        "distembed.capacity.run_plan.report_capacity",
-        "distembed.capacity.run_plan.compress_config",
+        "distembed.reports.report.RunRecord.read",
+        "distembed.reports.plan.run_plan.report_capacity",
+        "distembed.reports.plan.run_plan.compress_config",
     ):
         monkeypatch.setattr(work, lambda *_: pytest.fail("the work was begun"))
     with pytest.raises((UserError, RunError), match="--(output|report|compress) .*(name|choose|give) a"):

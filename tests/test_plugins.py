@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 import distembed
+from distembed.base.errors import UserError
+from distembed.base.lazy import NameTable
 from distembed.composition import COMPOSITIONS
-from distembed.config import input_paths, load_config
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import EmbeddingConfig, build_tables
 from distembed.embedding.growth import grown_embedding
-from distembed.errors import UserError
-from distembed.lazy import NameTable
 from distembed.models import MODELS
 from distembed.partitions import PARTITIONS
+from distembed.training.config import input_paths, load_config
 from distembed.training.resume import load_run_config
 from tests.processes import run_processes
 from tests.small_runs import ROWS, command, config_values
@@ -122,7 +122,7 @@ PARTITIONS["striped"] = Striped
 COMPOSITIONS["scaled"] = Scaled
 
 if __name__ == "__main__":
-    from distembed.cli import main
+    from distembed.commands.cli import main
 
     main()
 """
@@ -367,14 +367,14 @@ def test_mistakes_end_commands_with_2(plugin: Path, tmp_path: Path) -> None:
     """So does a script that calls main() whenever it is imported, as a job's ranks would."""
     (tmp_path / "config.yaml").write_text("plugins: [plugin.py]\nmodel: {name: own}")
     assert "there is no such file" in run_command("describe", tmp_path / "config.yaml", code=2).stderr
-    plugin.write_text(REGISTER + "from distembed.cli import main\nmain()\n")
+    plugin.write_text(REGISTER + "from distembed.commands.cli import main\nmain()\n")
     told = run_command("describe", tmp_path / "config.yaml", code=2).stderr
     assert f"the plugin {plugin} calls main() while it is imported" in " ".join(told.split())
 
 
 @pytest.mark.distributed
 def test_a_name_of_this_process_alone_is_not_launched(plugin: Path, tmp_path: Path, config: Path) -> None:
-    plugin.write_text(REGISTER + "from distembed.cli import main\nmain()\n")
+    plugin.write_text(REGISTER + "from distembed.commands.cli import main\nmain()\n")
     arguments = [sys.executable, plugin, "launch", config, *USE, "--run-dir", tmp_path / "run"]
     done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
@@ -383,8 +383,8 @@ def test_a_name_of_this_process_alone_is_not_launched(plugin: Path, tmp_path: Pa
 
 LAUNCH = """
 import sys
-from distembed.config import load_config, require_plugins
-from distembed.errors import UserError
+from distembed.training.config import load_config, require_plugins
+from distembed.base.errors import UserError
 for plugins in sys.argv[1:]:
     config = load_config(None, [f"plugins={plugins}", "model={name: own}"])
     try:
@@ -428,7 +428,7 @@ def test_installed_packages_name_their_plugins_by_entry_points(tmp_path: Path) -
     information = tmp_path / "own_package-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[distembed.plugins]\nown = own_package\n")
+    (information / "entry_points.txt").write_text("[distembed.base.plugins]\nown = own_package\n")
     run_processes(1, use_installed, tmp_path)
     (tmp_path / "own_package.py").write_text("import no_such_module")
     run_processes(1, use_broken, tmp_path)

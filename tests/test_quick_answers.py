@@ -18,7 +18,7 @@ from distembed.data.dataset.schema import CategoricalFeature, Schema
 HEAVY = ("torch", "torchrec", "fbgemm_gpu")
 PROGRAM = f"""
 import contextlib, io, json, sys
-from distembed.cli import main
+from distembed.commands.cli import main
 for line in json.load(sys.stdin):
     before, output, errors = set(sys.modules), *(io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     sys.argv[1:] = line.split()

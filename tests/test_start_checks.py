@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from distembed import cli
-from distembed.config import load_config
+from distembed.base.errors import RunError, UserError
+from distembed.commands import cli
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import build_tables
-from distembed.errors import RunError, UserError
 from distembed.models import ModelInputs
 from distembed.planning.cluster import MAX_RANKS, Cluster
 from distembed.planning.devices import find_device
 from distembed.planning.networks import require_networks_fit
+from distembed.training.config import load_config
 from tests.small_runs import distembed
 
 HUGE = 2**62

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.units import format_duration, format_ranges
+from distembed.base.units import format_duration, format_ranges
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 20))

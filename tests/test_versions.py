@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "tests/versions.py",  # the differences between the trios, each with its reason
-    "distembed/doctor/trio.py",  # which Pythons a trio is tested on
+    "distembed/reports/doctor/trio.py",  # which Pythons a trio is tested on
 }
 MEMBERS = {"torch", "torchrec", "fbgemm_gpu", "fbgemm-gpu", "fbgemm-gpu-cpu", "tensordict"}
 

@@ -1,4 +1,4 @@
-"""What differs between the tested trios (:mod:`distembed.doctor.trio`), where a test cannot do without knowing.
+"""What differs between the tested trios (:mod:`distembed.reports.doctor.trio`), where a test cannot do without knowing.
 
 The only module that asks for a version, of tests and product alike: the product itself is written so that it need not.
 Each difference stands here with its reason.

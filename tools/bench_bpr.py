@@ -33,11 +33,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distembed.config import Config, load_config
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.ranks import Ranks, process_group
 from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.config import Config, load_config
 
 _PEER = Path(__file__).parent / "peers" / "recbole_bpr.py"
 

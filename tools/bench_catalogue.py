@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distembed.catalogue import Catalogue
+from distembed.base.files import write_json
+from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.files import write_json
+from distembed.models.catalogue import Catalogue
 from distembed.partitions import Naive, QuotientRemainder
-from distembed.units import format_bytes
 
 
 def tiles(num_items: int, dim: int, collisions: int = 1) -> tuple[nn.Module, Callable[..., torch.Tensor]]:

@@ -21,8 +21,8 @@ import xxhash
 from bench_common import surroundings
 from torch import nn
 
+from distembed.base.files import write_json
 from distembed.checkpoints import load_checkpoint, save_checkpoint, verified_files
-from distembed.files import write_json
 
 TABLES, ROWS, DIM = 8, 2**21, 16
 _XXH3 = xxhash.xxh3_128  # the name in the module is replaced below

@@ -15,14 +15,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.cuda_driver import driver_version
+from distembed.base.version import versions
 from distembed.composition import Composition
-from distembed.cuda_driver import driver_version
 from distembed.data.reader.batch import Batch
 from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import LookupKernel
 from distembed.partitions import Partition
-from distembed.runs.folder import versions
 from distembed.training.build import TrainingState
 
 NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01

@@ -36,14 +36,14 @@ from rich.table import Table
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from distembed.config import load_config
-from distembed.convert.command import convert
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.files import write_json
 from distembed.models import ModelInputs
-from distembed.ranks import Ranks, process_group
+from distembed.serving.convert.command import convert
+from distembed.training.config import load_config
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.run import train_run
 from distembed.training.start import RunOptions

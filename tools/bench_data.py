@@ -28,11 +28,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
+from distembed.base.files import write_json
 from distembed.data.dataset import pieces
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
-from distembed.files import write_json
 
 BATCH_SIZES = (128, 2048, 8192)
 STAGES = ("read", "vocabulary", "write", "finish", "flush")

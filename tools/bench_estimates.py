@@ -27,15 +27,15 @@ import torch
 import torch.multiprocessing as mp
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.files import write_json
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.measure import shortest_seconds
 from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import read_device
-from distembed.ranks import Ranks, process_group
 
 DIM, COLLISIONS = 16, 16
 SMALL = 20_000

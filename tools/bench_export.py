@@ -27,18 +27,18 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed.config import load_config
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.exported.manifest import ExportManifest, Precision
-from distembed.exported.programs import Program, load_programs
-from distembed.exporting.batches import plain_inputs
-from distembed.exporting.export_run import ExportOptions, export_run
-from distembed.exporting.feature_vectors import PlainFeature
-from distembed.files import write_json
-from distembed.ranks import Ranks, process_group
+from distembed.serving.export.batches import plain_inputs
+from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.export.feature_vectors import PlainFeature
+from distembed.serving.model_folder.manifest import ExportManifest, Precision
+from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.training.config import load_config
 from distembed.training.run import train_run
 from distembed.training.start import RunOptions
 from distembed.training.trained_run import TrainedRun, find_trained_run

@@ -22,7 +22,7 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.table import Table
 
-from distembed.files import write_json
+from distembed.base.files import write_json
 
 INPUTS: dict[str, tuple[str, list[str]]] = {
     "edges, Parquet": ("edges.parquet", []),

@@ -30,10 +30,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distembed.config import load_config
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
-from distembed.files import write_json
-from distembed.ranks import Ranks, process_group
+from distembed.training.config import load_config
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.run import train_run
 from distembed.training.start import RunOptions

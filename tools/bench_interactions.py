@@ -21,7 +21,7 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.table import Table
 
-from distembed.files import write_json
+from distembed.base.files import write_json
 
 COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "ratings, CSV": ("ratings", "rows.csv", ["--time", "time"]),

@@ -22,8 +22,8 @@ from bench_common import surroundings
 
 import distembed
 from distembed import LoadedModel
+from distembed.base.files import write_json
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
-from distembed.files import write_json
 
 DIM, NUM_FEATURES = 16, 26
 CONFIG = f"""

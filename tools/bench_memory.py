@@ -43,20 +43,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.config import Config, TrainConfig
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.files import write_json
 from distembed.models import DLRMConfig, GRUConfig, MFConfig, ModelConfig, SASRecConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.estimated_plan import plan_placements
-from distembed.ranks import Ranks
 from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
 from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 
 DIM, NUM_STEPS, NUM_WARM = 32, 8, 3
 LEAST, MOST = 0.9, 4 / 3

@@ -41,17 +41,18 @@ from bench_common import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.config import Config, TrainConfig
+from distembed.base.files import write_json
+from distembed.base.ranks import Collectives, Ranks, process_group
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.files import write_json
 from distembed.planning import describe_plan
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.estimated_plan import plan_placements
 from distembed.planning.planned_rank import SentBytes
-from distembed.ranks import Collectives, Ranks, process_group
 from distembed.training.build import Blueprint, build_training_state, table_optimizers
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2

@@ -23,7 +23,7 @@ from bench_quality import CONFIGS, mean_and_deviation, run_distembed
 from rich.console import Console
 from rich.table import Table
 
-from distembed.files import write_json
+from distembed.base.files import write_json
 
 MODELS = {
     "full": CONFIGS / "criteo_sample.yaml",

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions import Explicit
 
 

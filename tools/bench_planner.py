@@ -38,10 +38,9 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.capacity.configured_model import ConfiguredModel
-from distembed.config import load_config
+from distembed.base.errors import RunError
+from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import RunError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import CompositionalShardEstimator, PlanConfig, PlanRequest, Workload
@@ -53,8 +52,9 @@ from distembed.planning.estimated_plan import plan_placements
 from distembed.planning.plan import find_plan
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.planning.times import step_times
+from distembed.reports.plan.configured_model import ConfiguredModel
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.units import format_bytes
+from distembed.training.config import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BATCH_SIZE, GPUS = 65_536, 8

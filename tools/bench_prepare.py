@@ -35,10 +35,10 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from distembed.base.files import write_json
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare import synthesize_criteo
 from distembed.data.splitmix import mix64_array
-from distembed.files import write_json
 
 SPLITS = ("train", "validation", "test")
 PEERS = Path(__file__).parent / "peers"

@@ -24,8 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distembed.files import write_json
-from distembed.units import parse_bytes
+from distembed.base.files import write_json
+from distembed.base.units import parse_bytes
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

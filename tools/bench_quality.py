@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from distembed.files import write_json
+from distembed.base.files import write_json
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 _BASE = CONFIGS / "criteo_sample.yaml"

@@ -21,10 +21,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.catalogue import Catalogue, CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.base.host_memory import keep_freed_memory
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.host_memory import keep_freed_memory
+from distembed.models.catalogue import Catalogue
 from distembed.partitions import Naive
+from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
 
 Run = Callable[[], Any]
 RANKINGS = ((8_192, 12_103, 64), (6_042, 3_708, 64), (256, 1_000_000, 64))

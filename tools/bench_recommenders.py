@@ -34,9 +34,9 @@ from knowledge_graph_attributes import item_attributes
 from rich.console import Console
 from rich.table import Table
 
-from distembed.config import Config, load_config
-from distembed.files import write_json
-from distembed.ranks import Ranks, process_group
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
+from distembed.training.config import Config, load_config
 from distembed.training.run import train_run
 from distembed.training.start import RunOptions
 

@@ -32,16 +32,15 @@ from rich.console import Console
 from rich.table import Table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.config import Config
-from distembed.config.config import validate
+from distembed.base.files import write_json
+from distembed.base.ranks import process_group
+from distembed.base.units import format_bytes
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.files import write_json
-from distembed.ranks import process_group
 from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
-from distembed.units import format_bytes
+from distembed.training.config import Config, validate
 
 LENGTH, DIM, BLOCKS, HEADS, DROPOUT, RATE = 50, 64, 2, 2, 0.2, 1e-3
 NUM_ROWS = 2048

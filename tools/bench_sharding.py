@@ -57,10 +57,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.files import write_json
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.models import DLRM
 from distembed.partitions import QuotientRemainder
-from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 
 PARTITION = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)

@@ -22,12 +22,13 @@ from bench_train import SCHEMA, draw_batches
 from rich.console import Console
 from rich.table import Table
 
-from distembed.config import Config, TrainConfig
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.files import write_json
 from distembed.models import DLRMConfig, SoftOneHotConfig
-from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 
 BASELINE = "bottom"
 

@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from distembed.capacity.configured_model import ConfiguredModel
-from distembed.config import load_config
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
@@ -39,7 +37,9 @@ from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment, Problem
 from distembed.planning.fastest.solver import Solver
 from distembed.planning.table_problem import TableProblem
+from distembed.reports.plan.configured_model import ConfiguredModel
 from distembed.sharding import default_sharders
+from distembed.training.config import load_config
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 MOST_SECONDS = 60.0

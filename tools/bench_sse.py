@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distembed.config import Config, TrainConfig
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.files import write_json
 from distembed.graph import Graph
-from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE, FeaturePerturbation
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 
 _RESERVED = (0, 1)
 

@@ -55,16 +55,17 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.config import Config, TrainConfig
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.files import write_json
 from distembed.models import DLRM
 from distembed.planning import Workload, make_plan
-from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE
 from distembed.training.build import Blueprint, TrainingState, build_training_state, use_bf16
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 
 _B = TypeVar("_B")
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@
 #
 # DISTEMBED_PYTHON_READY=python3   an interpreter that has all packages already; nothing is installed then, and no
 #                                  network is needed. It needs what pyproject.toml lists as dependencies, one of the
-#                                  trios of distembed/doctor/trio.py, and for the tests pytest and hypothesis. They may
+#                                  trios of distembed/reports/doctor/trio.py, and for the tests pytest and hypothesis. They may
 #                                  as well be on PYTHONPATH; distembed itself is taken from this checkout.
 # DISTEMBED_TRIO, DISTEMBED_PYTHON where it is unset, as for tools/setup.sh, which installs into .venv.
 # CUDA_VISIBLE_DEVICES=1           which card, where there are several; the first one is measured, and tests of several

@@ -9,7 +9,7 @@
 #   tools/setup.sh ray spark    and what `distembed prepare --engine ray` and `--engine spark` need (Spark: Java too)
 #   tools/setup.sh test         and what the tests need, `launch` and `serve` included
 #   tools/setup.sh --trio 2.11  on another tested trio of torch, TorchRec and FBGEMM than the newest one, by its torch;
-#                               they stand in distembed/doctor/trio.py, with the Pythons that each is tested on
+#                               they stand in distembed/reports/doctor/trio.py, with the Pythons that each is tested on
 #
 # DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH, or of pyenv)
 # DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
@@ -66,7 +66,7 @@ fail_without_python() {
         "On Debian and Ubuntu:  sudo apt-get install python3 python3-venv" \
         "or name one:           DISTEMBED_PYTHON=/path/to/python3 tools/setup.sh"
 }
-about_trio() { "$any_python" -I distembed/doctor/trio.py "$@"; }
+about_trio() { "$any_python" -I distembed/reports/doctor/trio.py "$@"; }
 
 choose_device() {
     local device=${DISTEMBED_DEVICE:-}
@@ -80,7 +80,7 @@ choose_device() {
 find_python() {
     local candidate without_venv= allowed
     while read -r candidate; do
-        "$candidate" -I distembed/doctor/trio.py "$trio" suits 2>/dev/null || continue
+        "$candidate" -I distembed/reports/doctor/trio.py "$trio" suits 2>/dev/null || continue
         if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
             # Not the candidate itself: in an activated .venv it is the one that is about to be removed.
             "$candidate" -c 'import sys; print(sys._base_executable)'
@@ -104,7 +104,7 @@ find_python() {
 require_driver() {
     local shortage
     [[ $device == cuda ]] || return 0
-    shortage=$("$any_python" -I distembed/cuda_driver.py "$(about_trio "$trio" toolkit)" 2>&1) ||
+    shortage=$("$any_python" -I distembed/base/cuda_driver.py "$(about_trio "$trio" toolkit)" 2>&1) ||
         fail "$shortage." \
             "The CUDA members of the trio $trio would not run here. Install a newer driver, or take the members for processors:" \
             "    DISTEMBED_DEVICE=cpu tools/setup.sh"
@@ -127,7 +127,7 @@ stands() {
     [[ -z ${DISTEMBED_PYTHON:-} || $version == "$(version_of "$DISTEMBED_PYTHON")" ]] || return 1
     # The word between is the trio's, which what is installed tells better.
     [[ $stamp_foundation == "$device $version "*" $PWD" ]] || return 1
-    "$VENV/bin/python" -I distembed/doctor/trio.py "$trio" stands "$device"
+    "$VENV/bin/python" -I distembed/reports/doctor/trio.py "$trio" stands "$device"
 }
 has_extras() {
     local extra
@@ -189,7 +189,7 @@ install() {
     "$VENV/bin/python" -W ignore -m compileall -qq -j 0 $VENV/lib/python*/site-packages distembed launch || true
     say "Loading torch, FBGEMM and TorchRec once"
     "$VENV/bin/python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' ||
-        fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.doctor"
+        fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.reports.doctor"
 }
 
 extras=()

@@ -26,6 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.content import (
     CheckpointContent,
     Progress,
@@ -40,9 +42,7 @@ from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
 from distembed.checkpoints.transfer import not_read, read_tensors, write_checkpoint
 from distembed.checkpoints.verified_files import DamagedFile
-from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.optim.live_state import set_step_count
-from distembed.ranks import Collectives
 from distembed.sharding.lookup import sharded_lookups
 
 RUN_KEYS = ("step", "samples", "seconds", "reader")

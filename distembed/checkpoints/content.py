@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
 from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.config import meaning_of_weights
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.live_state import optimizer_names, parameter_states
-from distembed.ranks import Collectives
 from distembed.sharding.parameters import ShardedParameters
 
 RANKS = "ranks"

@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from distembed.base.checksums import running_checksum
+from distembed.base.errors import UserError
 from distembed.checkpoints.content import describe_tables, live_weights
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.store import open_file_system
 from distembed.checkpoints.transfer import not_read
 from distembed.checkpoints.verified_files import DamagedFile, damaged_block, read_block
-from distembed.checksums import running_checksum
-from distembed.errors import UserError
 
 _PIECE_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16

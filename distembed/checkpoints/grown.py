@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.ranks import Collectives
+from distembed.base.units import enumerate_lines
 from distembed.checkpoints.checkpoint import forget_caches
 from distembed.checkpoints.content import all_optimizer_names, describe_tables, live_states, live_weights
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.transfer import read_tensors
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.optim.live_state import set_step_count
 from distembed.optim.local_shards import LocalShard
-from distembed.ranks import Collectives
-from distembed.units import enumerate_lines
 
 _MOST_SHOWN = 10
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from distembed.base.errors import UserError
 from distembed.checkpoints.store import (
     INTERRUPTED,
     CheckpointStore,
@@ -9,7 +10,6 @@ from distembed.checkpoints.store import (
     place_and_name,
     storage_errors,
 )
-from distembed.errors import UserError
 
 
 def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:

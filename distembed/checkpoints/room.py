@@ -7,12 +7,12 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.files import free_bytes, require_free_space
+from distembed.base.ranks import Collectives
+from distembed.base.units import format_bytes
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.places import checkpoint_names
 from distembed.checkpoints.store import open_file_system
-from distembed.files import free_bytes, require_free_space
-from distembed.ranks import Collectives
-from distembed.units import format_bytes
 
 
 def require_room(url: str, keep: int, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:

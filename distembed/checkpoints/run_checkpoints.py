@@ -7,15 +7,15 @@ from functools import partial
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.host_memory import available_memory_bytes, give_back_freed_memory
+from distembed.base.ranks import Collectives, Ranks
+from distembed.base.units import enumerate_lines
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.room import require_room
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, missing_checksums_note, storage_errors
 from distembed.checkpoints.transfer import not_written, write_checkpoint
-from distembed.errors import DamagedCheckpoint, RunError, UserError
-from distembed.host_memory import available_memory_bytes, give_back_freed_memory
-from distembed.ranks import Collectives, Ranks
-from distembed.units import enumerate_lines
 
 _COPY_SHARE = 0.5
 """Share of the available host memory that the copies may take which are written beside training."""

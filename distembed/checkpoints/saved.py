@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from distembed.base.errors import RunError, UserError
+from distembed.base.units import enumerate_lines
 from distembed.checkpoints.content import RANKS
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.random_state import random_state
@@ -17,8 +19,6 @@ from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import METADATA_FILE, file_sizes, read_file, read_last_file
 from distembed.checkpoints.transfer import not_read
 from distembed.checkpoints.verified_files import DamagedFile, read_verified_metadata, require_sizes
-from distembed.errors import RunError, UserError
-from distembed.units import enumerate_lines
 
 _MAX_DIFFERENCES = 10
 STEPS_BEFORE = "steps_before"

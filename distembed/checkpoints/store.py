@@ -15,11 +15,11 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from distembed import checksums
-from distembed.checksums import checksum_differs, with_checksum
+from distembed.base import checksums
+from distembed.base.checksums import checksum_differs, with_checksum
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import finite, free_space, read_regular_file
 from distembed.data.remote import file_system
-from distembed.errors import RunError, UserError
-from distembed.files import finite, free_space, read_regular_file
 
 LAST_FILE = "progress.json"
 METADATA_FILE = ".metadata"

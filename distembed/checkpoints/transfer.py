@@ -8,13 +8,13 @@ from functools import partial
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.ranks import Collectives
+from distembed.base.units import format_bytes
 from distembed.checkpoints.content import CheckpointContent
 from distembed.checkpoints.shards import ShardsLoadPlanner, ShardsSavePlanner, TensorShards
 from distembed.checkpoints.store import CheckpointStore
 from distembed.checkpoints.verified_files import ChecksumWriter, DamagedFile, VerifyingReader
-from distembed.errors import DamagedCheckpoint, RunError, UserError
-from distembed.ranks import Collectives
-from distembed.units import format_bytes
 
 
 def write_checkpoint(

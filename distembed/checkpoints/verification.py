@@ -5,12 +5,12 @@ import io
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from distembed.base.checksums import Verification
+from distembed.base.errors import DamagedCheckpoint
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, open_file_system
 from distembed.checkpoints.transfer import not_read
 from distembed.checkpoints.verified_files import DamagedFile, read_block
-from distembed.checksums import Verification
-from distembed.errors import DamagedCheckpoint
 
 
 def verify_checkpoint(checkpoint: str) -> Verification:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
+from distembed.base.checksums import checksum_of
 from distembed.checkpoints.metadata import parse_metadata
 from distembed.checkpoints.store import METADATA_FILE
-from distembed.checksums import checksum_of
 
 
 class DamagedFile(ValueError):

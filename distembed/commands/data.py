@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.files import write_text
+from distembed.base.units import parse_bytes
 from distembed.commands.shared import console, errors, say
-from distembed.files import write_text
-from distembed.units import parse_bytes
 
 app = typer.Typer()
 data_app = typer.Typer(help="Look at a dataset's rows.", no_args_is_help=True)
@@ -34,10 +34,10 @@ def stats_command(
     """Count a dataset's rows: labels over time, ids and their skew, numbers, missing, unseen and equal rows."""
     from rich.progress import Progress
 
-    from distembed.outputs import require_file
-    from distembed.statistics import dataset_statistics
-    from distembed.statistics.page import render_page
-    from distembed.statistics.terminal import print_statistics
+    from distembed.base.outputs import require_file
+    from distembed.reports.statistics import dataset_statistics
+    from distembed.reports.statistics.page import render_page
+    from distembed.reports.statistics.terminal import print_statistics
 
     memory_bytes = parse_bytes("--memory-limit", memory_limit)
     if output is not None:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 
-from distembed.errors import FolderInUse, UserError
+from distembed.base.errors import FolderInUse, UserError
 
 TOLD_VARIABLE = "DISTEMBED_LAUNCHER_TELLS"
 """Environment variable by which a launcher says that it tells the user's mistakes itself, once for all ranks."""

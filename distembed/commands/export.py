@@ -48,12 +48,12 @@ def export_command(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is an exported model.")] = False,
 ) -> None:
     """Write a run as programs of torch.export, which score as the trainer does: that is checked before they appear."""
+    from distembed.base.units import format_bytes, parse_bytes
     from distembed.training.trained_run import find_trained_run
-    from distembed.units import format_bytes, parse_bytes
 
     server_bytes = None if server_memory is None else parse_bytes("--server-memory", server_memory)
     found = find_trained_run(run, data, checkpoint=checkpoint)
-    from distembed.exporting.export_run import ExportOptions, export_run
+    from distembed.serving.export.export_run import ExportOptions, export_run
 
     options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best, compile=compile)  # type: ignore[arg-type]
     manifest = export_run(found, output, options, data)

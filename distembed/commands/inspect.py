@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_lines, format_bytes
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
-from distembed.errors import UserError
-from distembed.units import enumerate_lines, format_bytes
 
 app = typer.Typer()
 
@@ -22,8 +22,8 @@ def describe_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show every embedding table and dense layer of a config, with parameters and bytes, without making them."""
-    from distembed.config import load_config
-    from distembed.describe import describe, print_description
+    from distembed.training.config import load_config
+    from distembed.training.describe import describe, print_description
     from distembed.training.initial_run import begun_config
 
     description = describe(begun_config(load_config(config, overrides or [])))
@@ -50,8 +50,8 @@ def report_command(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs, and of means over seeds."""
-    from distembed.runs.report import print_comparison, write_run_report
-    from distembed.sweeps.given_runs import given_runs
+    from distembed.reports.report import print_comparison, write_run_report
+    from distembed.training.sweeps.given_runs import given_runs
 
     print_comparison(write_run_report(given_runs(runs), output, overwrite, baseline), console, baseline)
     say(f"report {output}")
@@ -81,6 +81,6 @@ def check_command(
 @app.command("doctor", epilog="Example: `distembed doctor`")
 def doctor_command() -> None:
     """Check versions, devices and the pinned trio, and show the command that mends what does not work."""
-    from distembed.doctor import run_doctor
+    from distembed.reports.doctor import run_doctor
 
     raise typer.Exit(run_doctor(console))

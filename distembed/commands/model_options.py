@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 if TYPE_CHECKING:
-    from distembed.capacity.plannable import Plannable
     from distembed.planning.config import PlanConfig
+    from distembed.reports.plan.plannable import Plannable
 
 _IN_CONFIG = {
     "batch_size": "train.batch_size=NUMBER",
@@ -82,7 +82,7 @@ class ModelOptions:
             UserError: An option is missing or cannot be read, or a function cannot be called or makes no model that can
                 be planned.
         """
-        from distembed.capacity.own_options import OwnStep, find_function, parse_ids_per_row
+        from distembed.reports.plan.own_options import OwnStep, find_function, parse_ids_per_row
 
         assert self.model is not None
         if self.batch_size is None:
@@ -97,7 +97,7 @@ class ModelOptions:
         function = find_function("--model", self.model)
         if self.example is not None:
             step = dataclasses.replace(step, example=find_function("--example", self.example))
-        from distembed.capacity.own_model import OwnModel, make_own_model
+        from distembed.reports.plan.own_model import OwnModel, make_own_model
 
         return OwnModel(make_own_model(function), step, plan)
 
@@ -116,6 +116,6 @@ def plan_settings(arguments: Sequence[str]) -> "PlanConfig":
                 f"{argument!r} is a setting of a config; with --model only those of plan are: plan.KEY=VALUE, beside "
                 "options such as --batch-size."
             )
-    from distembed.config import load_config
+    from distembed.training.config import load_config
 
     return load_config(None, arguments).plan

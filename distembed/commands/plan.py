@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.units import parse_bytes
 from distembed.commands.model_options import ModelOptions, plan_settings
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import OverridesArgument, console, errors, say
-from distembed.errors import UserError
-from distembed.names import one_of
-from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
-    from distembed.capacity.plan_files import PlanFiles
-    from distembed.capacity.plannable import Plannable
-    from distembed.capacity.training_cost import TrainingRun
     from distembed.data.dataset.config import DataConfig
     from distembed.planning.cluster import Cluster
+    from distembed.reports.plan.plan_files import PlanFiles
+    from distembed.reports.plan.plannable import Plannable
+    from distembed.reports.plan.training_cost import TrainingRun
 
 app = typer.Typer()
 
@@ -95,7 +95,7 @@ class RunOptions:
             raise UserError(f"--price is {self.price}; give a number above 0, the price of one device for an hour.")
         if self.price is not None and self.rows is None:
             raise UserError("--price needs --rows as well: the rows of the training run, such as 4200000000.")
-        from distembed.capacity.training_cost import TrainingRun
+        from distembed.reports.plan.training_cost import TrainingRun
 
         return None if self.rows is None else TrainingRun(self.rows, self.price)
 
@@ -150,7 +150,7 @@ def plan_command(
     if files.calibrate is not None:
         _calibrate(files.calibrate, files.overwrite, is_planned=config is not None or own.model is not None)
         return
-    from distembed.capacity.plan_files import PlanFiles
+    from distembed.reports.plan.plan_files import PlanFiles
 
     training_run = run.training_run()
     cluster.cluster()  # whose mistakes are told before torch is loaded
@@ -163,7 +163,7 @@ def plan_command(
     plannable = (
         _configured_model(arguments, own, to_write) if own.model is None else _own_model(arguments, own, to_write)
     )
-    from distembed.capacity.run_plan import run_plan
+    from distembed.reports.plan.run_plan import run_plan
 
     fits = run_plan(
         plannable,
@@ -212,12 +212,12 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
         )
     if file.suffix != ".json":
         raise UserError(f"--calibrate is {str(file)!r}; name a file that ends in .json, by which --gpu knows it.")
-    from distembed.outputs import require_file
+    from distembed.base.outputs import require_file
 
     require_file("--calibrate", file, overwrite)
+    from distembed.base.ranks import Collectives, process_group
     from distembed.planning.calibration.calibrate import calibrate
     from distembed.planning.devices import write_device
-    from distembed.ranks import Collectives, process_group
 
     with process_group("auto") as ranks:
         measured = calibrate(ranks)
@@ -239,7 +239,7 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
             "there is nothing to plan: give CONFIG, a YAML file, or --model MODULE:FUNCTION; or measure this machine, "
             "with --calibrate FILE."
         )
-    from distembed.config import load_config
+    from distembed.training.config import load_config
     from distembed.training.initial_run import begun_config
 
     config = begun_config(load_config(Path(arguments[0]), arguments[1:]))
@@ -247,7 +247,7 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
         config = dataclasses.replace(config, data=_with_ids_per_row(config.data, own.ids_per_row))
     config.data.load_schema()
     to_write.require_writable()
-    from distembed.capacity.configured_model import ConfiguredModel
+    from distembed.reports.plan.configured_model import ConfiguredModel
 
     return ConfiguredModel(config)
 
@@ -258,8 +258,8 @@ def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
     Raises:
         UserError: The text cannot be read, names an unknown feature, or stands beside a dataset.
     """
-    from distembed.capacity.own_options import parse_ids_per_row
     from distembed.data.dataset.config import OWN_COUNTS
+    from distembed.reports.plan.own_options import parse_ids_per_row
 
     given = parse_ids_per_row(text)
     if data.path is not None:

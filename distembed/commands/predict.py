@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.errors import UserError
 from distembed.commands.shared import note, say
 from distembed.commands.train import CheckpointOption, DataOption, RunFolderArgument
-from distembed.errors import UserError
 
 app = typer.Typer()
 

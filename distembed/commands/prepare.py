@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.units import parse_bytes
 from distembed.commands import prepare_interactions, prepare_table
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.commands.vocabulary_options import VocabularyOptions
 from distembed.commands.work_options import OutputOption, WorkOptions
-from distembed.units import parse_bytes
 
 app = typer.Typer()
 prepare_app = typer.Typer(

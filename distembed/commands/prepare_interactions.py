@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distembed.base.units import parse_bytes
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note
-from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
     from distembed.data.prepare.interactions import InteractionColumns, InteractionFiles, Preparation
@@ -92,9 +92,9 @@ def prepare_ratings_command(
     seed: Annotated[int, typer.Option(help="Seed of a random split.")] = 0,
 ) -> None:
     """Turn ratings (a row for a user, an item and a number) into a Parquet dataset with a row for each."""
+    from distembed.base.errors import UserError
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare.interactions import RatingOptions, prepare_ratings
-    from distembed.errors import UserError
 
     if implicit and columns.rating is not None:
         raise UserError("--implicit says that there is no rating, and --rating names its column: give one of the two")

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.files import write_text
+from distembed.base.outputs import require_file
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.commands.vocabulary_options import VocabularyOptions
 from distembed.commands.work_options import OutputOption, WorkOptions
-from distembed.files import write_text
-from distembed.outputs import require_file
 
 app = typer.Typer()
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from distembed.base.errors import UserError
 from distembed.commands.shared import say
-from distembed.errors import UserError
 
 app = typer.Typer()
 
@@ -43,11 +43,11 @@ def serve_command(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"{error.name} is missing, which serving needs: `tools/setup.sh serve` installs it.") from error
-    from distembed.units import parse_bytes
+    from distembed.base.units import parse_bytes
 
     body_bytes = parse_bytes("--max-body", max_body)
-    from distembed.server.app import ServerSettings
-    from distembed.server.serve import serve
+    from distembed.serving.server.app import ServerSettings
+    from distembed.serving.server.serve import serve
 
     settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes, max_rows)
     serve(model, host, port, settings, _say_at_once, compiled)

@@ -9,7 +9,7 @@ import typer
 from distembed.commands.shared import ConfigArgument, console, say
 
 if TYPE_CHECKING:
-    from distembed.sweeps.planned import PlannedRun
+    from distembed.training.sweeps.planned import PlannedRun
 
 app = typer.Typer()
 
@@ -47,9 +47,10 @@ def sweep_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what there is of each.")] = False,
 ) -> None:
     """Train a run for each combination of values, and compare them by the task's headline metric."""
-    from distembed.runs.folder import default_run_folder
-    from distembed.sweeps.planned import plan_sweep
-    from distembed.sweeps.sweep import Sweep, require_sweep_folder
+    from distembed.reports.sweep_report import report_sweep
+    from distembed.training.run_folder.folder import default_run_folder
+    from distembed.training.sweeps.planned import plan_sweep
+    from distembed.training.sweeps.sweep import Sweep, require_sweep_folder
 
     folder = run_dir or default_run_folder(f"{config.stem}-sweep")
     require_sweep_folder(folder)
@@ -62,7 +63,7 @@ def sweep_command(
     try:
         sweep.train(workers)
     finally:
-        sweep.report(console)
+        report_sweep(sweep, console)
     sweep.require_all_finished()
 
 

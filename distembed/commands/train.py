@@ -61,14 +61,14 @@ def train_command(
     ] = None,
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
-    from distembed.config import load_config
+    from distembed.training.config import load_config
     from distembed.training.start import RunOptions, find_start_alone
 
     options = RunOptions(run_dir, config.stem, resume, resume_or_start, plan)
     begins_with = [] if init_from is None else [f"train.init_from={json.dumps(init_from)}"]
     loaded = load_config(config, [*(overrides or []), *begins_with])
     start = find_start_alone(loaded, options, say)
-    from distembed.ranks import process_group
+    from distembed.base.ranks import process_group
     from distembed.training.run import train_run
 
     with process_group(loaded.train.device) as ranks:
@@ -88,7 +88,7 @@ def evaluate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
     """Evaluate a run's best or newest checkpoint by its task's metrics, such as logloss and AUC, RMSE, or NDCG."""
-    from distembed.files import finite
+    from distembed.base.files import finite
     from distembed.training.trained_run import find_trained_run
 
     found = find_trained_run(run, data, split, checkpoint)
@@ -116,7 +116,7 @@ def materialise_command(
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
-    from distembed.outputs import require_folder
+    from distembed.base.outputs import require_folder
     from distembed.training.id_file import id_column
     from distembed.training.trained_run import find_trained_run
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distembed.units import parse_bytes
+from distembed.base.units import parse_bytes
 
 if TYPE_CHECKING:
     from distembed.data.prepare.options import ResourceLimits

@@ -17,7 +17,7 @@ A new composition is one file and one line in :data:`COMPOSITIONS`; law tests ru
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from distembed.lazy import NameTable, imports_on_demand
+from distembed.base.lazy import NameTable, imports_on_demand
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from distembed.base.errors import UserError
 from distembed.composition import ACTIVATIONS
-from distembed.errors import UserError
 
 Pullback = Callable[[Tensor], Tensor]
 """A function from the gradient of an activation's values to that of its inputs; it may overwrite its argument."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float, Int64
 
+from distembed.base.lazy import torch
 from distembed.composition.initial import Distribution
-from distembed.lazy import torch
 from distembed.partitions.settings import SchemeSettings, setting_names
 
 if TYPE_CHECKING:

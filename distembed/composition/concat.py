@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, Uniform
 from distembed.composition.settings import ConcatSettings
-from distembed.errors import UserError
-from distembed.lazy import torch
 from distembed.partitions.base import require_positive
 
 if TYPE_CHECKING:

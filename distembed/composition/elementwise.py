@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 
+from distembed.base.lazy import torch
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, NearSigns, Uniform
-from distembed.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 
+from distembed.base.lazy import torch
 from distembed.composition.base import Composition
 from distembed.composition.concat import side_by_side
 from distembed.composition.initial import Distribution, Uniform
-from distembed.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

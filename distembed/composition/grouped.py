@@ -24,8 +24,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distembed.base.tracing import is_traced
 from distembed.composition.layers import PackedLayers
-from distembed.tracing import is_traced
 
 _SIZE_IN_PROGRAM = 32
 _CHUNK_SIZES = (8, 16, 32, 64, 128, 256)

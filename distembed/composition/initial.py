@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from distembed.lazy import torch
+from distembed.base.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

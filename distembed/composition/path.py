@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.composition import ACTIVATIONS
 from distembed.composition.activations import removable_offset, second_moment
 from distembed.composition.base import Composition, look_up
@@ -22,8 +24,6 @@ from distembed.composition.grouped import evaluate_grouped
 from distembed.composition.initial import Distribution, Uniform
 from distembed.composition.layers import PackedLayers
 from distembed.composition.settings import PathMLPSettings
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.partitions.base import require_positive
 
 

@@ -5,9 +5,9 @@ from dataclasses import field
 import pydantic.dataclasses
 from pydantic import field_validator
 
-from distembed.bounds import Widths
+from distembed.base.bounds import Widths
+from distembed.base.names import STRICT, one_of
 from distembed.composition import ACTIVATIONS
-from distembed.names import STRICT, one_of
 from distembed.partitions.settings import SchemeSettings
 
 

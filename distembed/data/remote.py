@@ -22,8 +22,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from distembed.errors import RunError, TemporaryFailure, UserError, one_line
-from distembed.files import whole_file
+from distembed.base.errors import RunError, TemporaryFailure, UserError, one_line
+from distembed.base.files import whole_file
 
 P = ParamSpec("P")
 T = TypeVar("T")

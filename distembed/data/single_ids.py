@@ -6,7 +6,7 @@ the bags of all others to look up; so it is said of the data, not found in a bat
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 _MARK = "_distembed_has_single_ids"
 

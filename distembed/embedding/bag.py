@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
+from distembed.base.errors import UserError
+from distembed.base.tracing import is_proxy, is_traced, one_node, require_in_program
 from distembed.composition import Composition
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import map_ids
@@ -13,9 +15,7 @@ from distembed.embedding.pooling import pool
 from distembed.embedding.settings import IdPolicy, Pooling
 from distembed.embedding.tables import empty_weight, initialise
 from distembed.embedding.whole_batches import require_integers
-from distembed.errors import UserError
 from distembed.partitions import KeyedHash, Partition
-from distembed.tracing import is_proxy, is_traced, one_node, require_in_program
 
 
 class CompositionalEmbeddingBag(nn.Module):

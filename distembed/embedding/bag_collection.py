@@ -14,12 +14,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from distembed.base.errors import UserError
+from distembed.base.tracing import is_proxy, is_traced, one_node
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
 from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows
-from distembed.errors import UserError
-from distembed.tracing import is_proxy, is_traced, one_node
 
 
 class CompositionalEmbeddingBagCollection(

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, DataType
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Naive, Partition
 from distembed.partitions.settings import setting_names
 from distembed.sse import SSE

@@ -10,11 +10,11 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from distembed.base.errors import UserError
+from distembed.base.tracing import is_proxy, one_node
 from distembed.embedding.config import CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
 from distembed.embedding.variable_batches import bags_of_rows, jagged_vectors
-from distembed.errors import UserError
-from distembed.tracing import is_proxy, one_node
 
 
 class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):

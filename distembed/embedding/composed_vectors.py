@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from distembed.base.errors import UserError
+from distembed.base.files import whole_file
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import map_ids
-from distembed.errors import UserError
-from distembed.files import whole_file
 from distembed.partitions.base import require_positive
 
 _CHUNK_BYTES = 16 << 20

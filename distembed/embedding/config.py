@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from distembed.bounds import MAX_TABLE_BYTES
+from distembed.base.bounds import MAX_TABLE_BYTES
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
+from distembed.base.names import one_of
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
 from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, Pooling
-from distembed.errors import UserError
-from distembed.lazy import torch
-from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Partition
 from distembed.partitions.base import require_positive
 from distembed.sse import SSE, IdStream

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pydantic.dataclasses
 
-from distembed.names import STRICT
+from distembed.base.names import STRICT
 
 OutputDtype = Literal["fp32", "fp16", "bf16"]
 CommPrecision = Literal["fp32", "fp16", "bf16", "int8"]

@@ -14,12 +14,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_lines
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.build import build_tables, reason_to_stay_full
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS
-from distembed.units import enumerate_lines
 
 if TYPE_CHECKING:
     from distembed.partitions import Partition

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
+from distembed.base.tracing import is_traced, require_in_program
 from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
 from distembed.embedding.variable_batches import with_ids
 from distembed.embedding.whole_batches import require_integers, require_whole
-from distembed.errors import UserError
-from distembed.tracing import is_traced, require_in_program
 
 _LARGEST_UNSIGNED = 2**64 - 1
 _SIGN_BIT = 2**63

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 
+from distembed.base.lazy import torch
 from distembed.composition.initial import Distribution
-from distembed.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 _WALKING_FUNCTIONS = {
     "torchrec.distributed.model_parallel": "_shard_modules_impl",

@@ -11,9 +11,9 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
 )
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
 from distembed.partitions import Naive
 
 EmbeddingModule: TypeAlias = CompositionalTables[Any] | EmbeddingBagCollection | EmbeddingCollection

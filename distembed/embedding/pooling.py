@@ -10,7 +10,7 @@
 import torch
 from torch import Tensor, nn
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 
 @torch.fx.wrap

@@ -7,7 +7,7 @@ callers of ``torch.ao.quantization`` may well leave embeddings alone, so that on
 import sys
 from typing import Any
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 
 class QuantizedByName:
@@ -31,9 +31,9 @@ class QuantizedByName:
             raise UserError(
                 f"TorchRec's functions that quantise know its own collections, and would leave {type(self).__name__} "
                 "in its dtype. Give quantize_inference_model "
-                "quantization_mapping=distembed.quantization.QUANTIZATION_MAPPING, or quantize_embeddings "
-                "additional_qconfig_spec_keys=list(distembed.quantization.MODULE_MAPPING) and "
-                "additional_mapping=distembed.quantization.MODULE_MAPPING."
+                "quantization_mapping=distembed.serving.quantization.QUANTIZATION_MAPPING, or quantize_embeddings "
+                "additional_qconfig_spec_keys=list(distembed.serving.quantization.MODULE_MAPPING) and "
+                "additional_mapping=distembed.serving.quantization.MODULE_MAPPING."
             )
         self.__dict__["_qconfig"] = value
 

@@ -22,11 +22,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.traced_features import FeatureIds, trace_features
 from distembed.embedding.variable_batches import jagged_vectors
-from distembed.errors import UserError
 
 if TYPE_CHECKING:
     from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, cast
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from distembed.bounds import Width
+from distembed.base.bounds import Width
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT, ByValues, complete_tables, one_of, over_default, require_mapping
 from distembed.composition import COMPOSITIONS
 from distembed.composition.settings import ConcatSettings, PathMLPSettings
 from distembed.embedding.exchange import OutputDtype
-from distembed.errors import UserError
-from distembed.names import STRICT, ByValues, complete_tables, one_of, over_default, require_mapping
 from distembed.partitions import PARTITIONS
 from distembed.partitions.settings import (
     BucketSettings,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.partitions import Naive
 
 

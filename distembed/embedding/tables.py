@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.tracing import is_traced
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.missing_sharder import LookupModules, NeedsSharder
 from distembed.embedding.quantizing import QuantizedByName
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.embedding.variable_batches import lengths_by_feature
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.sse import require_forward_pass
-from distembed.tracing import is_traced
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.errors import UserError
-from distembed.units import enumerate_names
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_names
 
 
 def lengths_by_feature(features: KeyedJaggedTensor) -> Sequence[Int[Tensor, " bags"]]:

@@ -13,10 +13,10 @@ from jaxtyping import Bool
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
+from distembed.base.tracing import is_traced, require_in_program
+from distembed.base.units import enumerate_names
 from distembed.embedding.variable_batches import lengths_by_feature
-from distembed.errors import UserError
-from distembed.tracing import is_traced, require_in_program
-from distembed.units import enumerate_names
 
 _LARGEST = torch.iinfo(torch.int64).max
 _REFUSED = "lengths, offsets and inverse indices do not divide the ids into bags; "

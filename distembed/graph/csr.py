@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes, sort_edges, stored_edges
 from distembed.graph.folder import ArrayWriter, GraphDescription, array_types, fingerprint, map_array, require_checksum

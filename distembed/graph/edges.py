@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 MAX_NODES = math.isqrt(2**63 - 1)
 

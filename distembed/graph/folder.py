@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed import __version__
-from distembed.checksums import KEY, FileChecksum, checksum_differs, running_checksum, with_checksum
-from distembed.errors import UserError
-from distembed.files import read_folder_json, require_inside, write_text
+from distembed.base.checksums import KEY, FileChecksum, checksum_differs, running_checksum, with_checksum
+from distembed.base.errors import UserError
+from distembed.base.files import read_folder_json, require_inside, write_text
+from distembed.base.version import __version__
 from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from distembed.checksums import Verification
-from distembed.errors import UserError
+from distembed.base.checksums import Verification
+from distembed.base.errors import UserError
 from distembed.graph.csr import Graph
 from distembed.graph.folder import GRAPH_FILE, REMEDY, GraphDescription
 

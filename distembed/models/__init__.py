@@ -9,7 +9,8 @@ see :class:`distembed.models.ModelConfig`.
 
 from typing import TYPE_CHECKING, Annotated
 
-from distembed.lazy import NameTable, imports_on_demand
+from distembed.base.lazy import NameTable, imports_on_demand
+from distembed.base.names import ByName
 from distembed.models.config import (
     DCNConfig,
     DLRMConfig,
@@ -19,7 +20,6 @@ from distembed.models.config import (
     SASRecConfig,
     SoftOneHotConfig,
 )
-from distembed.names import ByName
 
 if TYPE_CHECKING:
     from distembed.models.base import Model

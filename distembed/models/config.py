@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 import pydantic.dataclasses
 from pydantic import Field, field_validator, model_validator
 
-from distembed.bounds import Width, Widths
+from distembed.base.bounds import Width, Widths
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.errors import UserError
-from distembed.names import STRICT
 
 if TYPE_CHECKING:
     from distembed.models.base import Model

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
-from distembed.errors import UserError
 from distembed.models.base import Model
 from distembed.models.embedded import StackFeatures
 from distembed.models.interaction import PairwiseDots

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from distembed.base.names import one_of
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import (
     CompositionalEmbeddingBagConfig,
@@ -12,7 +13,6 @@ from distembed.embedding import (
     build_tables,
     vector_names,
 )
-from distembed.names import one_of
 from distembed.sse import SSE
 
 if TYPE_CHECKING:

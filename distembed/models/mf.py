@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.catalogue import Catalogue, Queries
-from distembed.catalogue.queries import Items
 from distembed.data.dataset.schema import SPARSE_FEATURES, USER
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.models.base import Model
+from distembed.models.catalogue import Catalogue
 from distembed.models.embedded import StackFeatures
+from distembed.models.queries import Items, Queries
 
 
 class MF(Model):

@@ -13,15 +13,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.catalogue import Catalogue, Queries
-from distembed.catalogue.queries import Items
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_NEGATIVE, ITEM_TARGET, SPARSE_FEATURES
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.share import require_one_vector
-from distembed.errors import UserError
 from distembed.models.base import Model
+from distembed.models.catalogue import Catalogue
 from distembed.models.inputs import ModelInputs
 from distembed.models.mlp import make_linear
+from distembed.models.queries import Items, Queries
 from distembed.models.sequences import Asked, feature_lengths, feature_values
 
 _OUTPUT = "_output"

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.models.config import LARGEST_NUMBER
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import pydantic.dataclasses
 from pydantic import AfterValidator, Field
 
-from distembed.errors import UserError
-from distembed.names import STRICT, one_of
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT, one_of
 from distembed.optim.kinds import OPTIMIZERS, dense_names, sparse_names
 
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]

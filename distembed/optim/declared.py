@@ -8,8 +8,8 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type, stateless_name
 
 

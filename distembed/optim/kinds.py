@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from distembed.lazy import NameTable, imported
+from distembed.base.lazy import NameTable, imported
 
 if TYPE_CHECKING:
     import torch

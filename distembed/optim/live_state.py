@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.optim.first_state import first_state
 from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, torch_optimizer_name
 from distembed.optim.local_shards import LocalShard, local_shards

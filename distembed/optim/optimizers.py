@@ -17,8 +17,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from distembed.errors import UserError
-from distembed.lazy import imported
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, sparse_names
 from distembed.optim.live_state import set_step_count

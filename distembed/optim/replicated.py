@@ -24,7 +24,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.optim.first_state import first_state
 from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, stateless_name
 

@@ -33,7 +33,7 @@ entry.
 
 from typing import TYPE_CHECKING
 
-from distembed.lazy import NameTable, imports_on_demand
+from distembed.base.lazy import NameTable, imports_on_demand
 
 if TYPE_CHECKING:
     from distembed.partitions.base import Partition

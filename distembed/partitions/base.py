@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 from jaxtyping import Int64
 
-from distembed.errors import UserError
-from distembed.lazy import torch
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
 from distembed.partitions.settings import SchemeSettings, setting_names
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distembed.lazy import torch
+from distembed.base.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions.base import Partition, require_positive
 from distembed.partitions.complementarity import count_tuples, find_collision
 from distembed.partitions.parquet_columns import read_assignments

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Int64
 
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
 from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
-from distembed.errors import UserError
-from distembed.lazy import torch
 from distembed.partitions.base import require_positive
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
-from distembed.errors import UserError
-from distembed.lazy import torch
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
 from distembed.partitions.base import Digit, Partition
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.moduli import (

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions.base import require_positive
 
 DEFAULT_NUM_PARTITIONS = 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
-from distembed.lazy import torch
+from distembed.base.lazy import torch
 from distembed.partitions.base import Digit, Partition
 
 if TYPE_CHECKING:

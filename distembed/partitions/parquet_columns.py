@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.errors import UserError
-from distembed.names import one_of
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 
 _BATCH_ROWS = 2**20
 _MIN_PENDING_VALUES = 2**20

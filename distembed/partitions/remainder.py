@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
-from distembed.errors import UserError
-from distembed.lazy import torch
+from distembed.base.errors import UserError
+from distembed.base.lazy import torch
 from distembed.partitions.base import Digit, Partition, require_positive
 from distembed.partitions.settings import BucketSettings
 

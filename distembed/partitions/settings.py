@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import pydantic.dataclasses
 from pydantic import Field, PositiveInt
 
-from distembed.names import STRICT
+from distembed.base.names import STRICT
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -27,19 +27,19 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
+from distembed.base.units import enumerate_names
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
-from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import SavedPlan, SavedTable, read_saved_plan
-from distembed.ranks import Ranks
 from distembed.sharding.exchange import common_exchange
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
-from distembed.units import enumerate_names
 
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.planning.devices import Device
 
 MAX_RANKS = 2**16

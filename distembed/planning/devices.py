@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from distembed.errors import UserError
-from distembed.files import read_json, write_json
-from distembed.names import one_of
-from distembed.units import parse_bytes
-from distembed.validation import validated
+from distembed.base.errors import UserError
+from distembed.base.files import read_json, write_json
+from distembed.base.names import one_of
+from distembed.base.units import parse_bytes
+from distembed.base.validation import validated
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError, one_line
 from distembed.embedding.modules import embedding_modules
-from distembed.errors import UserError, one_line
 from distembed.planning.known_integers import KnownIntegers, leaves, tensors
 from distembed.planning.networks import (
     FakeStep,

@@ -22,10 +22,11 @@ from math import gcd
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.units import format_ranges
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.exchange import INT8_NUMBERS
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout, divided_table
 from distembed.planning.lookups import is_on_every_rank
@@ -33,7 +34,6 @@ from distembed.planning.request import PlanRequest
 from distembed.sharding.groups import fused_refusal, reason_not_fused
 from distembed.sharding.placement import BY_ROWS, IN_HOST_MEMORY, WITHIN_NODES, can_be_placed
 from distembed.sharding.table_slice import is_pooled, partition_slices, width
-from distembed.units import format_ranges
 
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""

@@ -19,17 +19,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from distembed.base.errors import InsufficientMemory
+from distembed.base.host_memory import host_memory_bytes
+from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
-from distembed.errors import InsufficientMemory
-from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.known_integers import MOST_KNOWN, KnownIntegers, tensors
 from distembed.planning.typical_batch import batch_of_shapes, typical_batch
 from distembed.tasks import Task
-from distembed.units import format_bytes
 
 _IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[-1]}
 """Operations of products that torch does not count, by the shapes of the tensors."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distembed.base.units import format_bytes, format_ranges
 from distembed.planning.costs import Layout, PlacementCost
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment
@@ -11,7 +12,6 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
 from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
-from distembed.units import format_bytes, format_ranges
 
 _PER_TABLE = 2
 _TRIED = 4

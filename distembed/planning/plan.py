@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.errors import InsufficientMemory, UserError
-from distembed.host_memory import host_memory_bytes
+from distembed.base.errors import InsufficientMemory, UserError
+from distembed.base.host_memory import host_memory_bytes
+from distembed.base.ranks import Collectives, Ranks
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
@@ -18,7 +19,6 @@ from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import Search
 from distembed.planning.workload import Workload
-from distembed.ranks import Collectives, Ranks
 
 
 def make_plan(

@@ -10,11 +10,11 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
 from distembed.planning.buffers import Step
 from distembed.planning.cluster import Cluster

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter
 
-from distembed.errors import UserError
-from distembed.files import read_json
+from distembed.base.errors import UserError
+from distembed.base.files import read_json
+from distembed.base.units import format_ranges
+from distembed.base.validation import validated
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.units import format_ranges
-from distembed.validation import validated
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan

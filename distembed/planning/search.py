@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from distembed.errors import InsufficientMemory
+from distembed.base.errors import InsufficientMemory
+from distembed.base.units import format_ranges
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.estimated_plan import CountedMemory, EstimatedPlan, plan_placements
 from distembed.planning.fastest.loads import Aim
@@ -23,7 +24,6 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
 from distembed.planning.times import step_times
 from distembed.sharding.placement import Placement
-from distembed.units import format_ranges
 
 _TRIES = 6
 """Capacities that are tried where solutions have too much by the count of a whole step."""

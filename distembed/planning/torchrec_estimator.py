@@ -21,9 +21,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.embedding.exchange import CommPrecision, QuantizedCommsConfig
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.planning.costs import Layout, PlacementCosts
 from distembed.planning.layouts import Layouts
 from distembed.planning.table_problem import PlannedTable, TableProblem, unit_sharding

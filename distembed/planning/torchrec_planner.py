@@ -15,10 +15,11 @@ from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import ParameterConstraints, StorageReservation, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.ranks import Collectives
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
-from distembed.names import one_of
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig, TablePlanConfig
 from distembed.planning.estimated_plan import EstimatedPlan
@@ -26,7 +27,6 @@ from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan, step_does_not_fit
 from distembed.planning.request import PlanRequest
 from distembed.planning.torchrec_request import constrained_request, planned_cluster, planner_errors
-from distembed.ranks import Collectives
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import COMPUTE_KERNELS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES
 from distembed.sharding.table_slice import is_pooled

@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ModuleSharder
 
-from distembed.errors import InsufficientMemory, UserError
+from distembed.base.errors import InsufficientMemory, UserError
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 from distembed.planning.request import PlanRequest

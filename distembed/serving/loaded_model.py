@@ -18,26 +18,26 @@ import pyarrow as pa
 import torch
 from torch.fx._symbolic_trace import is_fx_tracing
 
-from distembed.config import Config
+from distembed.base.errors import RunError, UserError
+from distembed.base.names import one_of
+from distembed.base.quiet import silenced_loggers
+from distembed.base.ranks import choose_device
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.data.remote import is_url
-from distembed.describe import describe
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import RunError, UserError
-from distembed.names import one_of
-from distembed.quiet import silenced_loggers
-from distembed.ranks import choose_device
 from distembed.serving.given_rows import given_rows
 from distembed.serving.page import described_as_html
 from distembed.serving.raw_inputs import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note, unknown_columns
 from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, bad_rows, bad_rows_text, batches_of, decode_rows
 from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.training.config import Config
+from distembed.training.describe import describe
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import TrainedRun, find_trained_run

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distembed.units import format_bytes
+from distembed.base.units import format_bytes
 
 _SHOWN = ("run", "step", "device", "precision")
 _MOST_TABLES = 40

@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader.decode import Block
-from distembed.errors import UserError
 from distembed.serving.row_decoder import RowDecoder, decode_rows
 
 _BLOCK_BYTES = 4 << 20

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from distembed.base.errors import UserError
+from distembed.base.files import whole_file
+from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader import Batch
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.decode import Block
 from distembed.data.reader.prefetch import Prefetcher
-from distembed.errors import UserError
-from distembed.files import whole_file
-from distembed.ranks import Collectives, Ranks
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
 from distembed.serving.requests import unknown_columns
 from distembed.training.build import TrainingState

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.jagged import Jagged
@@ -20,7 +21,6 @@ from distembed.data.reader.decode import Block, RecordLayout
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 from distembed.serving.row_decoder import DecodedRows
 
 

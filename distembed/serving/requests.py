@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import USER
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
-from distembed.errors import UserError
 from distembed.tasks.config import RankingConfig
 from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run

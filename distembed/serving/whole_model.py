@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.direct import load_weights_alone
-from distembed.config import Config
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.reader.batch import Batch
-from distembed.ranks import Collectives, Ranks
 from distembed.tasks import Task
 from distembed.training.build import Blueprint
+from distembed.training.config import Config
 from distembed.training.newest import read_newest
 from distembed.training.task_model import TaskModel
 from distembed.training.trained_run import TrainedRun

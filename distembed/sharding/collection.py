@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from distembed.base.errors import UserError
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import perturbation
 from distembed.embedding.variable_batches import (
@@ -28,7 +29,6 @@ from distembed.embedding.variable_batches import (
     with_equal_numbers_of_bags,
     without_gaps,
 )
-from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torchrec.distributed.types import ShardMetadata
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
-from distembed.errors import UserError
 from distembed.sharding.table_slice import partition_slices, width
 
 

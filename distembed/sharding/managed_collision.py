@@ -43,10 +43,10 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.embedding.variable_batches import with_ids
-from distembed.errors import UserError
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,

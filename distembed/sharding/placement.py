@@ -38,8 +38,8 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMetadata
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
-from distembed.errors import UserError
 from distembed.sharding.column_ranges import column_range, own_ranges, shard_rank
 from distembed.sharding.table_slice import (
     PartitionSlice,

@@ -16,7 +16,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwS
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.fused.operands import FLOATS, INTEGERS, as_operand
+from distembed.kernels.operands import FLOATS, INTEGERS, as_operand
 from distembed.partitions import Partition
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
 

@@ -13,12 +13,12 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
+from distembed.base.errors import UserError
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from distembed.sharding.exchange import codecs_registry, output_settings

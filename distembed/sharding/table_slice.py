@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
-from distembed.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
+from distembed.base.errors import UserError
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import UserError
 from distembed.sharding.table_slice import unit_size, width
 
 

@@ -23,7 +23,7 @@ The collections of :mod:`distembed.embedding` do it for tables with ``sse=``; an
 
 from typing import TYPE_CHECKING
 
-from distembed.lazy import imports_on_demand
+from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
     from distembed.graph import Graph

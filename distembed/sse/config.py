@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import Field, NonNegativeInt, Strict, field_validator, model_validator
 
+from distembed.base.names import STRICT, complete_tables, one_of
 from distembed.graph import Graph
-from distembed.names import STRICT, complete_tables, one_of
 from distembed.sse.rule import MAX_RESERVED, MAX_WALK_STEPS, SSE, Walk, checked_schedule
 
 _Share = Annotated[float, Field(ge=0, le=1)]

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sse.arrays import Array
 from distembed.sse.replacement import Replacer
 from distembed.sse.rule import SSE

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sse.ahead import DrawAhead
 from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, sent_to_device, where
 from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, StepDraws

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.graph import Graph
 
 MAX_RESERVED = 64

@@ -9,8 +9,8 @@ see :class:`distembed.tasks.TaskConfig`.
 
 from typing import TYPE_CHECKING, Annotated
 
-from distembed.lazy import NameTable, imports_on_demand
-from distembed.names import ByName
+from distembed.base.lazy import NameTable, imports_on_demand
+from distembed.base.names import ByName
 from distembed.tasks.config import (
     ClickConfig,
     NextItemConfig,

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
-from distembed.errors import UserError
 from distembed.models.base import Model
-from distembed.ranks import Ranks
-from distembed.runs.metrics import ReportedMetric
 from distembed.sse import SSE
+from distembed.tasks.reported_metrics import ReportedMetric
 
 Outputs = Mapping[str, Tensor]
 """What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""

@@ -20,12 +20,12 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
-from distembed.runs.metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.auc import grouped_auc
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
 from distembed.tasks.binned_auc import bin_counts, binned_auc
 from distembed.tasks.config import ClickConfig
+from distembed.tasks.reported_metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 
 GROUPS = "groups"

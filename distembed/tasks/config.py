@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 import pydantic.dataclasses
 from pydantic import AfterValidator, Field, Strict, field_validator, model_validator
 
-from distembed.bounds import Count
+from distembed.base.bounds import Count
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT, nearest
+from distembed.base.units import enumerate_names
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, USER, CategoricalFeature, Schema
-from distembed.errors import UserError
-from distembed.names import STRICT, nearest
 from distembed.optim.config import NonNegativeNumber
-from distembed.runs.metrics import ranking_metric_names
-from distembed.units import enumerate_names
+from distembed.tasks.reported_metrics import ranking_metric_names
 
 if TYPE_CHECKING:
     from distembed.tasks.auc import Floats

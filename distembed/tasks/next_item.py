@@ -19,8 +19,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
-from distembed.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import (
     DENSE_SEQUENCES,
@@ -32,10 +30,13 @@ from distembed.data.dataset.schema import (
 )
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
+from distembed.models.queries import Queries
 from distembed.models.sequences import feature_lengths, feature_values
-from distembed.runs.metrics import headline_first
 from distembed.sse import IdPerturbation
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.tasks.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy
+from distembed.tasks.catalogue.softmax import catalogue_cross_entropy
 from distembed.tasks.config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (
@@ -48,6 +49,7 @@ from distembed.tasks.recommendations import (
     seen_items_metrics,
     without_negatives_lines,
 )
+from distembed.tasks.reported_metrics import headline_first
 from distembed.tasks.seen_items import seen_items_rule
 from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_lengths, jagged
 
@@ -228,7 +230,7 @@ class NextItemTask(Task):
     def _softmax_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the cross-entropy of each target in the softmax over all items."""
         targets = feature_values(_jagged_field(batch, SPARSE_FEATURES), ITEM_TARGET)
-        return queries.catalogue.cross_entropy(queries.vectors, targets)
+        return catalogue_cross_entropy(queries.catalogue, queries.vectors, targets)
 
     def _binary_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns ``-log sigmoid(s_target) - sum log(1 - sigmoid(s_negative))`` (Kang and McAuley, equation 6)."""

@@ -19,13 +19,13 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader import Batch, BatchShares
-from distembed.runs.metrics import headline_first
+from distembed.models.queries import Queries
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
 from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
@@ -39,6 +39,7 @@ from distembed.tasks.recommendations import (
     seen_items_metrics,
     without_negatives_lines,
 )
+from distembed.tasks.reported_metrics import headline_first
 from distembed.tasks.seen_items import seen_items_rule
 
 RELEVANT, EXCLUDED = "relevant", "excluded"

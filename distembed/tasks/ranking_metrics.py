@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from distembed.catalogue import NOT_RANKED
-from distembed.runs.metrics import ReportedMetric, ranking_metric_names
+from distembed.tasks.catalogue import NOT_RANKED
+from distembed.tasks.reported_metrics import ReportedMetric, ranking_metric_names
 
 _HEADINGS = {"ndcg": "NDCG", "hr": "HR", "precision": "P", "recall": "recall", "mrr": "MRR", "coverage": "coverage"}
 

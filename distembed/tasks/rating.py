@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distembed.catalogue import Queries
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader.batch import Batch
-from distembed.runs.metrics import ReportedMetric, headline_first
+from distembed.models.queries import Queries
 from distembed.tasks.base import Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.reported_metrics import ReportedMetric, headline_first
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 
 _METRICS = (ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", better="lower"))

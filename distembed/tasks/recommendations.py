@@ -11,12 +11,13 @@ import numpy.typing as npt
 from jaxtyping import Int64
 from torch import Tensor
 
-from distembed.catalogue import Queries, RankedItems
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.table.vocabularies import raw_values, take_values
+from distembed.models.queries import Queries
 from distembed.tasks.base import Outputs, Rows
+from distembed.tasks.catalogue import RankedItems
 
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""

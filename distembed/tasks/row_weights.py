@@ -12,10 +12,10 @@ Metrics are those of rows that are there w_i times.
 import numpy as np
 from torch import Tensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
-from distembed.errors import UserError
 from distembed.tasks.auc import Floats
 from distembed.tasks.base import Outputs, Rows, TaskContext
 

@@ -21,12 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.vocabulary import reserved_ids
-from distembed.errors import UserError
 from distembed.tasks.config import NextItemConfig, RankingConfig, TaskConfig
 
 SEEN_ITEMS = "seen_items"

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import ITEM
-from distembed.errors import UserError
 
 _Integers = NDArray[np.int64]
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distembed.config import TrainConfig
-from distembed.errors import UserError
-from distembed.runs.metrics import ReportedMetric
+from distembed.base.errors import UserError
+from distembed.tasks.reported_metrics import ReportedMetric
+from distembed.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from distembed.config import Config, TrainConfig
-from distembed.cores import is_intel_processor, multiplies_faster_in_bf16
+from distembed.base.cores import is_intel_processor, multiplies_faster_in_bf16
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
-from distembed.errors import UserError
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
 from distembed.optim.declared import TableOptimizers
@@ -27,15 +27,16 @@ from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.workload import Workload
-from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task, batch_schema
 from distembed.tasks.base import TaskContext, require_fields
+from distembed.training.config import Config
 from distembed.training.pipeline import StepPipeline
 from distembed.training.start import PlanChoice
 from distembed.training.task_model import TaskModel
+from distembed.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

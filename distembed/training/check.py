@@ -5,22 +5,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distembed.base.checksums import Verification
+from distembed.base.errors import UserError
+from distembed.base.files import read_regular_file
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore
-from distembed.checksums import Verification
-from distembed.config import load_config
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.mirror import is_remote_dataset
 from distembed.data.dataset.verification import verify_dataset
 from distembed.data.remote import is_url
-from distembed.errors import UserError
-from distembed.files import read_regular_file
 from distembed.graph.folder import GRAPH_FILE
 from distembed.graph.verification import verify_graph
 from distembed.planning.saved_plan import read_saved_plan
-from distembed.runs.record import RunRecord
+from distembed.training.config import load_config
 from distembed.training.resume import load_run_config
+from distembed.training.run_folder.record import RunRecord
 
 _MOST_METRICS_BYTES = 4 << 30
 

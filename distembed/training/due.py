@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distembed.config import TrainConfig
+from distembed.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from distembed.base.ranks import Ranks
 from distembed.data.reader import Batch, read_share
-from distembed.ranks import Ranks
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
 from distembed.training.reading import prepared_batch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 
 def id_column(path: Path) -> str:

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from distembed.base.files import whole_file
+from distembed.base.ranks import Ranks, process_group
 from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
-from distembed.config import Config
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.verification import missing_checksums_note as dataset_note
-from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
-from distembed.ranks import Ranks, process_group
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.config import Config
 from distembed.training.evaluation import score_batches, score_split
 from distembed.training.newest import read_newest
 from distembed.training.prediction_columns import PredictionColumns, recommended_values

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
 from distembed.checkpoints.store import LAST_FILE, CheckpointStore, place_and_name, storage_errors
-from distembed.config import Config, validate
 from distembed.data.dataset.grown_vocabulary import require_grown_from
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import EmbeddingConfig
 from distembed.embedding.growth import grown_embedding, require_same_settings
-from distembed.errors import UserError
-from distembed.runs.folder import holds_run
-from distembed.runs.record import read_json_object
 from distembed.tasks import batch_schema
+from distembed.training.config import Config, validate
 from distembed.training.resume import find_checkpoint, load_run_config
+from distembed.training.run_folder.folder import holds_run
+from distembed.training.run_folder.record import read_json_object
 
 RECORD = "init_from"
 """Key of ``run.json`` under which a run keeps what it began with."""

@@ -6,7 +6,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from distembed.ranks import Ranks
+from distembed.base.ranks import Ranks
 
 _STEPS_BETWEEN_AGREEMENTS = 10
 

@@ -5,20 +5,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.outputs import require_file
+from distembed.base.units import enumerate_names
 from distembed.checkpoints.checkpoint import load_weights
-from distembed.config import Config
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import materialise
 from distembed.embedding.modules import embedding_modules, table_configs, weight_names_of_table
-from distembed.errors import UserError
 from distembed.models import ModelInputs
-from distembed.names import one_of
-from distembed.outputs import require_file
 from distembed.tasks import batch_schema
+from distembed.training.config import Config
 from distembed.training.id_file import id_column, read_ids
 from distembed.training.newest import is_removed, removed_meanwhile
 from distembed.training.resume import find_checkpoint
-from distembed.units import enumerate_names
 
 _FEW = 5
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
-from distembed.config import Config
-from distembed.errors import DamagedCheckpoint, RunError, UserError
-from distembed.ranks import Collectives
+from distembed.training.config import Config
 from distembed.training.resume import find_checkpoint
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from distembed.base.errors import RunError
 from distembed.data.reader import BatchReader
-from distembed.errors import RunError
 
 
 def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:

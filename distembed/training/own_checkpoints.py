@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.run_checkpoints import Checkpoints
-from distembed.config import TrainConfig
-from distembed.errors import UserError
-from distembed.ranks import Ranks
+from distembed.training.train_config import TrainConfig
 
 
 def own_checkpoints(train: TrainConfig, folder: Path, ranks: Ranks) -> Checkpoints:

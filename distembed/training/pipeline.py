@@ -17,9 +17,9 @@ from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineCo
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.base.ranks import Ranks
 from distembed.data.reader.batch import Batch
 from distembed.planning.workload import overlaps
-from distembed.ranks import Ranks
 from distembed.sharding.lookup import sharded_lookups
 from distembed.training.task_model import StepOutput
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from distembed.config import Config
+from distembed.base.ranks import Collectives, Ranks
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 from distembed.data.reader.decode import too_many_unreadable
-from distembed.ranks import Collectives, Ranks
 from distembed.tasks import Task
 from distembed.tasks.base import BatchPosition
+from distembed.training.config import Config
 
 
 def prepared_batch(task: Task, batch: Batch, position: BatchPosition | None, device: torch.device) -> Batch:

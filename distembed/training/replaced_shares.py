@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from distembed.ranks import Ranks
+from distembed.base.ranks import Ranks
 from distembed.sse import take_counts
 
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
-from distembed.config import Config, load_config
 from distembed.data.dataset.grown_vocabulary import has_same_ids
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
-from distembed.errors import UserError
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
-from distembed.runs.record import read_json_object
+from distembed.training.config import Config, load_config
+from distembed.training.run_folder.record import read_json_object
 
 _MAY_CHANGE = {
     "plugins",

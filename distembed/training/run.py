@@ -8,21 +8,21 @@ from typing import Any
 
 from rich.console import Console
 
-from distembed.config import Config
+from distembed.base.files import write_json
+from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.data.dataset.verification import missing_checksums_note
-from distembed.describe import describe
 from distembed.embedding import assignment_checksums
-from distembed.files import write_json
 from distembed.graph.verification import missing_checksums_note as graph_note
-from distembed.ranks import Collectives, Ranks
-from distembed.runs.folder import RunFolder
 from distembed.sse.config import graph_fingerprints, graph_paths
 from distembed.tasks.seen_items import SEEN_ITEMS
 from distembed.training.build import used_precision
+from distembed.training.config import Config
+from distembed.training.describe import describe
 from distembed.training.initial_run import RECORD
 from distembed.training.resume import require_same_precision
+from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.trainer import Trainer
 

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from distembed.base.errors import UserError
+from distembed.base.outputs import require_folder
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place
-from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.vocabulary import reserved_ids
-from distembed.errors import UserError
 from distembed.graph.prepare.value_ids import require_same_ids
-from distembed.outputs import require_folder
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
-from distembed.runs.folder import default_run_folder, holds_run, require_new_or_resume
-from distembed.runs.lock import DEAD_MACHINE_SECONDS
-from distembed.runs.record import read_json_object
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.tasks import batch_schema
 from distembed.tasks.seen_items import SEEN_ITEMS, decided_task
+from distembed.training.config import Config
 from distembed.training.initial_run import InitialRun, find_initial_run, grown_config, recorded, resumed_config
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
+from distembed.training.run_folder.folder import default_run_folder, holds_run, require_new_or_resume
+from distembed.training.run_folder.lock import DEAD_MACHINE_SECONDS
+from distembed.training.run_folder.record import read_json_object
 from distembed.training.start_checks import require_trainable
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class RunStart:
 
 
 class OnFirst(Protocol):
-    """Does something on rank 0 alone: :meth:`distembed.ranks.Collectives.on_first`, or what a process alone has."""
+    """Does something on rank 0 alone, as :meth:`distembed.base.ranks.Collectives.on_first` does it."""
 
     def __call__(self, function: Callable[[], T]) -> T:
         """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distembed.config import Config
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.creation import CREATED_ELSEWHERE
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
@@ -14,9 +14,9 @@ from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM
 from distembed.data.dataset.verification import require_whole
 from distembed.data.prepare.vocabulary import reserved_ids
-from distembed.errors import RunError, UserError
 from distembed.tasks import TaskConfig
 from distembed.tasks.config import LabelTaskConfig, NextItemConfig
+from distembed.training.config import Config
 
 _LOOKED_AT = 8
 """Number of row groups of a split whose labels are looked at before anything is built."""

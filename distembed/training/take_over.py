@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.grown import load_grown
-from distembed.ranks import Collectives
 from distembed.training.build import Blueprint, TrainingState
 from distembed.training.initial_run import InitialRun
 from distembed.training.task_model import TaskModel

@@ -6,10 +6,10 @@ from pathlib import Path
 import pyarrow.csv
 import pyarrow.parquet
 
-from distembed.config import Config
+from distembed.base.errors import UserError
+from distembed.base.outputs import require_file
 from distembed.data.dataset.manifest import Manifest
-from distembed.errors import UserError
-from distembed.outputs import require_file
+from distembed.training.config import Config
 from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config
 from distembed.training.start_checks import require_labels, require_splits
 

@@ -14,21 +14,20 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from distembed.base.errors import Interrupted, UserError
+from distembed.base.files import write_json
+from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.checkpoint import ResumedRun, load_checkpoint
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST
-from distembed.config import Config
 from distembed.data.reader import Batch
-from distembed.errors import Interrupted, UserError
-from distembed.files import write_json
 from distembed.planning.saved_plan import saved_plan_as_json
-from distembed.ranks import Collectives, Ranks
-from distembed.runs.folder import RunFolder
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.training.best import BestEvaluation, require_comparable
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.config import Config
 from distembed.training.due import DueSteps
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
@@ -38,6 +37,7 @@ from distembed.training.own_checkpoints import own_checkpoints, require_empty_pl
 from distembed.training.progress import TrainingProgress
 from distembed.training.reading import gather_unreadable, prepared_batch, training_reader
 from distembed.training.replaced_shares import replaced_counts, replaced_shares
+from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunStart
 from distembed.training.start_lines import start_lines
 from distembed.training.take_over import take_over

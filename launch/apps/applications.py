@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from torchx import specs
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.apps.node_script import elastic_script, single_script
 from launch.apps.request import ElasticRequest, NodeRequest
 from launch.apps.roles import (

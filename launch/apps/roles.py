@@ -7,7 +7,7 @@ from typing import Any
 
 from torchx import specs
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.apps.request import NodeRequest
 from launch.apps.shape import Shape
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 _FORM = re.compile(r"(?:(?:([0-9]+):)?([0-9]+)x)?([0-9]+)")
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from torchx import specs
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 
 _PACKAGES = {
     "kubernetes": ("kubernetes", "tools/setup.sh kubernetes"),

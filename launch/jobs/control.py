@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torchx.runner import Runner, get_runner
 
-from distembed.errors import UserError
-from distembed.runs.record import RunInfo, last_metrics
+from distembed.base.errors import UserError
+from distembed.training.run_folder.record import RunInfo, last_metrics
 from launch.jobs.asking import asking
 from launch.jobs.follow import Say, Watch, node_lines, state_text
 from launch.jobs.job import LOCAL_SCHEDULERS, Job

@@ -11,8 +11,8 @@ from torchx.runner import Runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
-from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
-from distembed.runs.record import RunInfo
+from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
+from distembed.training.run_folder.record import RunInfo
 from launch.jobs.failures import first_failure
 from launch.jobs.job import LOCAL_SCHEDULERS, Job
 from launch.nodes.exit_codes import MISTAKES

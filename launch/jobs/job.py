@@ -1,6 +1,6 @@
 """A training job: what is asked for, what its run folder keeps of it, and handing it to a scheduler.
 
-A run folder holds, beside what the run itself leaves (:class:`distembed.runs.folder.RunFolder`)::
+A run folder holds, beside what the run itself leaves (:class:`distembed.training.run_folder.folder.RunFolder`)::
 
     launch/
       config.yaml       the resolved config that every node reads
@@ -27,11 +27,11 @@ from pydantic import TypeAdapter
 from torchx import specs
 from torchx.runner import Runner
 
-from distembed.errors import RunError, UserError
-from distembed.files import write_json, write_text
-from distembed.host_memory import host_memory_bytes
-from distembed.names import one_of
-from distembed.runs.lock import owned
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import write_json, write_text
+from distembed.base.host_memory import host_memory_bytes
+from distembed.base.names import one_of
+from distembed.training.run_folder.lock import owned
 from launch.apps.applications import training_app
 from launch.apps.request import ElasticRequest
 from launch.apps.shape import parse_shape
@@ -146,7 +146,7 @@ class Job:
                 f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
                 f"`distembed resume {self.run_dir}`."
             )
-        from distembed.runs.folder import holds_run, require_new_or_resume
+        from distembed.training.run_folder.folder import holds_run, require_new_or_resume
 
         if holds_run(Path(self.run_dir)):
             raise UserError(

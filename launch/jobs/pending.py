@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchx.runner import Runner, get_runner
 from torchx.specs import make_app_handle
 
-from distembed.errors import RunError
+from distembed.base.errors import RunError
 from launch.schedulers.slurm.queries import find_job
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchx import specs
 
-from distembed.doctor import (
+from distembed.base.errors import RunError, UserError
+from distembed.reports.doctor import (
     Finding,
     check_trio_versions,
     chosen_device,
@@ -16,15 +17,14 @@ from distembed.doctor import (
     name_trio,
     nvidia_smi_works,
 )
-from distembed.errors import RunError, UserError
 from launch.apps.shape import Shape
 from launch.schedulers.slurm.queries import NodeRecord, list_nodes
 from launch.schedulers.slurm.script import SlurmJob
 from launch.schedulers.slurm.submission import expected_start
 
 if TYPE_CHECKING:
-    from distembed.capacity.assessment import Assessment
-    from distembed.config import Config
+    from distembed.reports.plan.assessment import Assessment
+    from distembed.training.config import Config
 
 
 def check_trio() -> list[Finding]:
@@ -60,8 +60,8 @@ def check_build(device_kind: str) -> Finding:
 
 def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
     """Checks that the plan fits; an elastic job is planned on the fewest nodes, where each rank holds most."""
-    from distembed.capacity.texts import shortage_lines
-    from distembed.units import format_bytes
+    from distembed.base.units import format_bytes
+    from distembed.reports.plan.texts import shortage_lines
 
     where = f"{assessment.cluster.nodes} x {assessment.cluster.ranks_per_node} {assessment.cluster.device.name}"
     if not assessment.fits:
@@ -147,7 +147,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
         mounts: TorchX's mounts of the containers.
     """
     from distembed.checkpoints.places import checkpoint_place
-    from distembed.config import input_paths
+    from distembed.training.config import input_paths
 
     run_dir = run_dir.absolute()
     written = [str(run_dir), checkpoint_place(run_dir, config.train.checkpoint_dir)]

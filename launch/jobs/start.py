@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from torchx.runner import get_runner
 
-from distembed.config import Config, load_config, require_plugins, with_absolute_paths
-from distembed.doctor import Finding
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.planning import describe_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
+from distembed.reports.doctor import Finding
+from distembed.training.config import Config, load_config, require_plugins, with_absolute_paths
 from launch.apps.shape import parse_shape
 from launch.jobs import preflight
 from launch.jobs.control import require_ended
@@ -26,7 +26,7 @@ from launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
 from launch.resources import gpu_name
 
 if TYPE_CHECKING:
-    from distembed.capacity.assessment import Assessment
+    from distembed.reports.plan.assessment import Assessment
 
 
 def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
@@ -82,8 +82,8 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         # a job that was submitted may have begun, and then needs nothing of the run that it goes on from
         planned = config if job.submissions else begun_config(config)
         # what plans is loaded once there is something to plan
-        from distembed.capacity.as_json import assessment_as_json
-        from distembed.capacity.assessment import assess_capacity
+        from distembed.reports.plan.as_json import assessment_as_json
+        from distembed.reports.plan.assessment import assess_capacity
 
         assessment = assess_capacity(planned, cluster)
         findings = _checks(job, request.request, planned, assessment)
@@ -150,7 +150,7 @@ def _cluster(job: Job) -> Cluster:
 
 def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") -> Sequence[Finding]:
     """Returns what every check finds that applies to the job's scheduler."""
-    from distembed.capacity.assessment import assess_capacity
+    from distembed.reports.plan.assessment import assess_capacity
 
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
     fewest = (

@@ -4,7 +4,7 @@ import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
 
-from distembed import __version__
+from distembed.base.version import __version__
 
 
 def keep_versions(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torchx.schedulers import aws_batch_scheduler
 from torchx.specs import AppDef, AppDryRunInfo
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.nodes.exit_codes import MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from distembed.capacity import report
-from distembed.capacity.remedies import find_remedies
+from distembed.reports.plan import report
+from distembed.reports.plan.remedies import find_remedies
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,6 @@ from typing import Any
 
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.capacity.assessment import AssessedTable, Assessment
-from distembed.capacity.remedies import Remedies
-from distembed.capacity.report import CapacityReport
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.planning.networks import NetworkEstimate
@@ -16,6 +13,9 @@ from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.planned_rank import PlannedRank, SentBytes, StepTime
 from distembed.planning.storage import TableStorage
 from distembed.planning.workload import Workload
+from distembed.reports.plan.assessment import AssessedTable, Assessment
+from distembed.reports.plan.remedies import Remedies
+from distembed.reports.plan.report import CapacityReport
 
 GIB, MIB = 2**30, 2**20
 CAPACITY, ALLOCATOR = 81_559 * MIB, 4 * GIB

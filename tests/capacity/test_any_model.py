@@ -17,20 +17,20 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
+from distembed.base.units import format_bytes
+from distembed.commands import cli
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.embedding.modules import embedding_modules
-from distembed.errors import UserError
 from distembed.models import DCNConfig, ModelInputs
 from distembed.optim.tables import table_parameters
 from distembed.planning import load_plan
 from distembed.planning.example_step import ExampleBatch, OnDevice, estimate_own_networks
 from distembed.planning.networks import estimate_network
-from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.tasks import ClickTask
-from distembed.units import format_bytes
 from tests.capacity import own_models
 from tests.ranks import run_on_ranks
 

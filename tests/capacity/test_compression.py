@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.capacity.assessment import assess_capacity
-from distembed.capacity.compressible_table import CompressibleTable, CountedIds, ZipfIds
-from distembed.capacity.compression import allocate_buckets, compress_config
-from distembed.config import Config, load_config
+from distembed.base.errors import InsufficientMemory
 from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
-from distembed.errors import InsufficientMemory
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.compressible_table import CompressibleTable, CountedIds, ZipfIds
+from distembed.reports.plan.compression import allocate_buckets, compress_config
+from distembed.training.config import Config, load_config
 
 KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
 TERABYTE = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 1024}"]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from distembed import cli
-from distembed.capacity import report
-from distembed.capacity.remedies import find_remedies
+from distembed.commands import cli
+from distembed.reports.plan import report
+from distembed.reports.plan.remedies import find_remedies
 from tests.small_runs import write_dataset
 
 GOLDEN = Path(__file__).parents[1] / "golden"

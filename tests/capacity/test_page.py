@@ -14,15 +14,15 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from distembed.capacity.assessment import Assessment
-from distembed.capacity.by_rank import RankQuantity, memory_by_rank, time_by_rank
-from distembed.capacity.chart import draw_demand, draw_ranks
-from distembed.capacity.plan_files import write_capacity_report
-from distembed.capacity.remedies import Remedies
-from distembed.capacity.report import CapacityReport
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
+from distembed.base.units import format_bytes
 from distembed.planning.other_placements import Alternative
-from distembed.units import format_bytes
+from distembed.reports.plan.assessment import Assessment
+from distembed.reports.plan.by_rank import RankQuantity, memory_by_rank, time_by_rank
+from distembed.reports.plan.chart import draw_demand, draw_ranks
+from distembed.reports.plan.plan_files import write_capacity_report
+from distembed.reports.plan.remedies import Remedies
+from distembed.reports.plan.report import CapacityReport
 from tests.capacity.plan_values import (
     GIB,
     MIB,

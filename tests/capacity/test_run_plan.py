@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from distembed import cli
-from distembed.capacity.assessment import assess_capacity
+from distembed.base.errors import RunError, UserError
+from distembed.commands import cli
 from distembed.commands.shared import errors
-from distembed.config import load_config
 from distembed.data.dataset.schema import CRITEO_TERABYTE_CARDINALITIES
-from distembed.errors import RunError, UserError
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.training.config import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KAGGLE, MLPERF = CONFIGS / "criteo_kaggle.yaml", CONFIGS / "mlperf_dlrm_dcnv2.yaml"
@@ -202,7 +202,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
         raise AssertionError("it was planned")
 
     for planner in ("report_capacity", "compress_config"):
-        monkeypatch.setattr(f"distembed.capacity.run_plan.{planner}", unwanted)
+        monkeypatch.setattr(f"distembed.reports.plan.run_plan.{planner}", unwanted)
     there = tmp_path / "there.svg"
     there.write_text("old")
     for option in ("--output", "--compress"):
@@ -253,7 +253,7 @@ def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("start", [["-m", "distembed"], ["-c", "from distembed.cli import app; app()"]])
+@pytest.mark.parametrize("start", [["-m", "distembed"], ["-c", "from distembed.commands.cli import app; app()"]])
 def test_libraries_are_silent_however_the_command_is_started(start: list[str]) -> None:
     arguments = ["plan", str(KAGGLE), "--gpus", "2", "--json"]
     done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, check=True)

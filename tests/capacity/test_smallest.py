@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from distembed import cli
-from distembed.capacity import report, smallest
-from distembed.capacity.assessment import Assessment, assess_capacity
-from distembed.capacity.configured_model import ConfiguredModel
-from distembed.capacity.plannable import Plannable
-from distembed.capacity.remedies import Remedies
-from distembed.capacity.smallest import find_smallest
-from distembed.config import load_config
-from distembed.errors import UserError
+from distembed.base.errors import UserError
+from distembed.base.units import parse_bytes
+from distembed.commands import cli
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
-from distembed.units import parse_bytes
+from distembed.reports.plan import report, smallest
+from distembed.reports.plan.assessment import Assessment, assess_capacity
+from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.plannable import Plannable
+from distembed.reports.plan.remedies import Remedies
+from distembed.reports.plan.smallest import find_smallest
+from distembed.training.config import load_config
 
 KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
 NAIVE = "embedding.default.partition=naive"

@@ -7,15 +7,15 @@ import re
 import pytest
 from rich.console import Console
 
-from distembed.capacity.assessment import Assessment
-from distembed.capacity.by_rank import memory_by_rank, time_by_rank
-from distembed.capacity.remedies import Remedies
-from distembed.capacity.report import CapacityReport
-from distembed.capacity.terminal import print_capacity_report
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.other_placements import Alternative
 from distembed.planning.planned_rank import SentBytes, StepTime
 from distembed.planning.storage import TableStorage
+from distembed.reports.plan.assessment import Assessment
+from distembed.reports.plan.by_rank import memory_by_rank, time_by_rank
+from distembed.reports.plan.remedies import Remedies
+from distembed.reports.plan.report import CapacityReport
+from distembed.reports.plan.terminal import print_capacity_report
 from tests.capacity.plan_values import (
     GIB,
     MIB,

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from distembed import cli
-from distembed.capacity.as_json import report_as_json
-from distembed.capacity.page import render_capacity_page
-from distembed.capacity.report import CapacityReport
-from distembed.capacity.terminal import print_capacity_report
-from distembed.capacity.training_cost import TrainingRun, training_cost
-from distembed.errors import UserError
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
+from distembed.reports.plan.as_json import report_as_json
+from distembed.reports.plan.page import render_capacity_page
+from distembed.reports.plan.report import CapacityReport
+from distembed.reports.plan.terminal import print_capacity_report
+from distembed.reports.plan.training_cost import TrainingRun, training_cost
 from tests.capacity.plan_values import plan_assessment, without_plan
 
 

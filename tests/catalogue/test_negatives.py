@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from distembed.catalogue.negatives import NegativeDraws, _cumulative_units, item_weights
-from distembed.catalogue.user_items import UserItems
+from distembed.base.errors import UserError
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.errors import UserError
+from distembed.tasks.catalogue.negatives import NegativeDraws, _cumulative_units, item_weights
+from distembed.tasks.catalogue.user_items import UserItems
 
 NUM_ITEMS, RESERVED = 12, (0, 1)
 PAIRS = [(0, 2), (0, 11), (2, 5), (2, 4), (2, 5), (2, 3), (3, 0), (4, 1), *((5, item) for item in range(3, 12))]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.catalogue import ranking
-from distembed.catalogue.ranking import CatalogueRanking, RankedItems
+from distembed.tasks.catalogue import ranking
+from distembed.tasks.catalogue.ranking import CatalogueRanking, RankedItems
 from tests.catalogue.fake_catalogue import FakeCatalogue, brute_force
 from tests.ranks import run_on_ranks
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from distembed.catalogue import Catalogue, Queries
-from distembed.catalogue.queries import Items
-from distembed.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy, sampled_cross_entropy
 from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Items, Queries
+from distembed.tasks.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy, sampled_cross_entropy
 
 NUM_ITEMS, DIM = 30, 4
 
@@ -112,7 +112,7 @@ def test_many_queries_are_scored_block_by_block(monkeypatch: pytest.MonkeyPatch)
     log_q = torch.log(torch.tensor([0.5, 0.2, 0.5, 0.1, 0.3]))
     found = []
     for most_scores in (2**25, 10):
-        monkeypatch.setattr("distembed.catalogue.sampled._MOST_SCORES", most_scores)
+        monkeypatch.setattr("distembed.tasks.catalogue.sampled._MOST_SCORES", most_scores)
         queries = make_queries(targets, targets)
         vectors = queries.vectors.detach().requires_grad_()
         items = queries.items["item_target"].vectors.detach().requires_grad_()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distembed.catalogue import CatalogueRanking, RankedItems
+from distembed.tasks.catalogue import CatalogueRanking, RankedItems
 from tests.catalogue.test_ranking import jagged
 from tests.catalogue.test_sharded_softmax import DIM, LAYOUTS, NUM_IDS, Tied, shard
 from tests.ranks import run_on_ranks

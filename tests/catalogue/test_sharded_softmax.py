@@ -12,8 +12,6 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.catalogue import Catalogue
-from distembed.catalogue.softmax import SoftmaxItems, cross_entropy
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -22,8 +20,10 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.share import TableShare
+from distembed.models.catalogue import Catalogue
 from distembed.optim.tables import table_parameters
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from distembed.tasks.catalogue.softmax import SoftmaxItems, cross_entropy
 from tests.embedding.schemes import make_partition
 from tests.ranks import run_on_ranks
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.catalogue import Catalogue
-from distembed.catalogue.softmax import SoftmaxItems, cross_entropy
 from distembed.embedding import CompositionalEmbeddingCollection
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
+from distembed.models.catalogue import Catalogue
+from distembed.tasks.catalogue.softmax import SoftmaxItems, catalogue_cross_entropy, cross_entropy
 from tests.embedding.test_share import COMPOSED, make_table
 
 
@@ -45,7 +45,7 @@ def test_tied_equals_untied_with_the_same_numbers(scheme: str, composition: str)
     model = Tied(scheme, composition)
     nn.init.normal_(model.catalogue.bias)
     inputs, targets, weights = torch.randint(60, (23,)), torch.randint(60, (23,)), torch.rand(23)
-    losses = model.catalogue.cross_entropy(model.queries(inputs), targets)
+    losses = catalogue_cross_entropy(model.catalogue, model.queries(inputs), targets)
     (losses * weights).sum().backward()
     tied = gradients(model)
     model.zero_grad()
@@ -90,7 +90,7 @@ def test_large_scores_are_exact() -> None:
     vectors = torch.randn(9, 8) * 1e5
     vectors.requires_grad_()
     targets = torch.randint(60, (9,))
-    losses = model.catalogue.cross_entropy(vectors, targets)
+    losses = catalogue_cross_entropy(model.catalogue, vectors, targets)
     losses.sum().backward()
     reference = vectors.detach().double().requires_grad_()
     expected = nn.functional.cross_entropy(
@@ -104,7 +104,7 @@ def test_large_scores_are_exact() -> None:
 def test_queries_in_bfloat16_have_gradients_in_it() -> None:
     model = Tied("naive", "product")
     vectors = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
-    losses = model.catalogue.cross_entropy(vectors, torch.arange(5))
+    losses = catalogue_cross_entropy(model.catalogue, vectors, torch.arange(5))
     losses.sum().backward()
     assert losses.dtype == torch.float32
     assert vectors.grad is not None and vectors.grad.dtype == torch.bfloat16

@@ -14,10 +14,10 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from distembed.base.errors import UserError
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.shards import MAX_BLOCK_BYTES
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, Whole, build, gather_numbers, shard
 from tests.ranks import run_on_ranks
 

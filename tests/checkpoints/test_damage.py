@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.ranks import Ranks
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.verified_files import VerifyingReader
-from distembed.errors import DamagedCheckpoint, RunError, UserError
-from distembed.ranks import Ranks
 
 # without a process group torch says that it takes this for one process, which it is
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from distembed.base.errors import DamagedCheckpoint, UserError
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.direct import load_weights_alone
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import MAX_BLOCK_BYTES
-from distembed.errors import DamagedCheckpoint, UserError
 from tests.data.test_damage import flip_a_bit
 
 

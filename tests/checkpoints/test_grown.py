@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Collectives
 from distembed.checkpoints import save_checkpoint
 from distembed.checkpoints.grown import load_grown
 from distembed.embedding import CompositionalEmbeddingBagCollection
-from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.ranks import Collectives
 from tests.layouts import DIM, LAYOUTS, OPTIMIZER_NAMES, SIZES, Head, build, gather_numbers, shard, tables
 from tests.ranks import run_on_ranks
 

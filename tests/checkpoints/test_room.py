@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distembed import cli
+from distembed.base.errors import RunError
 from distembed.checkpoints.room import require_bytes
-from distembed.errors import RunError
+from distembed.commands import cli
 
 
 def test_room_is_asked_for_one_checkpoint_and_warned_of_for_all(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from distembed.base.errors import RunError, UserError
+from distembed.base.ranks import Ranks
 from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint
 from distembed.checkpoints.checkpoint import load_run
 from distembed.checkpoints.content import Progress
@@ -24,9 +26,7 @@ from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.store import CheckpointStore
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import RunError, UserError
 from distembed.partitions import KeyedHash, QuotientRemainder
-from distembed.ranks import Ranks
 from tests.processes import start_processes
 from tests.ranks import run_on_ranks
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchrec.pt2.utils import kjt_for_pt2_tracing
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingBag
-from distembed.errors import UserError
 from distembed.sse import SSE
 from tests.composability.small_models import (
     ALL_PAIRS,

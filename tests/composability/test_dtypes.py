@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -32,7 +33,6 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
     vector_names,
 )
-from distembed.errors import UserError
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
 from tests.composability.test_checkpoints import AnyTypeSharder, shard_by_torchrec

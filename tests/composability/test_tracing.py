@@ -11,8 +11,8 @@ import torchrec.fx
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingBag
-from distembed.errors import UserError
 from distembed.sse import SSE
 from tests.composability.small_models import (
     ALL_PAIRS,

@@ -23,6 +23,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -30,7 +31,6 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.config import perturbation
-from distembed.errors import UserError
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE
 from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distembed.base.errors import UserError
 from distembed.composition import Concat
-from distembed.errors import UserError
 
 
 def test_dimensions_as_given() -> None:

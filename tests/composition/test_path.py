@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distembed.base.errors import UserError
 from distembed.composition import ACTIVATIONS, COMPOSITIONS, PathLinear, PathMLP, grouped
 from distembed.composition.activations import second_moment
 from distembed.composition.path import PathComposition
-from distembed.errors import UserError
 
 
 def as_module(

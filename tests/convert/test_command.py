@@ -5,8 +5,8 @@ import pytest
 import torch
 import yaml
 
-from distembed.convert import StockCheckpoint, fit_table
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
+from distembed.serving.convert import StockCheckpoint, fit_table
 from tests.small_runs import config_values, distembed, write_dataset
 
 FULL = "embedding.default.partition=naive"

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
-from distembed.convert import fit_table, full_vectors
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, Explicit, Partition, QuotientRemainder
+from distembed.serving.convert import fit_table, full_vectors
 
 N, DIM = 60, 8
 FITTED = ("product", "sum", "concat")

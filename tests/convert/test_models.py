@@ -12,14 +12,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.convert import StockCheckpoint, fit_table, from_stock, to_stock
+from distembed.base.errors import UserError
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
+from distembed.serving.convert import StockCheckpoint, fit_table, from_stock, to_stock
 from tests.ranks import run_on_ranks
 
 SIZES = {"C1": 5, "C2": 400, "C3": 61}

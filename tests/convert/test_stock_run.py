@@ -6,11 +6,11 @@ import yaml
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from distembed.config import load_config
-from distembed.convert.command import convert
-from distembed.convert.stock_checkpoint import StockCheckpoint
+from distembed.base.ranks import process_group
 from distembed.models import ModelInputs
-from distembed.ranks import process_group
+from distembed.serving.convert.command import convert
+from distembed.serving.convert.stock_checkpoint import StockCheckpoint
+from distembed.training.config import load_config
 from distembed.training.run import train_run
 from distembed.training.start import RunOptions
 from tests.small_runs import config_values, write_dataset

@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed import batched_embedding_kernel
 
-from distembed.fused import triton_backward, triton_lookup
-from distembed.fused.triton_loading import TritonKernels
+from distembed.kernels import triton_backward, triton_lookup
+from distembed.kernels.triton_loading import TritonKernels
 from distembed.sharding.groups import fused
 from tests.cuda.pretend import Refused, origin_module
 from tests.cuda.stand_ins import StandInTables

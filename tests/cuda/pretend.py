@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distembed import lazy
+from distembed.base import lazy
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")

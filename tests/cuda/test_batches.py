@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.data.reader.batch import Batch, unit_bags
 from distembed.data.single_ids import has_single_ids, mark_single_ids
-from distembed.errors import UserError
 from distembed.training.reading import prepared_batch
 from tests.cuda.pretend import CUDA, pretend_cuda
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset

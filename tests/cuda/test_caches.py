@@ -15,11 +15,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
+from distembed.base.ranks import Collectives, Ranks, process_group
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.planning import make_plan
 from distembed.planning.workload import Workload
-from distembed.ranks import Collectives, Ranks, process_group
 from distembed.sharding import default_sharders
 from distembed.training import pipeline
 from distembed.training.pipeline import StepPipeline

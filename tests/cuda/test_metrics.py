@@ -14,9 +14,9 @@ import yaml
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
-from distembed.ranks import Ranks
 from distembed.tasks import ClickTask, NextItemConfig, RankingConfig, RatingTask, Task
 from distembed.tasks.auc import exact_auc
 from distembed.tasks.base import Outputs

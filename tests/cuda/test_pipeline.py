@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from distembed.ranks import Ranks
+from distembed.base.ranks import Ranks
 from distembed.training import pipeline
 from distembed.training.pipeline import StepPipeline
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distembed.errors import UserError
-from distembed.ranks import Ranks
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.training import build
 from distembed.training.build import used_precision
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distembed import ranks
-from distembed.ranks import process_group
+from distembed.base import ranks
+from distembed.base.ranks import process_group
 
 
 @pytest.fixture

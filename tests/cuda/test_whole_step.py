@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from distembed.config import load_config
+from distembed.base.ranks import Ranks
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
-from distembed.ranks import Ranks
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sse import SSE
 from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.config import load_config
 from distembed.training.metrics_window import MetricsWindow
 from distembed.training.reading import prepared_batch
 from tests.cuda.must_wait import WAITS, answered, copied_by_torchrec

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.options import ResourceLimits
 from distembed.data.prepare.work import Advance, resumable_work
-from distembed.errors import UserError
 
 TASKS = [f"part-{number}" for number in range(7)]
 TROUBLED = TASKS[3]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data import Schema, create_manifest
 from distembed.data.reader import BatchOrder, BatchReader, epoch_part, order
-from distembed.errors import UserError
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of, take
 
 

@@ -17,14 +17,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.checksums import KEY, with_checksum
+from distembed.base.checksums import KEY, with_checksum
+from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.dataset.manifest import MANIFEST_VERSION, id_fingerprint
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, file_pieces, read_checksums
 from distembed.data.dataset.verification import missing_checksums_note, require_whole, verify_dataset
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.errors import UserError
 from distembed.graph import Graph
 from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph
 from distembed.graph.prepare.value_ids import table_ids

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data import Schema
 from distembed.data.dataset.config import DataConfig
 from distembed.data.reader import epoch_part, order
 from distembed.data.reader.decode import Block, Decoder
 from distembed.data.reader.order import Segment
-from distembed.errors import UserError
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of
 
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.grown_vocabulary import has_same_ids, require_grown_from
 from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.errors import UserError
 
 KEYS = {"a": ["u", "a", "k"], "b": []}
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.prepare import CriteoOptions, PrepareOptions, prepare_criteo, prepare_rows
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
 from distembed.data.prepare.notes import describe_dataset
-from distembed.errors import UserError
-from distembed.statistics.dataset import dataset_statistics
+from distembed.reports.statistics.dataset import dataset_statistics
 from tests.data import any_rows, reference
 from tests.data.any_rows import FLOAT32, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary
 from tests.data.flaky_files import flaky_files

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distembed.checksums import KEY, with_checksum
+from distembed.base.checksums import KEY, with_checksum
+from distembed.base.errors import UserError
 from distembed.data import SCHEMAS, CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.reader.prefetch import Prefetcher
-from distembed.errors import UserError
 
 
 def test_criteo_kaggle() -> None:

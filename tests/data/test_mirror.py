@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset import mirror as mirrors
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
@@ -13,7 +14,6 @@ from distembed.data.dataset.mirror import dataset_folder, is_remote_dataset, mir
 from distembed.data.dataset.verification import verify_dataset
 from distembed.data.reader import BatchOrder, BatchReader, Decoding, order, read_share
 from distembed.data.remote import remove_remote, upload
-from distembed.errors import RunError, UserError
 from tests.data.flaky_files import Flaky, flaky_files
 from tests.data.small_dataset import SCHEMA, make_dataset, rows_of
 

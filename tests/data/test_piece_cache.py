@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
 from distembed.data.dataset import mirror
 from distembed.data.dataset.piece_cache import PieceCache
 from tests.processes import run_processes

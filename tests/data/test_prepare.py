@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
 from distembed.data.prepare.blocks import ParsedBlock
@@ -18,7 +19,6 @@ from distembed.data.prepare.table.criteo_rows import parse_regular
 from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import folder_bytes
 from tests.data.table.mutations import mutated

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data import remote
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, criteo, prepare_criteo
 from distembed.data.prepare.blocks import Part
 from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import HEADER, folder_bytes
 

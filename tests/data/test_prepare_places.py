@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import nearest_folder, require_free_space
 from distembed.data.prepare import (
     ResourceLimits,
     criteo,
@@ -21,8 +23,6 @@ from distembed.data.prepare import (
 )
 from distembed.data.prepare.options import LEAST_MEMORY_BYTES, MOST_THREADS
 from distembed.data.prepare.staging import staged_folder
-from distembed.errors import RunError, UserError
-from distembed.files import nearest_folder, require_free_space
 from tests.data import reference
 from tests.data.reference import folder_bytes
 

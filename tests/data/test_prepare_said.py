@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, dataset_warnings, prepare_criteo
-from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import HEADER
 

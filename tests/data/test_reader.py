@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.errors import UserError
 from tests.data.small_dataset import SINGLE, make_dataset, open_reader, rows_of
 
 

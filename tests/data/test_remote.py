@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from distembed.base.errors import RunError, UserError
 from distembed.data import remote
-from distembed.errors import RunError, UserError
 from tests.data.flaky_files import flaky_files
 from tests.robustness.s3_server import BUCKET, failing_s3
 

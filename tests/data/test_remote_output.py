@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import s3fs
 
+from distembed.base.errors import TemporaryFailure, UserError
 from distembed.data import remote
 from distembed.data.prepare import CriteoOptions, ResourceLimits, pipeline, prepare_criteo, write_parquet
 from distembed.data.remote import read_remote, walk_remote
-from distembed.errors import TemporaryFailure, UserError
 from tests.data import reference
 from tests.data.flaky_files import Flaky, flaky_files
 from tests.data.reference import folder_bytes

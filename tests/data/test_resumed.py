@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.prepare import CriteoOptions, ResourceLimits, pipeline, prepare_criteo, write_parquet
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile
-from distembed.errors import UserError
 from tests.data import reference
 from tests.data.killed import prepare_with_kills, result_files, start
 from tests.data.reference import folder_bytes

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.reader import BatchOrder, BatchReader, BatchShares, order, read_share
-from distembed.errors import UserError
 from tests.data.small_dataset import make_dataset, open_reader, rows_of
 
 

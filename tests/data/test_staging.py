@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, criteo, ingest, prepare_criteo, write_parquet
 from distembed.data.prepare.feature_ids import LookupTables
 from distembed.data.prepare.staging import staged_folder
-from distembed.errors import RunError, UserError
 from tests.data import reference
 from tests.data.reference import folder_bytes
 
@@ -152,7 +152,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "from pathlib import Path\n"
         "from distembed.data.prepare import prepare_criteo\n"
-        "from distembed.errors import RunError\n"
+        "from distembed.base.errors import RunError\n"
         "try:\n"
         "    prepare_criteo([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "except RunError as error:\n"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
+from distembed.base.errors import UserError
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize, synthesize_criteo
-from distembed.errors import UserError
 from tests.data import reference
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.reader import BatchOrder, BatchReader, Decoding, order, read_share
-from distembed.errors import UserError
 from tests.data.small_dataset import make_dataset, open_reader, rows_of
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBag
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, QuotientRemainder
 from tests.embedding.reference import pooled, vector_of
 from tests.embedding.schemes import make_partition, small_composition

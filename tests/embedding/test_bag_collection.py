@@ -7,9 +7,9 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, QuotientRemainder
 from tests.embedding.reference import jagged, pooled, vector_of
 from tests.embedding.schemes import make_partition, small_composition

@@ -5,9 +5,9 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS
 from tests.embedding.reference import jagged, vector_of
 from tests.embedding.schemes import make_partition

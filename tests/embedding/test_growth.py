@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.embedding.growth import grown_embedding
-from distembed.errors import UserError
 
 
 def grow(before: int, now: int, **settings: Any) -> TableConfig:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.embedding import (
     CompositionalEmbeddingBag,
@@ -22,7 +23,6 @@ from distembed.embedding import (
 )
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.settings import ID_POLICIES
-from distembed.errors import UserError
 from distembed.partitions import KeyedHash
 from tests.embedding.reference import jagged
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from distembed.base.errors import RunError, UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig, materialise
-from distembed.errors import RunError, UserError
 from distembed.partitions import PARTITIONS, KeyedHash, Remainder
 from tests.embedding.reference import jagged
 from tests.embedding.schemes import make_partition

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distembed.base.errors import UserError
 from distembed.embedding.pooling import pool
-from distembed.errors import UserError
 from tests.embedding.reference import pooled
 
 

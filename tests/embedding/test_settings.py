@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.composition import Product
-from distembed.config import load_config
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import (
     CompositionalEmbeddingConfig,
@@ -17,8 +17,8 @@ from distembed.embedding import (
     build_tables,
     reason_to_stay_full,
 )
-from distembed.errors import UserError
 from distembed.partitions import KeyedHash, QuotientRemainder
+from distembed.training.config import load_config
 
 FEATURES = [CategoricalFeature("tiny", 5), CategoricalFeature("small", 200), CategoricalFeature("large", 10_000)]
 

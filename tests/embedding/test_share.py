@@ -4,6 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -11,7 +12,6 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS
 from tests.embedding.schemes import make_partition, small_composition
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, build_tables
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.sse import SSE
 
 FEATURES = (

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
+from distembed.base.errors import UserError
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -17,7 +18,6 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.whole_batches import require_whole
-from distembed.errors import UserError
 
 F = ["f", "g"]
 THREE = torch.tensor([1, 2, 3])

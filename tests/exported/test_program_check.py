@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from distembed.errors import RunError, UserError
-from distembed.exported.program_check import require_plain_program
-from distembed.exported.programs import load_program
-from distembed.exporting.programs import BATCH, ProgramInputs, save_program
+from distembed.base.errors import RunError, UserError
+from distembed.serving.export.programs import BATCH, ProgramInputs, save_program
+from distembed.serving.model_folder.program_check import require_plain_program
+from distembed.serving.model_folder.programs import load_program
 from tests.versions import PROGRAMS_HOLD_OPAQUE_CONSTANTS
 
 MODEL = "models/model.json"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.exported.reading import read_manifest
+from distembed.serving.model_folder.reading import read_manifest
 from tests.server.exported_models import exported, trained_run
 
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from distembed.base.errors import RunError, UserError
 from distembed.composition import COMPOSITIONS
-from distembed.errors import RunError, UserError
-from distembed.exported.compiled import CompiledNetwork, load_compiled, processor_name
-from distembed.exported.manifest import CompiledProgram, ExportedProgram, ExportManifest, Parity, Precision
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest, require_unchanged
-from distembed.exporting.batches import made_up_batch, plain_inputs
-from distembed.exporting.compiling import compile_program, require_running
-from distembed.exporting.export_run import ExportOptions, export_run
-from distembed.exporting.feature_vectors import PlainFeature
-from distembed.exporting.programs import ProgramInputs, save_program
-from distembed.exporting.table_groups import Materialise, TableStorage
+from distembed.serving.export.batches import made_up_batch, plain_inputs
+from distembed.serving.export.compiling import compile_program, require_running
+from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.export.feature_vectors import PlainFeature
+from distembed.serving.export.programs import ProgramInputs, save_program
+from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.model_folder.compiled import CompiledNetwork, load_compiled, processor_name
+from distembed.serving.model_folder.manifest import CompiledProgram, ExportedProgram, ExportManifest, Parity, Precision
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_unchanged
 from distembed.training.trained_run import find_trained_run
 from tests.exporting.test_programs import (
     click_model,

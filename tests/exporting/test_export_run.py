@@ -18,17 +18,17 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.vocabularies import raw_values
-from distembed.errors import RunError, UserError
-from distembed.exported.manifest import ExportManifest
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest, require_sample, require_unchanged, sample_inputs
-from distembed.exporting import export_run as exporting
-from distembed.exporting.batches import SplitRows
-from distembed.exporting.export_run import ExportOptions, export_run
-from distembed.exporting.stored_weights import FloatWeight
+from distembed.serving.export import export_run as exporting
+from distembed.serving.export.batches import SplitRows
+from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.export.stored_weights import FloatWeight
+from distembed.serving.model_folder.manifest import ExportManifest
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged, sample_inputs
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
 from tests.server.exported_models import exported, trained_run
@@ -210,7 +210,7 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(exporting, "write_sample", full)
     with pytest.raises(RunError, match=r"model could not be written \(No space left.*Nothing was left behind"):
         exported(run, tmp_path / "model")
-    monkeypatch.setattr("distembed.files.free_bytes", lambda _: 10)
+    monkeypatch.setattr("distembed.base.files.free_bytes", lambda _: 10)
     with pytest.raises(RunError, match="model would not fit on its disk.*its tables take so much"):
         exported(run, tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -12,14 +12,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.exported.manifest import Precision
-from distembed.exported.programs import Program, load_program
-from distembed.exporting.batches import made_up_batch
-from distembed.exporting.programs import save_program
-from distembed.exporting.score_program import ScoredModel
-from distembed.exporting.table_groups import Materialise, TableStorage
 from distembed.models import DCN, DLRM, Model
 from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Partition
+from distembed.serving.export.batches import made_up_batch
+from distembed.serving.export.programs import save_program
+from distembed.serving.export.score_program import ScoredModel
+from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.model_folder.manifest import Precision
+from distembed.serving.model_folder.programs import Program, load_program
 from distembed.tasks import ClickTask
 
 SIZE, DIM = 60, 4

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import distembed.exporting
+import distembed.serving.export
 from tests.criteo_runs import criteo_run
 from tests.small_runs import distembed as command
 
-README = Path(distembed.exporting.__file__).with_name("README.md")
+README = Path(distembed.serving.export.__file__).with_name("README.md")
 
 
 def blocks(language: str) -> list[str]:

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import distembed
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.errors import RunError, UserError
-from distembed.exported.manifest import ExportManifest
-from distembed.exported.programs import Program, load_programs
-from distembed.exported.reading import read_manifest, require_sample, require_unchanged
-from distembed.exporting.batches import SplitRows
-from distembed.exporting.export_run import ExportOptions, export_run
-from distembed.exporting.exporters import EXPORTERS
-from distembed.exporting.parity import require_close_metric
-from distembed.exporting.recommended_parity import RecommendedCheck
-from distembed.exporting.table_groups import TableStorage
+from distembed.serving.export.batches import SplitRows
+from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.export.exporters import EXPORTERS
+from distembed.serving.export.parity import require_close_metric
+from distembed.serving.export.recommended_parity import RecommendedCheck
+from distembed.serving.export.table_groups import TableStorage
+from distembed.serving.model_folder.manifest import ExportManifest
+from distembed.serving.model_folder.programs import Program, load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
 from tests.interactions import prepare

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, USER
 from distembed.embedding import (
@@ -18,20 +19,19 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
-from distembed.exported.manifest import Precision
-from distembed.exported.programs import Program, load_program
-from distembed.exporting import item_choice
-from distembed.exporting.batches import ANY, BATCH
-from distembed.exporting.feature_vectors import PlainFeature
-from distembed.exporting.programs import ProgramInputs, save_program
-from distembed.exporting.recommenders import RecommendingModel
-from distembed.exporting.table_groups import Materialise, TableStorage
 from distembed.models import MF, Model
 from distembed.models.next_items import ItemCollections, NextItems, NextItemsWithNumbers, TokenVectors
 from distembed.models.sasrec import CausalTransformer
 from distembed.models.session import RecurrentStates
 from distembed.partitions import PARTITIONS, KeyedHash
+from distembed.serving.export import item_choice
+from distembed.serving.export.batches import ANY, BATCH
+from distembed.serving.export.feature_vectors import PlainFeature
+from distembed.serving.export.programs import ProgramInputs, save_program
+from distembed.serving.export.recommenders import RecommendingModel
+from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.model_folder.manifest import Precision
+from distembed.serving.model_folder.programs import Program, load_program
 from tests.exporting.test_programs import partition, rounded
 
 NUM_ITEMS, NUM_USERS, DIM, MOST, BEST = 61, 23, 4, 5, 7

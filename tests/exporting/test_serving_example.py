@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.exported.reading import read_manifest
-from distembed.exporting.export_run import EXAMPLE_NAME
-from distembed.exporting.raw_values import raw_log, raw_quantile
+from distembed.serving.export.export_run import EXAMPLE_NAME
+from distembed.serving.export.raw_values import raw_log, raw_quantile
+from distembed.serving.model_folder.reading import read_manifest
 from tests.server.exported_models import NUM_ROWS
 from tests.serving.arrow_rows import draw_rows
 

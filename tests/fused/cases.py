@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import FusedLookup
-from distembed.fused.tables import Formula, Part, Storage
+from distembed.kernels.operation import FusedLookup
+from distembed.kernels.tables import Formula, Part, Storage
 from distembed.partitions.base import Digit
 
 RATE, EPS = 0.1, 1e-2

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.fused.tables import Formula, Part, Storage
-from distembed.fused.triton_lookup import TritonLookup
+from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.triton_lookup import TritonLookup
 
 Run = Callable[..., Any]
 """Calls a function of a module with arguments, in the other process, and returns what it returns."""
@@ -45,7 +45,7 @@ def _interpret() -> None:
 
 
 class InterpretedLookup:
-    """Is made and called as :class:`distembed.fused.operation.FusedLookup` is."""
+    """Is made and called as :class:`distembed.kernels.operation.FusedLookup` is."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distembed.fused.rows import compiled, entry
+from distembed.kernels.rows import compiled, entry
 
 
 @compiled

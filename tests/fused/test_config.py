@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distembed.cli import app
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.commands.cli import app
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.config import meaning_of_weights
 from distembed.embedding.settings import KERNELS
-from distembed.errors import UserError
+from distembed.training.config import load_config
 
 CRITEO = [str(Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"), "data.schema=criteo_kaggle"]
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from numba.core import config
 
-from distembed.fused import loading
+from distembed.kernels import loading
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib, json, sys, time
 from numba.core import config, event
-from distembed.fused import loading
+from distembed.kernels import loading
 
 chosen, is_blocked = sys.argv[1], sys.argv[2] == "blocked"
 if chosen != "real":
     small = importlib.import_module(chosen)
-    sys.modules["distembed.fused.compose"] = sys.modules["distembed.fused.update"] = small
+    sys.modules["distembed.kernels.compose"] = sys.modules["distembed.kernels.update"] = small
 
 class Watch(event.Listener):
     times = []
@@ -170,7 +170,7 @@ def copy_package(folder: Path) -> Path:
 @pytest.mark.slow
 def test_kernels_are_compiled_anew_when_any_file_that_they_are_made_of_has_changed(tmp_path: Path) -> None:
     root = copy_package(tmp_path / "package")
-    settings: dict[str, Any] = {"root": root, "kernels": "distembed.fused.small"}
+    settings: dict[str, Any] = {"root": root, "kernels": "distembed.kernels.small"}
     assert run(tmp_path, **settings)["misses"] == [1, 1]
     assert run(tmp_path, **settings)["hits"] == [1, 1]
     for name in ("rows", "simd", "layout", "slots", "gradients", "loading"):
@@ -187,7 +187,7 @@ def test_kernels_are_had_wherever_their_files_can_be_kept_and_where_they_cannot(
     (root / "distembed" / "fused" / "__pycache__").write_text("")
     own = tmp_path / "own"
     own.mkdir()
-    settings: dict[str, Any] = {"root": root, "kernels": "distembed.fused.small", "NUMBA_CACHE_DIR": ""}
+    settings: dict[str, Any] = {"root": root, "kernels": "distembed.kernels.small", "NUMBA_CACHE_DIR": ""}
     for hits in ([0, 0], [1, 1]):
         found = run(tmp_path, **settings, HOME=str(own), XDG_CACHE_HOME=str(own / "cache"))
         assert found["hits"] == hits and all(Path(one).is_relative_to(own) for one in found["folders"])

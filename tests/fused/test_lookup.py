@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.fused.operation import FusedLookup
-from distembed.fused.tables import OPTIMIZERS
+from distembed.kernels.operation import FusedLookup
+from distembed.kernels.tables import OPTIMIZERS
 from distembed.partitions.base import Digit
 from tests.fused.cases import BATCHES, Batch, Case, Fused, Side, Table, check, draw_batch
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.fused.operation import FusedLookup
-from distembed.fused.tables import Formula, Part, Storage
-from distembed.fused.triton_backward import update_bytes
-from distembed.fused.triton_tables import DeviceTables
+from distembed.kernels.operation import FusedLookup
+from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.triton_backward import update_bytes
+from distembed.kernels.triton_tables import DeviceTables
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.groups.load import GroupLoad

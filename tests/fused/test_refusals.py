@@ -18,10 +18,10 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import PathMLP, Sum
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
-from distembed.fused import loading
+from distembed.kernels import loading
 from distembed.partitions import Explicit, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.groups.fused import FusedGroup

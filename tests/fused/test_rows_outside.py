@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import FusedLookup
-from distembed.fused.tables import Formula, Part, Storage
+from distembed.kernels.operation import FusedLookup
+from distembed.kernels.tables import Formula, Part, Storage
 from distembed.partitions.base import Digit
 from tests.fused.interpreter import InterpretedLookup, interpreter
 

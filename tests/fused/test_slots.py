@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from distembed.fused.layout import BLOCK_IDS
-from distembed.fused.slots import NUM_SLOTS, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
+from distembed.kernels.layout import BLOCK_IDS
+from distembed.kernels.slots import NUM_SLOTS, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
 
 CANARY = 77
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from distembed.fused import triton_backward, triton_loading, triton_lookup
-from distembed.fused.tables import Formula, Part, Storage
-from distembed.fused.triton_loading import TritonKernels
-from distembed.fused.triton_lookup import TritonLookup
+from distembed.kernels import triton_backward, triton_loading, triton_lookup
+from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.triton_loading import TritonKernels
+from distembed.kernels.triton_lookup import TritonLookup
 from distembed.partitions.base import Digit
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

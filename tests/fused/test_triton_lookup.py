@@ -9,11 +9,11 @@ from itertools import product
 import pytest
 import torch
 
-from distembed.errors import UserError
-from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage
-from distembed.fused.triton_backward import CHUNK, JOINED_NUMBERS
-from distembed.fused.triton_lookup import TritonLookup
-from distembed.fused.triton_tables import num_lanes
+from distembed.base.errors import UserError
+from distembed.kernels.tables import OPTIMIZERS, Formula, Part, Storage
+from distembed.kernels.triton_backward import CHUNK, JOINED_NUMBERS
+from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_tables import num_lanes
 from distembed.partitions.base import Digit
 from tests.fused.cases import BATCHES, Case, Fused, Side, Table, check, draw_batch
 from tests.fused.interpreter import InterpretedLookup, Run, interpreter
@@ -265,7 +265,7 @@ def test_a_lookup_that_was_used_is_copied(run: Run) -> None:
 
 
 def numbers_of_optimizers() -> dict[str, int]:
-    from distembed.fused import triton_update as kernels
+    from distembed.kernels import triton_update as kernels
 
     names = {
         "sgd": kernels.UPDATE_SGD,

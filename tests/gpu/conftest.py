@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distembed.ranks import Ranks, process_group
+from distembed.base.ranks import Ranks, process_group
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Ranks
 from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
@@ -21,7 +22,6 @@ from distembed.optim.tables import table_parameters
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
-from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.sharding.test_sharded_equals_unsharded import sharding_types_of
 

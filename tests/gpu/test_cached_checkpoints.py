@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from distembed.base.ranks import Ranks
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.optim.config import SparseOptimizerConfig
-from distembed.ranks import Ranks
 from tests.gpu.models import Head, check_weights, draw, mean_square, shard, tables
 
 ROWS, STEPS = 16, 5

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType
 
+from distembed.base.ranks import Ranks
 from distembed.composition import COMPOSITIONS
-from distembed.ranks import Ranks
 from tests.gpu.models import Head, Reference, draw, mean_square, shard, tables
 
 pytestmark = pytest.mark.gpu

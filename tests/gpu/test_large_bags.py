@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.ranks import Ranks
 from tests.gpu.models import SGD, Head, shard
 
 ROWS, IDS, NUM_EMBEDDINGS, DIM, COLLISIONS = 4, 200_000, 50_000, 16, 4

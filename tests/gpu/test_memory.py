@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.ranks import Ranks
+from distembed.base.ranks import Ranks
 
 TOOLS = Path(__file__).parents[2] / "tools"
 ROWS = {"cuda": 16_384, "cpu": 2_048}

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distembed.base.ranks import Ranks
 from distembed.composition import PathLinear, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.partitions import Explicit
-from distembed.ranks import Ranks
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
 from tests.gpu.models import Head, Reference, check_weights, draw, mean_square, shard, tables

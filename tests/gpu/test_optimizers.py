@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
 from distembed.optim.live_state import parameter_states
 from distembed.optim.local_shards import local_shards
 from distembed.partitions import QuotientRemainder
-from distembed.ranks import Ranks
 from tests.gpu.formulas import FORMULAS, FormulaOptimizer, kernels_on_a_processor
 from tests.gpu.models import DENSE, Head, mean_square, shard
 

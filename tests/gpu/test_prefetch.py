@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.ranks import Ranks
+from distembed.base.ranks import Ranks
 from tests.gpu.models import Head, Reference, check_weights, draw, moved, shard, tables
 from tests.gpu.streams import SideStream
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.single_ids import carry_single_ids
-from distembed.ranks import Ranks, process_group
 from tests.gpu.models import Head, Reference, check_weights, draw, mean_square, shard, tables
 from tests.processes import run_processes
 from tests.ranks import free_port

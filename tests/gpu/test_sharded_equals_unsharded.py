@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distembed.base.ranks import Ranks
 from distembed.composition import COMPOSITIONS
-from distembed.ranks import Ranks
 from tests.gpu.models import Head, Reference, check_weights, draw, mean_square, shard, tables
 
 STEPS, ROWS = 3, 6

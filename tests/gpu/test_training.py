@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
-from distembed import cli
 from distembed.checkpoints.checkpoint import load_weights
+from distembed.commands import cli
 from distembed.commands.shared import console
 from tests.small_runs import config_values
 

@@ -13,6 +13,7 @@ import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.interactions import (
     InteractionColumns,
@@ -23,7 +24,6 @@ from distembed.data.prepare.interactions import (
     prepare_ratings,
     prepare_sequences,
 )
-from distembed.errors import UserError
 from distembed.graph.prepare import GraphOptions, NodeIds, counted_edges, describe_graph, prepare_graph
 from tests.graph.reference import Rows, check_graph, reference_rows
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.checksums import KEY, with_checksum
-from distembed.errors import UserError
+from distembed.base.checksums import KEY, with_checksum
+from distembed.base.errors import UserError
 from distembed.graph import Graph, alias_method
 from distembed.graph.edges import MAX_NODES, stored_edges
 from distembed.graph.folder import array_types

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from distembed import cli
+from distembed.base.errors import RunError, UserError
+from distembed.commands import cli
 from distembed.commands.shared import console
 from distembed.data.prepare import ProgressUpdate
-from distembed.errors import RunError, UserError
 from distembed.graph import Graph
 from distembed.graph.folder import GraphWriter
 from distembed.graph.prepare import (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.prepare import CriteoOptions, prepare_criteo
-from distembed.errors import RunError, UserError
 from distembed.graph.prepare import NodeIds, prepare_graph
 from tests.data import reference
 from tests.data.reference import folder_bytes

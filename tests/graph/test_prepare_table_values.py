@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.table import prepare_table
-from distembed.errors import UserError
 from distembed.graph.prepare import NodeIds, prepare_graph
 from tests.graph.edge_files import DROP, table_of, write
 from tests.graph.reference import check_graph, reference_rows

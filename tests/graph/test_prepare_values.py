@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare import CriteoOptions, prepare_criteo
-from distembed.errors import UserError
 from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph
 from tests.data import reference
 from tests.graph.edge_files import DROP, TEN, WEIGHTED, table_of, write

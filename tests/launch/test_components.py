@@ -22,7 +22,7 @@ from torchx.runner import get_runner
 from torchx.specs import AppState, file_linter, finder
 from torchx.specs.builders import materialize_appdef
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.planning.devices import DEVICES
 from launch import components, resources
 from launch.apps.component import component

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppState, AppStatus
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.jobs import control
 from launch.jobs.control import cancel_job, job_log_lines, job_state, require_ended, run_progress
 from launch.jobs.job import Job, Submission

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import FolderInUse, RunError, UserError
 from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
-from distembed.errors import FolderInUse, RunError, UserError
 from launch.jobs.failures import first_failure
 
 

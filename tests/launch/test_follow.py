@@ -10,7 +10,7 @@ import pytest
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, AppStatus
 
-from distembed.errors import RunError
+from distembed.base.errors import RunError
 from launch.jobs import follow
 from launch.jobs.follow import node_lines
 from launch.jobs.job import Job, Submission

@@ -15,7 +15,7 @@ import pytest
 from torchx.runner import Runner, get_runner
 from torchx.specs import AppState, AppStatus
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.apps.request import ElasticRequest
 from launch.jobs import pending
 from launch.jobs.job import Job, default_request, load_job

@@ -20,7 +20,7 @@ import yaml
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from distembed.cli import main
+from distembed.commands.cli import main
 from launch.jobs.job import load_job
 from tests.interactions import NUM_USERS, prepare
 from tests.launch.conftest import MiniSlurm

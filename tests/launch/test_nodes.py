@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.parent import PARENT_VARIABLE
+from distembed.base.parent import PARENT_VARIABLE
 from launch.nodes.starts import Starts
 from tests.ranks import free_port
 
@@ -29,14 +29,14 @@ with open(f"starts-{rank}", "a") as file:
 start = len(open(f"starts-{rank}").readlines())
 
 sys.path.insert(0, os.environ["ROOT"])
-from distembed.parent import end_with_parent
+from distembed.base.parent import end_with_parent
 end_with_parent()
 
 def fail(code, text="", after=0.0):
     time.sleep(after)
     if text:
         from distembed.commands.error_file import record_error
-        from distembed.errors import UserError
+        from distembed.base.errors import UserError
         record_error(UserError(text), code)
     os._exit(code)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torchx import specs
 
-from distembed.capacity.assessment import assess_capacity
-from distembed.config import Config, validate
 from distembed.data.dataset.manifest import Manifest
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.training.config import Config, validate
 from launch.apps.shape import parse_shape
 from launch.jobs.preflight import (
     check_acceptance,

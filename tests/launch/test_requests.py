@@ -22,7 +22,7 @@ from torchx import specs
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.components import bench, evaluate, prepare, train
 from launch.jobs.asking import require_package
 from launch.schedulers.slurm.scheduler import SlurmScheduler

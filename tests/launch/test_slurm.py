@@ -10,7 +10,7 @@ import pytest
 from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppState, Resource, Role, is_terminal, macros
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.schedulers.slurm.scheduler import SlurmScheduler, create_scheduler
 from launch.schedulers.slurm.states import FollowedJobs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, Resource, Role
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.schedulers.slurm.scheduler import create_scheduler
 from launch.schedulers.slurm.script import SlurmJob

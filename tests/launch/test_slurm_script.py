@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.schedulers.slurm.script import SlurmJob, time_limit_seconds
 
 # Runs the step as one node would; the command is srun's last argument.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchx.specs import AppState, is_terminal
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.schedulers.slurm.log_lines import log_lines
 from launch.schedulers.slurm.queries import list_jobs, query_job
 from launch.schedulers.slurm.scheduler import create_scheduler

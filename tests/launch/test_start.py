@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from distembed.config import Config, validate
-from distembed.errors import UserError
+from distembed.base.errors import UserError
+from distembed.training.config import Config, validate
 from launch.apps.request import ElasticRequest
 from launch.jobs.job import Job, default_request
 from launch.jobs.start import start

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, TableConfig
-from distembed.errors import UserError
 from distembed.models import MF, MFConfig, ModelInputs
 from distembed.tasks import RatingTask
 

@@ -12,14 +12,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.config import load_config
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import SCHEMAS, Schema
-from distembed.errors import UserError
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
 from distembed.models.config import LowRankCrossConfig, plan_values
 from distembed.models.dcn import CrossLayers
 from distembed.models.interaction import PairwiseDots
 from distembed.models.low_rank_cross import LowRankCross
+from distembed.training.config import load_config
 
 LOGIT_MODELS = [name for name, config in MODELS.items() if getattr(config, "returns", None) == "logits"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingCollection
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
-from distembed.errors import UserError
 from distembed.models import GRUConfig, ModelInputs, SASRecConfig
 from distembed.tasks import NextItemConfig, batch_schema
 

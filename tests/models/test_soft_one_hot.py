@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.models.config import LARGEST_NUMBER
 from distembed.models.soft_one_hot import SoftOneHot, SoftOneHotSum, grid_bins
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distembed.config import load_config
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.optim.kinds import torch_optimizer_name
+from distembed.training.config import load_config
 from tests import layouts
 from tests.checkpoints.test_checkpoint import check_load, save_trained
 from tests.layouts import build, gather_numbers

@@ -15,8 +15,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, dense_names, row_wise_name, sparse_names, stateless_name
 from distembed.optim.live_state import optimizer_names, parameter_states, set_step_count

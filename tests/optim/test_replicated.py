@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, fused_optimizer
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions import Explicit, complementarity
 
 # section 3 of the paper: {0}, {1,3,4}, {2}; {0,1,3}, {2,4}; {0,3}, {1,2,4}

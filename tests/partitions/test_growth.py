@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions import PARTITIONS, Explicit, Naive
 from tests.partitions.test_laws import SETTINGS, build, tuples_of
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions import (
     PARTITIONS,
     ChineseRemainder,

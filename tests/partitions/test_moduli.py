@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.partitions import ChineseRemainder, MixedRadix
 
 LARGE = [40_000_000, 2**31 + 5, 10**12, 2**62, 2**63 - 1]

@@ -25,6 +25,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
@@ -37,7 +38,6 @@ from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.workload import Workload
-from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.tasks import ClickTask

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.calibrate import calibrate
 from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_numbers, fit
 from distembed.planning.calibration.measure import shortest_seconds
 from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import DEVICES, Device, MeasuredDevice, find_device, read_device, write_device
-from distembed.ranks import Ranks
 from tests.ranks import run_on_ranks
 
 CPU = DEVICES["cpu-256gb"]

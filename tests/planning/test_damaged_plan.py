@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sharding.placement import SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
 from tests.layouts import tables

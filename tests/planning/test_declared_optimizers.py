@@ -19,6 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import SCHEMAS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -26,7 +27,6 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers, declared_optimizer, declared_optimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload

@@ -8,18 +8,18 @@ from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.embedding import (
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import make_plan
 from distembed.planning.config import PlanConfig, TablePlanConfig
 from distembed.planning.storage import whole_table_storage
 from distembed.planning.workload import Workload
-from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_table
 from distembed.sharding.table_slice import unit_size

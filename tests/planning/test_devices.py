@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.planning.devices import DEVICES, device_here, find_device
 from distembed.planning.plan import cluster_here
-from distembed.ranks import Ranks
 
 
 def test_devices_are_found_by_their_names_and_have_all_numbers() -> None:

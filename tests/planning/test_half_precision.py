@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distembed.cli import app
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.commands.cli import app
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
-from distembed.errors import UserError
 from distembed.sharding import default_sharders
 from distembed.sharding.exchange import exchange_of
+from distembed.training.config import load_config
 
 ROOT = Path(__file__).parents[2]
 EXCHANGES = [VectorExchange(dtype) for dtype in ("fp32", "fp16", "bf16")]  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 
+from distembed.base.ranks import Ranks
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig
@@ -19,7 +20,6 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.fit import count_numbers
 from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
 from distembed.planning.devices import DEVICES
-from distembed.ranks import Ranks
 from tests.planning.launches import count_started
 from tests.ranks import run_on_ranks
 

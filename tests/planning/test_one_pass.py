@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.composition import PathLinear
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import LookupKernel
-from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, PlanRequest, Workload

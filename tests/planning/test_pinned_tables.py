@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from torch import nn
 
+from distembed.base.errors import InsufficientMemory, UserError
 from distembed.commands.plan import ClusterOptions
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import InsufficientMemory, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distembed.base.errors import InsufficientMemory, UserError
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import InsufficientMemory, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, describe_plan, make_plan, plan_as_json
@@ -20,7 +21,6 @@ from distembed.planning.devices import find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
-from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import place_table
 from tests.ranks import run_on_ranks

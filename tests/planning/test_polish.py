@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.planning.fastest import polish
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.plan import find_plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import read_saved_plan, saved_plan_as_json

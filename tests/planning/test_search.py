@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
+from distembed.base.errors import InsufficientMemory
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import InsufficientMemory
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distembed.base.ranks import Ranks
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import Step
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.planned_rank import SentBytes
-from distembed.ranks import Ranks
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.training.pipeline import StepPipeline
 from tests.planning.test_buffers import Case, batches, sharded, workload_of

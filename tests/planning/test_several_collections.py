@@ -17,6 +17,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import InsufficientMemory, UserError
+from distembed.base.ranks import Ranks
 from distembed.composition import PathMLP
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -24,7 +26,6 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import InsufficientMemory, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
@@ -37,7 +38,6 @@ from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import cluster_here, find_plan
 from distembed.planning.planned_rank import PlannedRank
 from distembed.planning.storage import TableStorage
-from distembed.ranks import Ranks
 from distembed.sharding import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,

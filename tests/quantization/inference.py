@@ -14,7 +14,7 @@ from torchrec.inference.modules import quantize_inference_model, shard_quant_mod
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant.embedding_modules import quant_prep_enable_quant_state_dict_split_scale_bias_for_types
 
-from distembed.quantization import MODULE_MAPPING, QUANTIZATION_MAPPING
+from distembed.serving.quantization import MODULE_MAPPING, QUANTIZATION_MAPPING
 
 LEAVES = ["IntNBitTableBatchedEmbeddingBagsCodegen"]
 MOST_PARTITIONS = 9

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -20,9 +21,8 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, KeyedHash
-from distembed.quantization import MODULE_MAPPING, QUANTIZATION_MAPPING
+from distembed.serving.quantization import MODULE_MAPPING, QUANTIZATION_MAPPING
 from tests.embedding.schemes import make_partition, small_composition
 
 DIM = 16

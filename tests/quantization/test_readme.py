@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
 
-import distembed.quantization
+import distembed.serving.quantization
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from tests.quantization.test_collections import quantize
 
-README = Path(distembed.quantization.__file__).with_name("README.md")
+README = Path(distembed.serving.quantization.__file__).with_name("README.md")
 
 
 def test_the_examples_run_as_they_stand_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS, KeyedHash, QuotientRemainder
-from distembed.quantization import QUANTIZATION_MAPPING
+from distembed.serving.quantization import QUANTIZATION_MAPPING
 from tests.quantization.inference import quantize, script, shard, tables_on_the_cpu, take_weights
 from tests.quantization.test_collections import DIM, SIZE, Both, batch
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.transfer import read_tensors
-from distembed.ranks import Collectives
 
 
 def saved_numbers(checkpoint: str) -> dict[str, Tensor]:

@@ -64,11 +64,11 @@ class Commands:
 
 def serve(_: int, connection: Connection, folder: Path) -> None:
     # what takes long, so that it is loaded once
-    import distembed.capacity.run_plan
-    import distembed.cli
+    import distembed.commands.cli
     import distembed.data.prepare
     import distembed.graph.prepare
-    import distembed.runs.report
+    import distembed.reports.plan.run_plan
+    import distembed.reports.report
     import distembed.training.inference
     import distembed.training.materialise
     import distembed.training.run  # noqa: F401

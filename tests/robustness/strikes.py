@@ -211,7 +211,7 @@ def before_evaluation(_: Path, come: Come, split: str = "validation") -> None:
 
 def before_recording(_: Path, come: Come, split: str = "validation") -> None:
     """Between making an evaluation and recording it."""
-    from distembed.runs.folder import RunFolder
+    from distembed.training.run_folder.folder import RunFolder
 
     before(RunFolder, "record", come, lambda _folder, _kind, _step, values: values.get("split") == split)
 
@@ -225,7 +225,7 @@ def before_request(_: Path, come: Come) -> None:
 
 def before_end(_: Path, come: Come) -> None:
     """Before it is recorded how the run ended."""
-    from distembed.runs.folder import RunFolder
+    from distembed.training.run_folder.folder import RunFolder
 
     before(RunFolder, "end", come)
 

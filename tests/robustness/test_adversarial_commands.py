@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from distembed.checksums import KEY, with_checksum
+from distembed.base.checksums import KEY, with_checksum
 from tests.robustness.commands import Commands
 from tests.robustness.workspace import Workspace, made_workspace
 from tests.small_runs import config_values, write_dataset

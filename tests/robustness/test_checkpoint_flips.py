@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Collectives
 from distembed.checkpoints import save_checkpoint
 from distembed.checkpoints.checkpoint import load_run
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from distembed.partitions import QuotientRemainder
-from distembed.ranks import Collectives
 from tests.ranks import run_on_ranks
 
 # without a process group torch says that it takes this for one process, which it is

@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data import Manifest
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.data.dataset.verification import require_whole, verify_dataset
 from distembed.data.prepare import prepare_criteo, write_parquet
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.errors import UserError
 from distembed.graph import Graph
 from distembed.graph.folder import array_types
 from distembed.graph.verification import verify_graph

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distembed.errors import RunError
-from distembed.files import whole_file
-from distembed.runs.folder import RunFolder
+from distembed.base.errors import RunError
+from distembed.base.files import whole_file
+from distembed.training.run_folder.folder import RunFolder
 
 
 def test_metrics_that_find_no_room_end_the_run_with_its_folder(

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from distembed.errors import RunError, UserError
-from distembed.runs import owner
-from distembed.runs.flock import locks_are_local
-from distembed.runs.lease import LeaseTimes
-from distembed.runs.lock import LOCK_NAME, owned
+from distembed.base.errors import RunError, UserError
+from distembed.training.run_folder import owner
+from distembed.training.run_folder.flock import locks_are_local
+from distembed.training.run_folder.lease import LeaseTimes
+from distembed.training.run_folder.lock import LOCK_NAME, owned
 
 WAYS = ["flock", "lease"]
 TIMES = LeaseTimes(renew_seconds=0.1, lease_seconds=4.0, settle_seconds=0.5, poll_seconds=0.02)
@@ -178,7 +178,7 @@ def test_the_next_one_waits_saying_so_once_and_gets_it(started: Callable[..., Pr
 
 
 def test_a_clean_end_leaves_it_free(folder: Path, started: Callable[..., Process], way: str) -> None:
-    from distembed.runs.folder import require_new_or_resume
+    from distembed.training.run_folder.folder import require_new_or_resume
 
     for _ in range(2):
         first = started(way).until("owns")
@@ -357,7 +357,7 @@ server:/c /twice nfs rw,vers=3,local_lock=none 0 0
 
 
 def test_what_another_process_has_trained_meanwhile_is_not_written_over(folder: Path) -> None:
-    from distembed.runs.folder import RunFolder
+    from distembed.training.run_folder.folder import RunFolder
 
     first, second = RunFolder(folder), RunFolder(folder)
     for run in (first, second):

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from distembed.errors import RunError, UserError
-from distembed.runs.columns import report_columns
-from distembed.runs.config_differences import ConfigDifferences
-from distembed.runs.folder import RunFolder
-from distembed.runs.labels import LabelledPoint, place_labels, text_width
-from distembed.runs.metrics import CLICK_METRICS, ReportedMetric, parse_metrics
-from distembed.runs.record import RunRecord, RunSummary
-from distembed.runs.report import print_comparison, write_run_report
+from distembed.base.errors import RunError, UserError
+from distembed.reports.columns import report_columns
+from distembed.reports.config_differences import ConfigDifferences
+from distembed.reports.labels import LabelledPoint, place_labels, text_width
+from distembed.reports.report import print_comparison, write_run_report
+from distembed.tasks.reported_metrics import CLICK_METRICS, ReportedMetric, parse_metrics
+from distembed.training.run_folder.folder import RunFolder
+from distembed.training.run_folder.record import RunRecord, RunSummary
 
 VOID_TAGS = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -10,11 +10,11 @@ import yaml
 from rich.console import Console
 from scipy.stats import ttest_ind
 
-from distembed.config import load_config
-from distembed.errors import UserError
-from distembed.runs.metrics import ReportedMetric
-from distembed.runs.report import print_comparison, write_run_report
-from distembed.runs.run_groups import Sample, group_runs, without_seed
+from distembed.base.errors import UserError
+from distembed.reports.report import print_comparison, write_run_report
+from distembed.reports.run_groups import Sample, group_runs, without_seed
+from distembed.tasks.reported_metrics import ReportedMetric
+from distembed.training.config import load_config
 
 METRICS = ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", in_terminal=False)
 

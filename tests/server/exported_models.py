@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from distembed.exporting.export_run import ExportOptions, export_run
+from distembed.serving.export.export_run import ExportOptions, export_run
 from distembed.training.trained_run import find_trained_run
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values, distembed

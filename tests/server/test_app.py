@@ -17,12 +17,12 @@ import torch
 from fastapi import FastAPI
 
 from distembed import LoadedModel
-from distembed.errors import UserError
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest, require_sample
-from distembed.server.app import ServerSettings, make_app
-from distembed.server.bodies import ARROW_TYPE, JSON_TYPE
-from distembed.server.scoring import Answer, Request, Scorer
+from distembed.base.errors import UserError
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_sample
+from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.bodies import ARROW_TYPE, JSON_TYPE
+from distembed.serving.server.scoring import Answer, Request, Scorer
 from tests.server.asgi import Reply, ask, post
 from tests.server.exported_models import json_rows
 

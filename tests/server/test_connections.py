@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from distembed.server import connections
+from distembed.serving.server import connections
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import distembed
+from distembed.base.errors import UserError
 from distembed.data.table.given_values import value_text
-from distembed.errors import UserError
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest
-from distembed.server.app import ServerSettings, make_app
-from distembed.server.scoring import Scorer
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
 from distembed.serving.row_decoder import batches_of
+from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.scoring import Scorer
 from distembed.training.trained_run import find_trained_run
 from tests.server.asgi import post
 from tests.server.exported_models import exported, trained_run

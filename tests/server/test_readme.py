@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-import distembed.server
+import distembed.serving.server
 from distembed.commands.serve import app
 from tests.server.processes import Server
 
-README = Path(distembed.server.__file__).with_name("README.md")
+README = Path(distembed.serving.server.__file__).with_name("README.md")
 EXAMPLE = re.compile(r"```bash\n(curl .*)\n```\n```json\n(.*)\n```\n")
 
 

@@ -10,11 +10,11 @@ from fastapi import FastAPI
 
 import distembed
 from distembed import LoadedModel
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest
-from distembed.server.app import ServerSettings, make_app
-from distembed.server.bodies import ARROW_TYPE
-from distembed.server.scoring import Scorer
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest
+from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.bodies import ARROW_TYPE
+from distembed.serving.server.scoring import Scorer
 from tests.interactions import NUM_ITEMS, prepare
 from tests.server.asgi import post
 from tests.server.exported_models import exported

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pytest
 
 from distembed import LoadedModel
-from distembed.errors import UserError
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest
-from distembed.server.app import ServerSettings, make_app
-from distembed.server.bodies import ARROW_TYPE
-from distembed.server.scoring import Scorer
-from distembed.server.serve import serve
+from distembed.base.errors import UserError
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest
+from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.bodies import ARROW_TYPE
+from distembed.serving.server.scoring import Scorer
+from distembed.serving.server.serve import serve
 from tests.server.asgi import post
 from tests.server.exported_models import exported, json_rows
 from tests.server.processes import Server, serving

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distembed.exported.reading import read_manifest
-from distembed.server.scoring import Answer, Request, Scorer
+from distembed.serving.model_folder.reading import read_manifest
+from distembed.serving.server.scoring import Answer, Request, Scorer
 from tests.server.exported_models import json_rows
 
 VALUES: list[Any] = [

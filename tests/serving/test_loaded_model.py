@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import distembed
 from distembed import LoadedModel
+from distembed.base.errors import UserError
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.errors import UserError
 from tests.criteo_runs import criteo_run
 from tests.ranks import run_on_ranks
 from tests.small_runs import distembed as command

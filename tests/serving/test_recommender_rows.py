@@ -10,8 +10,8 @@ import pytest
 
 import distembed
 from distembed import LoadedModel
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.errors import UserError
 from tests.interactions import prepare
 from tests.small_runs import distembed as command
 from tests.training.test_recommenders import write_config

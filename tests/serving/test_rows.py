@@ -15,11 +15,11 @@ import yaml
 
 import distembed
 from distembed import LoadedModel
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 from distembed.serving.given_rows import given_rows
 from distembed.serving.row_decoder import TableRowDecoder, batches_of
 from tests.criteo_runs import NUM_LINES, criteo_run

@@ -14,6 +14,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -22,7 +23,6 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.config import perturbation
-from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.placement import BY_ROWS, SHARDING_TYPES, can_be_placed

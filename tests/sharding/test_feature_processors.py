@@ -24,9 +24,9 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.stock import take_weights

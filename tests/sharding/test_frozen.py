@@ -24,6 +24,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import PathMLP
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -31,7 +32,6 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizers
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder

@@ -34,6 +34,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import PathMLP
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -41,7 +42,6 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, QuotientRemainder
 from distembed.sharding import (
     CompositionalManagedCollisionEmbeddingBagCollectionSharder,

@@ -14,13 +14,13 @@ from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from tests.ranks import run_on_ranks

@@ -9,13 +9,13 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from distembed.base.errors import UserError
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizers
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 

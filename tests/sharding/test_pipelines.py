@@ -21,12 +21,12 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Ranks, process_group
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models.mlp import MLP
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
-from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.table_slice import width
 from distembed.tasks import ClickTask

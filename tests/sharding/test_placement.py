@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS, Concat
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.placement import BY_ROWS, Placement, place_table, place_tables
 from distembed.sharding.table_slice import unit_size, width

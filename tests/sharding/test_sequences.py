@@ -15,9 +15,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
 from tests.layouts import scatter_columns

@@ -20,10 +20,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import VectorExchange
-from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS

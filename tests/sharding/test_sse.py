@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.data.reader.batch import Batch
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -17,7 +18,6 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.config import perturbation
-from distembed.errors import UserError
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE, Graph, set_step, take_counts
 from tests.ranks import run_on_ranks

@@ -19,9 +19,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardMetadata
 
+from distembed.base.errors import UserError
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.embedding import CompositionalEmbeddingBagCollection
-from distembed.errors import UserError
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import can_be_placed, place_tables
 from distembed.sharding.table_slice import width

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sse import SSE, FeaturePerturbation, IdPerturbation, IdStream
 from tests.sse.draws import MANY, evenly, replaced
 from tests.sse.reference import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sse import SSE, Graph, IdPerturbation, Walk, perturb_inputs, set_step, take_counts
 from tests.sse.reference import FALSE_ALARM, p_value, replacement_law, transitions
 

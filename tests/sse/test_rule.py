@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.sse import SSE, FeaturePerturbation, Graph, IdPerturbation, IdStream, Walk, set_step
 from tests.sse.reference import FALSE_ALARM, share_p_value
 

@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.commands.shared import console
 from distembed.data import CategoricalFeature, Schema, create_manifest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
 from distembed.data.prepare.notes import describe_dataset
-from distembed.errors import UserError
-from distembed.statistics import DatasetStatistics, dataset, dataset_statistics, numbers
-from distembed.statistics.page import render_page
-from distembed.statistics.terminal import print_statistics
-from distembed.statistics.values import QUANTILES, TOP_SIZES
+from distembed.reports.statistics import DatasetStatistics, dataset, dataset_statistics, numbers
+from distembed.reports.statistics.page import render_page
+from distembed.reports.statistics.terminal import print_statistics
+from distembed.reports.statistics.values import QUANTILES, TOP_SIZES
 
 SCHEMA = Schema(
     "clicked",

@@ -11,12 +11,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.config import load_config
-from distembed.errors import UserError
-from distembed.runs.run_groups import _common_name
-from distembed.sweeps.axes import Axis, named_runs, parse_axes
-from distembed.sweeps.worker import share_of_cores
-from distembed.yaml_text import parse_yaml
+from distembed.base.errors import UserError
+from distembed.base.yaml_text import parse_yaml
+from distembed.reports.run_groups import _common_name
+from distembed.training.config import load_config
+from distembed.training.sweeps.axes import Axis, named_runs, parse_axes
+from distembed.training.sweeps.worker import share_of_cores
 
 
 def never(settings: Sequence[str]) -> bool:

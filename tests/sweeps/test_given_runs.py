@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.errors import UserError
-from distembed.sweeps.given_runs import given_runs
+from distembed.base.errors import UserError
+from distembed.training.sweeps.given_runs import given_runs
 
 
 def make_sweep(folder: Path, names: list[str]) -> list[Path]:

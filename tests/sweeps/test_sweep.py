@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
-from distembed.errors import UserError
-from distembed.sweeps.planned import plan_sweep
+from distembed.training.sweeps.planned import plan_sweep
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.small_runs import command, distembed
 from tests.training.test_runs import call

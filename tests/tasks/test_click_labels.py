@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, LabelKind, Schema
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.errors import UserError
 from distembed.tasks import ClickConfig, ClickTask, RatingConfig
 from distembed.training.start_checks import require_labels
 from tests.small_runs import distembed

@@ -11,15 +11,14 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.catalogue import Queries
-from distembed.catalogue.queries import Items
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data import create_manifest
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.errors import UserError
-from distembed.ranks import Ranks
+from distembed.models.queries import Items, Queries
 from distembed.sse import SSE
 from distembed.tasks import NextItemConfig, NextItemTask, batch_schema
 from distembed.tasks.base import BatchPosition, TaskContext

@@ -15,7 +15,8 @@ import torch
 import yaml
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.schema import SPARSE_FEATURES, CategoricalFeature, Schema
@@ -26,11 +27,10 @@ from distembed.embedding import (
     EmbeddingConfig,
     TableConfig,
 )
-from distembed.errors import UserError
 from distembed.models import MF, MFConfig, ModelInputs
-from distembed.ranks import Ranks
 from distembed.tasks import RankingConfig, RankingTask
 from distembed.tasks.base import BatchPosition, TaskContext
+from distembed.training.config import load_config
 from tests.small_runs import distembed
 from tests.training.test_sse import stopped_at
 

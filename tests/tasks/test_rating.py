@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.errors import UserError
-from distembed.ranks import Ranks
 from distembed.tasks import RatingConfig, RatingTask
 from distembed.tasks.base import TaskContext
+from distembed.training.config import load_config
 
 RATINGS = Schema("rating", (), (CategoricalFeature("user", 5), CategoricalFeature("item", 7)), label_kind="number")
 

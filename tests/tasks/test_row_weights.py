@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss, mean_absolute_error, mean_squared_error, roc_auc_score
 
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import LABELS, WEIGHTS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.errors import UserError
-from distembed.ranks import Ranks
 from distembed.tasks import ClickConfig, ClickTask, NextItemConfig, RankingConfig, RatingTask
 from distembed.tasks.base import TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
 from distembed.tasks.binned_auc import most_error
+from distembed.training.config import load_config
 
 FEATURES = (CategoricalFeature("user", 5), CategoricalFeature("item", 7), CategoricalFeature("tags", 9, True, 2.0))
 WEIGHTED = Schema("clicked", ("x",), FEATURES, weight="times")

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.catalogue import CatalogueRanking, Queries
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, SPARSE_FEATURES, USER, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.ranks import Ranks
+from distembed.models.queries import Queries
 from distembed.tasks import ClickConfig, NextItemConfig, NextItemTask, RankingConfig
 from distembed.tasks.base import TaskContext
+from distembed.tasks.catalogue import CatalogueRanking
 from distembed.tasks.seen_items import decided_task, describe_seen_items
 from tests.catalogue.fake_catalogue import FakeCatalogue
 

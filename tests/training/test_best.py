@@ -13,19 +13,20 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from distembed import cli
+from distembed.base.checksums import with_checksum
+from distembed.base.errors import UserError
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
-from distembed.checksums import with_checksum
-from distembed.config import TrainConfig, load_config
+from distembed.commands import cli
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.errors import UserError
-from distembed.runs.metrics import ReportedMetric
+from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training import trainer
 from distembed.training.best import BestEvaluation
+from distembed.training.config import load_config
 from distembed.training.start_checks import require_trainable
+from distembed.training.train_config import TrainConfig
 from tests.small_runs import config_values, distembed
 
 LOGLOSS, AUC = ReportedMetric("logloss", "", better="lower"), ReportedMetric("auc", "", better="higher")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from distembed import cli
+from distembed.commands import cli
 from distembed.training import evaluation
 from distembed.training.rank_order import RankOrder
 from tests.processes import run_processes

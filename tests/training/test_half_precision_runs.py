@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from distembed import cli
+from distembed.base.errors import UserError
 from distembed.checkpoints.checkpoint import load_weights
+from distembed.commands import cli
 from distembed.commands.shared import console
-from distembed.config import load_config
-from distembed.describe import describe
-from distembed.errors import UserError
-from distembed.exported.programs import load_programs
-from distembed.exported.reading import read_manifest, sample_inputs
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest, sample_inputs
 from distembed.serving.whole_model import load_whole_model
+from distembed.training.config import load_config
+from distembed.training.describe import describe
 from distembed.training.resume import require_same_config
 from distembed.training.trained_run import find_trained_run
 from tests.small_runs import distembed, train_small

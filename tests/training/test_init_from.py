@@ -13,14 +13,14 @@ import pytest
 import torch
 import yaml
 
+from distembed.base.errors import UserError
+from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints import load_checkpoint
-from distembed.config import load_config
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
-from distembed.describe import describe
 from distembed.embedding.modules import embedding_modules, weight_names_of_table
-from distembed.errors import UserError
-from distembed.ranks import Collectives, Ranks
 from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.config import load_config
+from distembed.training.describe import describe
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.take_over import take_over
 from tests.criteo_runs import criteo_run, write_lines

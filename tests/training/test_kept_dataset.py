@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset import kept
 from distembed.data.dataset.kept import keep_dataset, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
-from distembed.errors import UserError
 from distembed.training.trained_run import find_trained_run
 from tests.criteo_runs import criteo_run
 from tests.data.test_damage import flip_a_bit

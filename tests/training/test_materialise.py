@@ -12,12 +12,12 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from distembed.cli import app
-from distembed.config import Config, load_config
+from distembed.base.errors import UserError
+from distembed.commands.cli import app
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingBagConfig, EmbeddingConfig, TableConfig, build_tables
-from distembed.errors import UserError
+from distembed.training.config import Config, load_config
 from distembed.training.materialise import materialise_run
 from tests.embedding.reference import vector_of
 from tests.small_runs import SIZES, distembed, write_dataset

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.checkpoints.saved import SavedCheckpoint
-from distembed.config import load_config
-from distembed.errors import UserError
+from distembed.training.config import load_config
 from distembed.training.newest import read_newest
 
 CONFIG = load_config(None, ["data.path=x"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from distembed import cli
+from distembed.commands import cli
 from distembed.commands.shared import console
 from tests.processes import run_processes
 from tests.ranks import free_port

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from distembed.config import Config, TrainConfig
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import Schema
-from distembed.doctor.facts import MachineFacts
-from distembed.doctor.findings import check_machine
-from distembed.ranks import Ranks
+from distembed.reports.doctor.facts import MachineFacts
+from distembed.reports.doctor.findings import check_machine
 from distembed.training import build
 from distembed.training.build import Blueprint, used_precision
+from distembed.training.config import Config
+from distembed.training.train_config import TrainConfig
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from tests.interactions import NUM_ITEMS, prepare
 from tests.processes import run_processes
 from tests.ranks import free_port

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.config import load_config
+from distembed.training.config import load_config
 from launch.jobs.preflight import check_dataset
 from tests.small_runs import distembed
 from tests.training.test_runs import losses, metrics

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from distembed import cli
+from distembed.base.errors import UserError
 from distembed.checkpoints.checkpoint import load_weights
+from distembed.commands import cli
 from distembed.commands.shared import console
-from distembed.config import load_config
-from distembed.errors import UserError
 from distembed.optim.config import ScheduleConfig
 from distembed.optim.optimizers import learning_rate_factor
 from distembed.training.build import use_bf16
+from distembed.training.config import load_config
 from distembed.training.resume import require_same_config, require_same_precision
 from tests.small_runs import train_small
 

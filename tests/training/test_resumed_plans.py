@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.commands.shared import console
-from distembed.errors import UserError
 from tests.small_runs import distembed
 from tests.training.test_schemes import losses
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed import cli
+from distembed.base.errors import UserError
+from distembed.commands import cli
 from distembed.commands.shared import console
-from distembed.errors import UserError
 from tests.processes import start_processes
 from tests.small_runs import ROWS, command, distembed, run_command, write_dataset
 

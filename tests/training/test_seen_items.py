@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 import distembed
-from distembed.cli import app
-from distembed.config import load_config
+from distembed.base.errors import UserError
+from distembed.commands.cli import app
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.errors import UserError
-from distembed.exported.programs import load_programs
-from distembed.exporting.export_run import ExportOptions, export_run
+from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.model_folder.programs import load_programs
+from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.exporting.test_recommender_runs import recommend
 from tests.serving.test_recommender_rows import rows_of

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from distembed.checksums import KEY, with_checksum
+from distembed.base.checksums import KEY, with_checksum
+from distembed.base.errors import UserError
 from distembed.commands.shared import console
-from distembed.errors import UserError
 from distembed.sse import Graph
 from tests.processes import run_processes
 from tests.ranks import free_port

@@ -11,8 +11,8 @@ import torch
 from bench_common import wait_for
 from bench_train import Sizes, build_ours, draw_batches
 
+from distembed.base.ranks import process_group
 from distembed.checkpoints import load_checkpoint, save_checkpoint
-from distembed.ranks import process_group
 from gpu.results import Results
 from gpu.scale import Scale, empty
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distembed.files import write_text
-from distembed.parent import PARENT_VARIABLE, end_with_parent
+from distembed.base.files import write_text
+from distembed.base.parent import PARENT_VARIABLE, end_with_parent
 from gpu import DRY_SECONDS, PARTS
 from gpu.results import DONE, FAILED, NO_TIME, ROOT, Results, end, is_of, read
 from gpu.table import markdown

@@ -11,9 +11,9 @@ from typing import Any
 from bench_common import COLLISIONS, take_turns
 from bench_embedding import Contender, bytes_moved, copy_bytes_per_second, draw_batches, ours, torchrec, turn
 
+from distembed.base.ranks import process_group
 from distembed.composition import COMPOSITIONS, PathMLP
 from distembed.partitions import MixedRadix, Naive, QuotientRemainder, Remainder
-from distembed.ranks import process_group
 from gpu.results import Results
 from gpu.scale import Scale, empty
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import gpu.embedding
 import gpu.fused
 import gpu.step
-from distembed.ranks import Ranks, process_group
+from distembed.base.ranks import Ranks, process_group
 from gpu.results import Results
 from gpu.scale import Scale, empty
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distembed.files import write_json
+from distembed.base.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, DONE, FAILED, NO_TIME = "running", "done", "failed", "out of time"

@@ -47,7 +47,7 @@ def here(scale: Scale) -> dict[str, Any]:
     Raises:
         UserError: There is no usable device of that kind, for the reason that it names.
     """
-    from distembed.ranks import choose_device
+    from distembed.base.ranks import choose_device
 
     device = choose_device(scale.device, 0)
     return json.loads(json.dumps({**surroundings(device), "scale": scale.__dict__}))  # type: ignore[no-any-return]

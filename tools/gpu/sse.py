@@ -6,7 +6,7 @@ from bench_common import NAMES, take_turns
 from bench_sse import random_graph, rules
 from bench_train import Sizes, ours
 
-from distembed.ranks import process_group
+from distembed.base.ranks import process_group
 from gpu.results import Results
 from gpu.scale import Scale, empty
 

@@ -10,7 +10,7 @@ from bench_common import Step, take_turns
 from bench_train import Sizes, ours, torchrec
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from distembed.ranks import Ranks, process_group
+from distembed.base.ranks import Ranks, process_group
 from gpu.results import Results
 from gpu.scale import Scale, empty
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel
 
 import distembed
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 
 class Rows(BaseModel):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.schema import Schema
-from distembed.errors import UserError
 
 
 def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:

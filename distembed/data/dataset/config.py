@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import Field, field_validator, model_validator
 
-from distembed.cores import usable_cores
+from distembed.base.cores import usable_cores
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT, one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, dataset_folder
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.data.remote import is_url
-from distembed.errors import UserError
-from distembed.names import STRICT, one_of
 
 _MOST_THREADS = 4
 _MOST_IDS = 2**31

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distembed import __version__
+from distembed.base.errors import UserError
+from distembed.base.version import __version__
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.manifest import DataFile, Manifest, Split
 from distembed.data.dataset.schema import Schema
-from distembed.errors import UserError
 
 CREATED_ELSEWHERE = "create_manifest"
 """The ``source`` in the preparation of a manifest whose files were made elsewhere."""

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
-from distembed.errors import UserError
 
 _SAME_COLUMNS = ("dense", "dense_sequences", "missing_dense", "label_kind")
 _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")

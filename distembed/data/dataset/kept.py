@@ -16,9 +16,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import free_space, full_disk_explained
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
-from distembed.errors import RunError, UserError
-from distembed.files import free_space, full_disk_explained
 
 KEPT_FOLDER = "dataset"
 """Name of the folder within a run's."""

@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from distembed.checksums import KEY, FileChecksum, checksum_differs, with_checksum
+from distembed.base.checksums import KEY, FileChecksum, checksum_differs, with_checksum
+from distembed.base.errors import UserError
+from distembed.base.files import read_folder_json, require_inside, whole_file, write_text
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces
 from distembed.data.dataset.schema import Schema, plain_fields
-from distembed.errors import UserError
-from distembed.files import read_folder_json, require_inside, whole_file, write_text
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import read_json, whole_file, write_text
 from distembed.data.dataset.piece_cache import PieceCache, locked
 from distembed.data.remote import fetch, find_remote, is_url, join_url, read_range, read_remote
-from distembed.errors import RunError, UserError
-from distembed.files import read_json, whole_file, write_text
 
 MIRROR_FILE = "mirror.json"
 DEFAULT_CACHE_BYTES = 100 << 30

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
 
 _SPARE_BYTES = 1 << 30
 """Room on the disk that is left to others."""

@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.checksums import file_checksum
-from distembed.errors import UserError
+from distembed.base.checksums import file_checksum
+from distembed.base.errors import UserError
 
 CHECKSUMS_NAME = "checksums.bin"
 REMEDY = "prepare the data again, or fetch the file again from where a whole copy is"

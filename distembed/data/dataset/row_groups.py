@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
+from distembed.base.errors import UserError
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.manifest import DataFile, Manifest
 from distembed.data.dataset.mirror import Mirror, mirror_of
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, read_checksums
 from distembed.data.dataset.schema import Schema
-from distembed.errors import UserError
 
 _FETCHES_AT_ONCE = 16
 

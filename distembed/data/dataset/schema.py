@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 
 @dataclass(frozen=True)

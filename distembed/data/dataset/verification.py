@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.checksums import Verification
+from distembed.base.checksums import Verification
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY
@@ -22,7 +23,6 @@ from distembed.data.dataset.row_groups import (
     wrong_num_rows,
 )
 from distembed.data.dataset.schema import Schema
-from distembed.errors import RunError, UserError
 
 
 def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:

@@ -20,7 +20,7 @@
 
 from typing import TYPE_CHECKING
 
-from distembed.lazy import imports_on_demand
+from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
     from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo

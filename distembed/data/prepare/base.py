@@ -10,6 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_names
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerprint
 from distembed.data.dataset.mirror import dataset_folder
@@ -18,8 +20,6 @@ from distembed.data.prepare.blocks import BlockLayout, KeyColumn
 from distembed.data.prepare.learnt_numbers import num_bins
 from distembed.data.remote import is_url
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
-from distembed.errors import UserError
-from distembed.units import enumerate_names
 
 _RUN_CONFIG = "config.yaml"
 _MOST_SAID = 5
@@ -185,7 +185,7 @@ def _local_folder(path: Path) -> Path:
             f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no {_RUN_CONFIG}): "
             "name the folder of one"
         )
-    from distembed.yaml_text import parse_yaml  # takes 20 ms to load, and only runs of early versions need it
+    from distembed.base.yaml_text import parse_yaml  # takes 20 ms to load, and only runs of early versions need it
 
     try:
         config = parse_yaml((path / _RUN_CONFIG).read_text(encoding="utf-8"), str(path / _RUN_CONFIG))

@@ -25,7 +25,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from distembed.errors import RunError
+from distembed.base.errors import RunError
 
 _LEAST_BYTES, _MOST_BYTES = 64 << 20, 1 << 60
 BATCH_ROWS = 131_072

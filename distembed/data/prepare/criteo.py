@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
 from distembed.data.prepare.options import PrepareOptions, ResourceLimits
@@ -17,8 +19,6 @@ from distembed.data.prepare.table.inputs import TEXT, InputKind, TableInput, fin
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import schema_of_preparation
-from distembed.errors import UserError
-from distembed.names import one_of
 
 _RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
 _TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz", ".zst"}

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
+from distembed.base.errors import UserError
+from distembed.base.files import replaced_file
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.rejected_rows import REJECTED_NAME
 from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
-from distembed.errors import UserError
-from distembed.files import replaced_file
 
 _DATASET_FILE = re.compile(
     rf"({'|'.join(SPLIT_NAMES)})/part-[0-9]+\.parquet|vocabulary/[^/]+\.parquet|[^/]+\.bin|"

@@ -35,10 +35,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distembed import __version__
+from distembed.base.errors import RunError, TemporaryFailure, UserError, one_line
+from distembed.base.units import format_bytes
+from distembed.base.version import __version__
 from distembed.data.prepare.options import ResourceLimits
-from distembed.errors import RunError, TemporaryFailure, UserError, one_line
-from distembed.units import format_bytes
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

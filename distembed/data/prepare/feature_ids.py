@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.files import replaced_file
 from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.base import Base
@@ -48,7 +49,6 @@ from distembed.data.prepare.vocabulary import (
     write_vocabulary,
 )
 from distembed.data.table.value_texts import value_texts
-from distembed.files import replaced_file
 
 _NEVER = 2**63 - 1
 """A count that no value reaches."""

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from distembed.base.errors import UserError
 from distembed.data.remote import is_url, open_remote
-from distembed.errors import UserError
 
 GZIP, ZSTD = "gzip", "zstd"
 MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}

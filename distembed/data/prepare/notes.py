@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from distembed.base.units import enumerate_names
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.remote import join_url
-from distembed.units import enumerate_names
 
 
 def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distembed.cores import usable_cores
+from distembed.base.cores import usable_cores
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.units import format_bytes
 from distembed.data.prepare.split import SplitRule
-from distembed.errors import UserError
-from distembed.names import one_of
-from distembed.units import format_bytes
 
 INTERPRETER_BYTES = 224 << 20
 """Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""

@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from distembed import __version__
+from distembed.base.errors import UserError
+from distembed.base.version import __version__
 from distembed.data.dataset.manifest import DataFile, Manifest, Vocabulary
 from distembed.data.dataset.pieces import PIECE
 from distembed.data.prepare.base import Base
@@ -53,7 +54,6 @@ from distembed.data.prepare.write_parquet import (
     rows_per_group,
     written_split,
 )
-from distembed.errors import UserError
 
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""

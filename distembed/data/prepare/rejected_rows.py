@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Rejected
 from distembed.data.prepare.blocks import RawInput
-from distembed.errors import UserError
 
 REJECTED_NAME = "rejected.tsv"
 

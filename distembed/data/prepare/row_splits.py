@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.blocks import BlockLayout, ParsedBlock
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.split import TRAIN, SplitRule
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.table.text_keys import text_keys
 from distembed.data.table.value_texts import value_texts
-from distembed.errors import UserError
 
 Rows: TypeAlias = slice | NDArray[np.int64]
 """Rows of a block in rising order: a range where they follow each other, else their numbers."""

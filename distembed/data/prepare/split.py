@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Literal
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 SPLIT_NAMES = ("train", "validation", "test")
 TRAIN = 0

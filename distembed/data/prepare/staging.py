@@ -28,10 +28,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from distembed.base.errors import TemporaryFailure, UserError
+from distembed.base.files import free_space, full_disk_explained
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.remote import is_url
-from distembed.errors import TemporaryFailure, UserError
-from distembed.files import free_space, full_disk_explained
 
 STAGED = "staged"
 """Name of the folder, in a kept one, that becomes the output."""

@@ -32,10 +32,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
+from distembed.base.errors import UserError
+from distembed.base.files import full_disk_explained, require_free_space, whole_file, write_text
+from distembed.base.outputs import require_file
 from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
-from distembed.errors import UserError
-from distembed.files import full_disk_explained, require_free_space, whole_file, write_text
-from distembed.outputs import require_file
 
 KAGGLE_ROWS = 45_840_617
 CHUNK_ROWS = 32_768

@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
 from distembed.data.prepare.blocks import KeyColumn, KeyKind
 from distembed.data.splitmix import mix64_array
 from distembed.data.table.text_keys import text_keys
 from distembed.data.table.value_texts import value_texts
-from distembed.errors import UserError
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 

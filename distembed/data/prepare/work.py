@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from distembed.checksums import checksum_of
+from distembed.base.checksums import checksum_of
+from distembed.base.files import write_text
 from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.engine import run_tasks
 from distembed.data.prepare.options import ResourceLimits
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.prepare.staging import STAGED, kept_folder
-from distembed.files import write_text
 
 Task = TypeVar("Task")
 Advance = Callable[[int, int], None]

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.jagged import Jagged
 from distembed.data.reader.group_rows import GroupRows
 from distembed.data.reader.order import Segment, require_at_least
-from distembed.errors import RunError, UserError
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024

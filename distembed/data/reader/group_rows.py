@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.jagged import Jagged
-from distembed.errors import UserError
 
 _LABEL_REMEDY = "leave such rows out"
 _MISSING_REMEDY = (

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 
 MAX_LANES = 8
 WINDOW_ROWS = 131_072

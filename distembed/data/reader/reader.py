@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
@@ -26,7 +27,6 @@ from distembed.data.reader.decode import Decoder, Decoding
 from distembed.data.reader.epoch_part import epoch_batches
 from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
-from distembed.errors import UserError
 
 STATE_VERSION = 1
 

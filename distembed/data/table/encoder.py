@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_names
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.blocks import BlockLayout, IdColumn, ParsedBlock
@@ -31,8 +33,6 @@ from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
 from distembed.data.table.unknown_values import UnknownValues
 from distembed.data.table.vocabularies import column_id_map
-from distembed.errors import UserError
-from distembed.units import enumerate_names
 
 # A manifest's source of datasets that `distembed prepare ratings` and `sequences` made.
 INTERACTIONS = "interactions"

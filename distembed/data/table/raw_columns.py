@@ -8,10 +8,10 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from distembed.base.errors import UserError
+from distembed.base.names import nearest
+from distembed.base.units import enumerate_names
 from distembed.data.table.schema import BINS, TableSchema
-from distembed.errors import UserError
-from distembed.names import nearest
-from distembed.units import enumerate_names
 
 FEW_ROWS = 1024
 """From here on a column by itself, whose distinct values fit the cache, is parsed as fast as several end to end."""

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from distembed.names import STRICT, nearest
-from distembed.validation import validated
+from distembed.base.names import STRICT, nearest
+from distembed.base.validation import validated
 
 if TYPE_CHECKING:
     from distembed.data.dataset.manifest import Manifest

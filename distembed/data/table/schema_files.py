@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
+from distembed.base.files import read_regular_file
+from distembed.base.names import nearest
+from distembed.base.yaml_text import MAX_BYTES, parse_yaml
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
-from distembed.errors import UserError
-from distembed.files import read_regular_file
-from distembed.names import nearest
-from distembed.yaml_text import MAX_BYTES, parse_yaml
 
 _SHIPPED_FOLDER = Path(__file__).parent / "schemas"
 _SUFFIX = ".yaml"

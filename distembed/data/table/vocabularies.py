@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.vocabulary import FIRST_ID, HashMap, IdMap, vocabulary_map
-from distembed.errors import UserError
 
 
 def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:

@@ -16,14 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
-from distembed.errors import UserError
 from distembed.graph.edges import Edges
 from distembed.graph.prepare.counted_edges import EdgeTables
-from distembed.names import one_of
 
 _SPLIT = "train"
 _PAIRS = pa.schema({"value": pa.int64(), "id": pa.int64()})

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.progress import ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
@@ -17,7 +18,6 @@ from distembed.data.table.keys import coded
 from distembed.data.table.numbers import finite_numbers
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT, type_kind
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 from distembed.graph.edges import Edges, stored_edges
 from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.options import GraphOptions

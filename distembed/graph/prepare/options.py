@@ -6,8 +6,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distembed.errors import UserError
-from distembed.names import one_of
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 
 COUNT, COSINE = "count", "cosine"
 

@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distembed.base.errors import UserError
+from distembed.base.files import require_free_space
+from distembed.base.units import enumerate_names
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import find_inputs
-from distembed.errors import UserError
-from distembed.files import require_free_space
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
@@ -30,7 +31,6 @@ from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.value_ids import ValueIds, plain_ids, table_ids
-from distembed.units import enumerate_names
 
 LEAST_MEMORY_BYTES = 256 << 20
 

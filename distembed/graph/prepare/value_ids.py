@@ -20,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap
@@ -27,9 +29,7 @@ from distembed.data.table.keys import KEY_KINDS, Keys, hexadecimal_keys, plain_n
 from distembed.data.table.parser import table_layout
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.data.table.vocabularies import column_id_map
-from distembed.errors import UserError
 from distembed.graph.csr import Graph
-from distembed.names import one_of
 
 
 class FoundIds(NamedTuple):

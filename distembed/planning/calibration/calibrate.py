@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distembed.cores import usable_cores
-from distembed.host_memory import host_memory_bytes
+from distembed.base.cores import usable_cores
+from distembed.base.host_memory import host_memory_bytes
+from distembed.base.ranks import Ranks
+from distembed.base.version import versions
 from distembed.planning.calibration.fit import count_numbers, fit
 from distembed.planning.calibration.measure import (
     COPIED_BYTES,
@@ -22,8 +24,6 @@ from distembed.planning.calibration.measure import (
     shortest_seconds,
 )
 from distembed.planning.devices import MeasuredDevice, device_here
-from distembed.ranks import Ranks
-from distembed.runs.folder import versions
 
 _ROUNDS, _STEPS_A_ROUND = 6, 3
 _FULL_SPEED = 0.9

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibration.sharded_tables import LookupStep, ShardedTables, TimedStep
-from distembed.ranks import Ranks
 
 Step = Callable[[], object]
 _COLLISIONS = 4

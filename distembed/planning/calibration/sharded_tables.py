@@ -19,6 +19,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.planning.cluster import Cluster
@@ -30,7 +31,6 @@ from distembed.planning.planned_rank import StepTime
 from distembed.planning.request import PlanRequest
 from distembed.planning.times import step_times
 from distembed.planning.workload import Workload
-from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.exchange import codecs_registry
 from distembed.sharding.lookup import sharded_lookups

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 

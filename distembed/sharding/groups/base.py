@@ -14,7 +14,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.fused.operands import FLOATS, as_operand
+from distembed.kernels.operands import FLOATS, as_operand
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.distinct import DistinctIds
 from distembed.sharding.feature_rows import FeatureRows, IdCounts

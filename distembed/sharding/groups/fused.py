@@ -2,7 +2,7 @@
 
 It takes the place of the other kinds where all of these hold: the tables are on a CPU, or on a GPU with
 ``kernel="fused"``, their partitions are digits of ids, their composition is a product, or columns that are added or
-stand side by side, bags are summed, and the optimizer is one that the kernels have (:mod:`distembed.fused`). FBGEMM's
+stand side by side, bags are summed, and the optimizer is one that the kernels have (:mod:`distembed.kernels`). FBGEMM's
 tables keep the weights and the states, so that names and checkpoints do not differ.
 """
 
@@ -21,15 +21,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import Concat, Feature, PathLinear, PathMLP, Product, Sum
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.errors import UserError
-from distembed.fused.layout import BLOCK_IDS, place_bits
-from distembed.fused.loading import reason_not_compiled, reason_unavailable
-from distembed.fused.operation import FusedLookup
-from distembed.fused.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storage, lanes_of
-from distembed.fused.triton_backward import update_bytes
-from distembed.fused.triton_lookup import TritonLookup
+from distembed.kernels.layout import BLOCK_IDS, place_bits
+from distembed.kernels.loading import reason_not_compiled, reason_unavailable
+from distembed.kernels.operation import FusedLookup
+from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storage, lanes_of
+from distembed.kernels.triton_backward import update_bytes
+from distembed.kernels.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
 from distembed.sharding.groups.load import (

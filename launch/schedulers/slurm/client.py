@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 
 PATIENCE_SECONDS = 30.0
 """How long a question is put to a controller that does not answer."""

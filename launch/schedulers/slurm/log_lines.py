@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distembed.errors import RunError
+from distembed.base.errors import RunError
 
 ASK_SECONDS = 3.0
 """Seconds between two questions whether the job has ended."""

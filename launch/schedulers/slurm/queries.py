@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.schedulers.slurm.client import failure_reason, retry, run_command
 
 _JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")

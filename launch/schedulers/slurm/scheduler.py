@@ -41,7 +41,7 @@ from torchx.specs import (
     runopts,
 )
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.schedulers.slurm import queries, submission
 from launch.schedulers.slurm.log_lines import log_lines

@@ -30,7 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.errors import UserError
+from distembed.base.errors import UserError
 from launch.nodes.exit_codes import INTERRUPTED, MISTAKES
 from launch.schedulers.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torchx.schedulers import slurm_scheduler
 from torchx.specs import AppState, is_terminal
 
-from distembed.errors import RunError
+from distembed.base.errors import RunError
 from launch.schedulers.slurm import queries
 from launch.schedulers.slurm.log_lines import ASK_SECONDS
 from launch.schedulers.slurm.queries import JobRecord, query_job

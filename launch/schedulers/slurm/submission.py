@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from distembed.errors import RunError, UserError
+from distembed.base.errors import RunError, UserError
 from launch.schedulers.slurm.client import Completed, failure_reason, retry, run_command, without_prefixes
 from launch.schedulers.slurm.queries import JobRecord, ask_controller
 from launch.schedulers.slurm.script import CANCEL_SECONDS

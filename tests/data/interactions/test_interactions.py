@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions import (
@@ -28,7 +29,6 @@ from distembed.data.prepare.interactions import (
 )
 from distembed.data.prepare.interactions.selection import select
 from distembed.data.prepare.interactions.windows import evaluation_windows, training_windows
-from distembed.errors import UserError
 
 TIMED = InteractionColumns(rating="rating", time="time")
 

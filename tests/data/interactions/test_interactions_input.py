@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import dataset_warnings, describe_dataset
 from distembed.data.prepare.interactions import (
@@ -29,7 +30,6 @@ from distembed.data.prepare.interactions import (
     tables,
 )
 from distembed.data.prepare.split import SPLIT_NAMES
-from distembed.errors import RunError, UserError
 from tests.data.interactions.test_interactions import read
 from tests.data.reference import folder_bytes
 

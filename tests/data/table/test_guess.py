@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
+from distembed.base.yaml_text import parse_yaml
 from distembed.data.prepare.table import prepare_table
 from distembed.data.prepare.table.guess import guess_schema
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import load_schema, shipped_schemas
-from distembed.errors import UserError
-from distembed.yaml_text import parse_yaml
 from tests.data import reference as criteo_reference
 from tests.data.table.test_prepare_table import FORMS, drawn_rows
 

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.table import numbers
 from distembed.data.table.numbers import has_missing_text
 from distembed.data.table.parser import TableParser
 from distembed.data.table.raw_columns import VALUE_TYPES
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 from tests.data.table import reference
 
 SCHEMA = TableSchema.from_json(

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import distembed.data.prepare.pipeline as pipeline
+from distembed.base.errors import UserError
 from distembed.data import Manifest
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 from distembed.data.prepare.table import TableOptions, prepare_table
@@ -25,7 +26,6 @@ from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import load_schema
-from distembed.errors import UserError
 from tests.data import reference as criteo_reference
 from tests.data.reference import folder_bytes
 from tests.data.table import reference

@@ -5,9 +5,9 @@ import re
 import pyarrow as pa
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 
 
 def test_missing_columns_say_which_of_them_the_schema_names() -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.table.preparation import TableOptions, prepare_table
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 
 LETTERS = np.array(list("abcdefghijklmnop"))
 

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import load_schema
-from distembed.errors import UserError
 from tests.data.table.test_prepare_table import expected, require_equal, written
 
 Row = dict[str, str | None]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 from tests.data.table.mutations import mutated
 from tests.data.table.test_prepare_table import FORMS, SCHEMA, delimited, drawn_rows, json_lines
 

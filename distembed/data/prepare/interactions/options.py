@@ -7,10 +7,10 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.interactions.splits import InteractionSplit
-from distembed.errors import UserError
-from distembed.names import one_of
 
 RATING = "rating"
 """Name of the label's column in a dataset of ratings."""

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from distembed import __version__
+from distembed.base.errors import UserError
+from distembed.base.units import format_bytes
+from distembed.base.version import __version__
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import USER
 from distembed.data.prepare.count import Database
@@ -48,8 +50,6 @@ from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split
-from distembed.errors import UserError
-from distembed.units import format_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
 DEFAULT_MEMORY_BYTES = 2 << 30

@@ -6,9 +6,9 @@ left when users and items with fewer are taken away again and again, in whatever
 
 from __future__ import annotations
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import InteractionOptions
-from distembed.errors import UserError
 
 
 def select(database: Database, options: InteractionOptions, in_time: str) -> dict[str, int]:

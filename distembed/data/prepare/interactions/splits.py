@@ -17,9 +17,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.split import parse_shares
 from distembed.data.splitmix import mix64_array
-from distembed.errors import UserError
 
 TRAIN, VALIDATION, TEST = range(3)
 """Numbers of the splits: places in ``SPLIT_NAMES``."""

@@ -20,14 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from distembed.base.errors import UserError
+from distembed.base.yaml_text import parse_yaml
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.sample import MISSING_TEXTS, ColumnProfile, Sample, read_sample
 from distembed.data.table.numbers import number_values, time_values, values_as_numbers
 from distembed.data.table.raw_columns import BOOLEAN, INTEGER, LIST, NUMBER, TEXT, TIME, type_kind
 from distembed.data.table.schema import TableSchema, TextFormat, TimeColumn
 from distembed.data.table.schema_files import load_schema, shipped_schemas
-from distembed.errors import UserError
-from distembed.yaml_text import parse_yaml
 
 _LABELS = ("label", "click", "clicked", "is_click", "y", "target", "converted", "conversion", "purchase", "rating")
 _OUTCOME = re.compile(

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distembed.base.errors import UserError
+from distembed.base.units import enumerate_names
 from distembed.data.prepare.blocks import RawInput
 from distembed.data.prepare.input_bytes import STANDARD_INPUT, compression_of, open_input
 from distembed.data.prepare.progress import NoteCallback, ignore
 from distembed.data.prepare.staging import require_text_name
 from distembed.data.remote import RemoteFile, is_url, list_remote
-from distembed.errors import UserError
-from distembed.units import enumerate_names
 
 TEXT, JSON_LINES, PARQUET = "text", "json_lines", "parquet"
 """Formats of files; text is CSV, TSV and the like."""

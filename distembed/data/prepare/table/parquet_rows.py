@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.remote import is_url, open_remote
-from distembed.errors import UserError
 
 _BYTES_A_VALUE = 8
 """Memory that a value takes at least, however often it is repeated in the file."""

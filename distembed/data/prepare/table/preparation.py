@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
 from distembed.data.prepare.options import PrepareOptions, ResourceLimits
@@ -15,8 +17,6 @@ from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TABLE, TableSchema
 from distembed.data.table.schema_files import load_schema
-from distembed.errors import UserError
-from distembed.names import one_of
 
 
 @dataclass(frozen=True)

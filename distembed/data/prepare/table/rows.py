@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import SourceFile
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.input_bytes import InputBytes
@@ -29,7 +30,6 @@ from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_inputs import TextPart, first_bytes
 from distembed.data.table.parser import row_text
 from distembed.data.table.schema import TableSchema
-from distembed.errors import UserError
 
 _WHOLE_INPUT = 1 << 62
 _MOST_JSON_BYTES = 1 << 28

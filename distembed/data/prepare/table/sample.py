@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.input_bytes import InputBytes
 from distembed.data.prepare.table.inputs import PARQUET, TableInput
@@ -18,7 +19,6 @@ from distembed.data.prepare.table.text_inputs import text_layout
 from distembed.data.table.numbers import number_values
 from distembed.data.table.raw_columns import LIST, TEXT, TIME, TableColumns, one_array, plain_array, type_kind
 from distembed.data.table.schema import TableSchema, TextFormat
-from distembed.errors import UserError
 
 MISSING_TEXTS = ("NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "NULL", "null", "None", "\\N", "?", "-")
 """Texts that commonly stand for a missing value."""

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 import pyarrow as pa
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.blocks import OpenPart, ParsedBlock, Part
 from distembed.data.prepare.input_bytes import sha256_of
 from distembed.data.prepare.table.criteo_rows import WANTED, criteo_layout, parse_regular, strict_rows
@@ -19,7 +20,6 @@ from distembed.data.table.parser import REASONS, TableParser
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import CRITEO, TableSchema
 from distembed.data.table.schema_files import load_schema
-from distembed.errors import UserError
 
 _LATER_KEYS = (
     " Of JSON lines, these are the keys in the first megabyte of each file; list a key that comes later in the "

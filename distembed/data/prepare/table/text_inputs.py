@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
+from distembed.base.errors import UserError
 from distembed.data.prepare.blocks import Part
 from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between, require_text
 from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
@@ -18,7 +19,6 @@ from distembed.data.prepare.table.json_lines import JsonBlock, keys_of_lines
 from distembed.data.prepare.table.raw_rows import RawBlock
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TextFormat
-from distembed.errors import UserError
 
 MOST_LINE_BYTES = 16 << 20
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")

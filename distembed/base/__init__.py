@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, names in configs, units, memory and processor cores, ranks, plugins."""

@@ -1,0 +1,153 @@
+"""Imports that wait until they are needed: torch takes 2 s to load and TorchRec 3 s more, and few commands need both.
+
+A package whose public names are of heavy modules imports them for type checkers alone, and gives them to others when
+they are first asked for::
+
+    if TYPE_CHECKING:
+        from distembed.partitions.base import Partition
+
+    __all__ = ["Partition"]
+    __getattr__ = imports_on_demand(__name__)
+
+A table of names is a :class:`NameTable`, whose values may be given by where they are, ``"module:name"``. A module that
+computes with tensors and is needed without as well takes :data:`torch` from here.
+"""
+
+import ast
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distembed.base.errors import UserError
+
+if TYPE_CHECKING:
+    import torch as torch
+
+T = TypeVar("T")
+
+
+def imports_on_demand(package: str) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a package (PEP 562) whose names are imported when they are first asked for.
+
+    They are the names that the package's own file imports under ``if TYPE_CHECKING:``, which is read for them, so that
+    they are listed once.
+
+    Args:
+        package: The package's ``__name__``.
+    """
+    homes = _imports_for_type_checkers(package)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
+
+def _imports_for_type_checkers(package: str) -> dict[str, str]:
+    """Returns the module of each name that a package imports from it under ``if TYPE_CHECKING:``."""
+    spec = sys.modules[package].__spec__
+    assert spec is not None
+    loader: Any = spec.loader
+    blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names if node.module is not None}
+
+
+def imported(value: T | str) -> T:
+    """Returns a value that may be given by where it is, ``"module:name"``; it is imported then."""
+    return pkgutil.resolve_name(value) if isinstance(value, str) else value
+
+
+_plugins: list[str] = []
+"""The plugins that are being imported, each by the one before it."""
+
+
+@contextmanager
+def registering(plugin: str) -> Iterator[None]:
+    """Names the plugin that is being imported in the block: name tables record it as the owner of each name it adds."""
+    _plugins.append(plugin)
+    try:
+        yield
+    finally:
+        _plugins.remove(plugin)
+
+
+class NameTable(MutableMapping[str, T]):
+    """A table of names, each of whose values is imported when it is first looked up; the names are known at once.
+
+    It is changed like a dictionary: ``PARTITIONS["mine"] = Mine`` adds a value, or ``"my_package.my_module:Mine"``.
+
+    Args:
+        values: The value of each name, which is no string, or where it is, ``"module:name"``.
+
+    Attributes:
+        added: Names that were added or replaced since, with the plugin that did so, or None outside of any.
+        added_by_files: For each name that was added outside of any plugin, the real paths of the Python files whose
+            top level was running: the script, and modules that were being imported.
+    """
+
+    def __init__(self, values: Mapping[str, T | str]) -> None:
+        self._values = dict(values)
+        self.added: dict[str, str | None] = {}
+        self.added_by_files: dict[str, set[str]] = {}
+
+    def __getitem__(self, name: str) -> T:
+        value = self._values[name] = imported(self._values[name])
+        return value
+
+    def __setitem__(self, name: str, value: T | str) -> None:
+        """Adds a value; a plugin replaces none but its own.
+
+        Raises:
+            UserError: The name has another value, and a plugin that did not add it is being imported.
+        """
+        plugin = _plugins[-1] if _plugins else None
+        if plugin is not None and name in self._values and self._values[name] not in (value, imported(value)):
+            owner = self.added.get(name, "distembed")
+            if owner != plugin:
+                raise UserError(
+                    f"the name {name!r} is registered already, by {owner or 'this process'}; give it another name"
+                )
+        self._values[name] = value
+        self.added[name] = plugin
+        if plugin is None:
+            running = {frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())}
+            top_levels = {code.co_filename for code in running if code.co_name == "<module>"}
+            self.added_by_files[name] = {os.path.realpath(file) for file in top_levels}
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+        self.added.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _ModuleOnDemand(ModuleType):
+    """A module that is imported when something of it is first asked for, and then has it: a forward pass asks often."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(importlib.import_module(self.__name__), name)
+        setattr(self, name, value)
+        return value
+
+
+if not TYPE_CHECKING:
+    torch = _ModuleOnDemand("torch")
+    """torch, which is loaded when something of it is first used."""

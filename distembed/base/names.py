@@ -1,0 +1,141 @@
+"""Names in configs: a name among the known ones, with an error that suggests the nearest; a table's settings.
+
+Sections of a config have settings for every table under ``default``, and under ``tables`` those of single tables that
+differ.
+"""
+
+import difflib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distembed.base.errors import UserError
+
+if TYPE_CHECKING:  # this module is needed where pydantic is not
+    from pydantic import ConfigDict
+
+STRICT: "ConfigDict" = {"extra": "forbid", "strict": True}
+"""Pydantic's settings for every section of a config: unknown keys are refused, and so are values of other types."""
+
+T = TypeVar("T")
+Values = Mapping[str, Any]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most like ``name``, or None where none is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def one_of(field: str, value: T, known: Iterable[T]) -> T:
+    """Returns ``value`` where it is among ``known``.
+
+    Args:
+        field: Name of the option or setting, for the error.
+        value: What the user gave.
+        known: What is allowed.
+
+    Raises:
+        UserError: The value is not known; the error names the nearest known one, and all of them.
+    """
+    known = list(known)
+    if value in known:
+        return value
+    names = [str(k) for k in known]
+    guess = nearest(str(value), names)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    raise UserError(f"{field} is {value!r}, which is not known.{hint} Known: {', '.join(names)}.")
+
+
+def over_default(default: Values, table: Values) -> dict[str, Any]:
+    """Returns the default's settings, replaced by the table's own where it has some."""
+    return {**default, **table}
+
+
+def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, Any]] = over_default) -> Any:
+    """Completes every table's settings by the default's; returns what is no such section as it is, for validation.
+
+    Args:
+        values: The section, as the config file has it.
+        complete: Returns the settings of one table, from those of the default and its own.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    default, tables = values.get("default"), values.get("tables")
+    if not isinstance(default, Mapping) or not isinstance(tables, Mapping):
+        return values
+    completed = {
+        name: complete(default, table) if isinstance(table, Mapping) else table for name, table in tables.items()
+    }
+    return {**values, "tables": completed}
+
+
+def require_mapping(section: Any) -> None:
+    """Refuses a section that has no keys.
+
+    Raises:
+        PydanticCustomError: It is no mapping.
+    """
+    from pydantic_core import PydanticCustomError
+
+    if not isinstance(section, Mapping):
+        raise PydanticCustomError("section_type", "Input should be an object")
+
+
+class ByValues(ABC):
+    """Marks a section of a config whose dataclass depends on its values."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
+        from pydantic_core import core_schema  # this module is needed where pydantic is not
+
+        return core_schema.no_info_plain_validator_function(self.validate)
+
+    @abstractmethod
+    def class_of(self, section: Any) -> Any:
+        """Returns a dataclass with all keys that a section may have; None where its values decide for none."""
+
+    @abstractmethod
+    def validate(self, section: Any) -> Any:
+        """Returns a section as an instance of its dataclass, from plain values or as the instance that it is already.
+
+        Raises:
+            PydanticCustomError: The values decide for no dataclass.
+            ValidationError: A value of the section is wrong.
+        """
+
+
+class ByName(ByValues):
+    """Marks a section of a config that is one of several dataclasses, told apart by its key ``name``.
+
+    The table of names is looked at when a config is validated, so that what a user registers is known at once.
+
+    Args:
+        known: Pydantic dataclass by name.
+        kind: What they are, for the error.
+        default: Name where the section gives none.
+    """
+
+    def __init__(self, known: Mapping[str, Any], kind: str, default: str) -> None:
+        self.known, self.kind, self.default = known, kind, default
+
+    def class_of(self, section: Any) -> Any:
+        """Returns the dataclass of a section in plain values; None where it names none that is known."""
+        name = section.get("name", self.default) if isinstance(section, Mapping) else self.default
+        return self.known.get(name) if isinstance(name, str) else None
+
+    def validate(self, section: Any) -> Any:
+        """Returns the section as an instance of the dataclass of its name."""
+        from pydantic import TypeAdapter
+        from pydantic_core import PydanticCustomError
+
+        if type(section) in self.known.values():
+            return section
+        require_mapping(section)
+        chosen = self.class_of(section)
+        if chosen is None:
+            names = ", ".join(self.known)
+            text = f"{section.get('name')!r} is not a {self.kind}; known: {names}, and those that `plugins` register"
+            raise PydanticCustomError("unknown_name", "{text}", {"text": text})
+        # strictness lets a section be given as a mapping only where the input is JSON
+        return TypeAdapter(chosen).validate_json(json.dumps({"name": self.default, **section}, default=str))

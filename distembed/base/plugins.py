@@ -1,0 +1,224 @@
+"""Plugins: modules and files of one's own, imported before a config is validated so that it may use what they register.
+
+A config names them under ``plugins``; installed packages name theirs by entry points of the group
+``distembed.base.plugins``. A file is imported from the path that the config records and from nowhere else. Importing a
+plugin runs it with the rights of the user, so that a run names modules and absolute paths outside of its own folder, or
+is refused: a run that was copied from somebody else brings no code along.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from distembed.base.errors import UserError
+from distembed.base.lazy import registering
+
+ENTRY_POINTS = "distembed.base.plugins"
+"""The group of entry points by which installed packages name their plugins."""
+
+_imported: set[str] = set()
+_being_imported: list[str] = []
+
+
+def is_file(plugin: str) -> bool:
+    """Returns whether a plugin is the path of a file, and not the name of a module."""
+    return plugin.endswith(".py") or os.sep in plugin
+
+
+def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the values of a config in which the plugins that are files have absolute paths.
+
+    Args:
+        values: The config's values.
+        folder: The folder that relative paths start from.
+    """
+    plugins = values.get("plugins")
+    if not isinstance(plugins, list):
+        return values
+    absolute = [os.path.abspath(folder / each) if isinstance(each, str) and is_file(each) else each for each in plugins]
+    return {**values, "plugins": absolute}
+
+
+def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
+    """Refuses plugins that may have come along with a run: files and modules in its folder, and relative paths.
+
+    Args:
+        values: Values as they stand in a file.
+        config: The file: the config of the run, or one that it extends.
+        run: The run's folder.
+
+    Raises:
+        UserError: A plugin may have come along.
+    """
+    folder = os.path.realpath(run)
+    for plugin in _names(values.get("plugins")):
+        places = [plugin] if is_file(plugin) else _module_places(plugin)
+        inside = any(Path(os.path.realpath(place)).is_relative_to(folder) for place in places)
+        if inside or (is_file(plugin) and not os.path.isabs(plugin)):
+            raise UserError(
+                f"{config}: plugins names {plugin}, which may have come along with the run, and opening somebody "
+                "else's would execute it. Read the file, move it out of the run's folder, and name its absolute path."
+            )
+
+
+def _module_places(name: str) -> list[str]:
+    """Returns the files and folders that importing a module would execute code from, and imports nothing for it.
+
+    Its packages are included. A module that cannot be found has none.
+    """
+    top, *inner = name.split(".")
+    places: list[str] = []
+    try:
+        spec = importlib.util.find_spec(top)
+        while spec is not None:
+            # the folder of a file too: a link in it may have compiled code next to it, which is what is executed
+            places += [spec.origin, os.path.dirname(spec.origin)] if spec.has_location and spec.origin else []
+            folders = list(spec.submodule_search_locations or ())
+            if not inner:
+                return places + folders  # a package's modules are imported from them
+            # find_spec() of a dotted name would import its packages
+            spec = PathFinder.find_spec(inner.pop(0), folders)
+    except (ImportError, ValueError):  # ValueErrors are names that no module can have, and modules without a spec
+        pass
+    return places
+
+
+def plugin_files(plugins: Sequence[str]) -> set[str]:
+    """Returns the real paths of the files of plugins: a config's, which are imported, and installed packages'.
+
+    Args:
+        plugins: The plugins of the config.
+    """
+    files = {os.path.realpath(plugin) for plugin in plugins if is_file(plugin)}
+    names = [plugin for plugin in plugins if not is_file(plugin)] + [point.module for point in _entry_points()]
+    origins = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return files | {os.path.realpath(origin) for origin in origins if origin is not None}
+
+
+def require_none_being_imported() -> None:
+    """Makes sure that a command is not started by a plugin that another command imports.
+
+    Raises:
+        UserError: It is.
+    """
+    if _being_imported:
+        raise UserError(
+            f"the plugin {_being_imported[-1]} calls main() while it is imported; have it do so under "
+            "`if __name__ == '__main__':` alone."
+        )
+
+
+def import_plugins(plugins: Any, source: str) -> None:
+    """Imports the plugins of installed packages and of a config, each once in a process.
+
+    Args:
+        plugins: The value of the config's ``plugins``; a wrong one is left to the validation.
+        source: The file that names them, for errors.
+
+    Raises:
+        UserError: A plugin is missing or fails; the error says where.
+    """
+    for point in _entry_points():
+        package = point.dist.name if point.dist is not None else "a package"
+        _import_once(point.value, point.load, f"the installed package {package} (entry point {point.name})")
+    for plugin in _names(plugins):
+        if is_file(plugin):
+            _import_file(plugin, source)
+        else:
+            _import_once(plugin, partial(_import_module, plugin), source)
+
+
+def _names(plugins: Any) -> list[str]:
+    """Returns the modules and files of a config's ``plugins``, without values that its validation refuses."""
+    listed = plugins if isinstance(plugins, list) else []
+    return [each for each in listed if isinstance(each, str) and each and "\0" not in each]
+
+
+@cache
+def _entry_points() -> Sequence[EntryPoint]:
+    """Returns the entry points of installed packages, which takes milliseconds to find."""
+    return list(entry_points(group=ENTRY_POINTS))
+
+
+def _import_module(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the plugin is there, and imports something that is not
+        raise UserError(
+            f"there is no module {name!r} here: install its package, add its folder to PYTHONPATH on every machine, or "
+            "name its file"
+        ) from None
+
+
+def _import_file(path: str, source: str) -> None:
+    """Imports a file under a name of its own, unless it is the script that this process runs."""
+    file = os.path.realpath(path)
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and os.path.realpath(script) == file:
+        return
+
+    def load() -> None:
+        if not os.path.isfile(file):
+            raise UserError(
+                "there is no such file: put it back, or name its new place there. Plugins are not copied into runs"
+            )
+        # a name that no module has, and the same in every process
+        name = f"distembed_plugin_{zlib.crc32(file.encode()):08x}_{Path(file).stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        if os.path.dirname(file) not in sys.path:
+            sys.path.append(os.path.dirname(file))  # modules next to it; last, so that they hide none
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+
+    _import_once(file, load, source, shown=path)
+
+
+def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str | None = None) -> None:
+    """Imports a plugin that was not imported yet, and says where it fails."""
+    if plugin in _imported or plugin in _being_imported:
+        return
+    _being_imported.append(plugin)
+    try:
+        with registering(plugin):
+            load()
+    except Exception as error:
+        told = f"{source}: the plugin {shown or plugin} cannot be imported: {_explained(error, plugin)}."
+        raise UserError(told) from error
+    finally:
+        _being_imported.remove(plugin)
+    _imported.add(plugin)
+
+
+def _explained(error: Exception, plugin: str) -> str:
+    """Returns what is wrong, with the file and the line of the plugin where it is."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    text = " ".join(str(error).split()).rstrip(".")
+    if not isinstance(error, UserError):
+        text = f"{type(error).__name__}: {text}"
+    package = Path(__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not Path(frame.filename).is_relative_to(package)
+    ]
+    stdlib = os.path.dirname(importlib.__file__)
+    frames = [frame for frame in frames if os.path.dirname(frame.filename) != stdlib]
+    own = [frame for frame in frames if os.path.realpath(frame.filename) == plugin] or frames
+    return f"{own[-1].filename}, line {own[-1].lineno}: {text}" if own else text

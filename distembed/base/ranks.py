@@ -1,0 +1,305 @@
+"""The ranks of a run: joining their process group, and collectives on Python objects.
+
+The process group is joined by the environment of ``torch.distributed.run``, or made for one process alone. What rank 0
+alone does by :meth:`Collectives.on_first` fails on every rank where it fails, so that none waits for ever.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distembed.base.cuda_driver import driver_shortage, driver_version, has_nvidia_device, hides_devices
+from distembed.base.errors import UserError
+from distembed.base.host_memory import keep_freed_memory
+
+T = TypeVar("T")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+GATHERED_BYTES = 2**28
+"""Most bytes of all ranks' rows that are gathered at once."""
+_OWN_GROUP_TIMEOUT = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of a run.
+
+    Attributes:
+        rank: Number of this process's rank, from 0.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this machine.
+        device: The device on which this rank computes.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def any(self, flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+        """Returns whether the flag is set on any rank; all ranks call it.
+
+        Args:
+            flag: This rank's flag.
+            group: A gloo group of all ranks, by which nobody waits for a GPU; the default group unless given.
+        """
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([int(flag)], device=self.device if group is None else "cpu")
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        return bool(flags.item())
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sums a tensor over all ranks; all ranks call it with tensors of one shape.
+
+        Returns:
+            The sums on rank 0; other ranks have no use for what they get.
+        """
+        numbers = numbers.to(self.device)
+        if self.world_size > 1 and numbers.numel():
+            dist.reduce(numbers, dst=0)
+        return numbers
+
+    def sum_all(self, numbers: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
+        """Sums tensors over all ranks by name, in one reduction and one copy to the host for those of a type.
+
+        All ranks call it, with tensors of the same names, shapes and types.
+
+        Returns:
+            The sums on rank 0, and nothing on other ranks.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        for dtype in sorted({own.dtype for own in numbers.values()}, key=str):
+            alike = {name: own for name, own in numbers.items() if own.dtype == dtype}
+            totals = self.sum(torch.cat([own.flatten() for own in alike.values()]))
+            if self.is_first:
+                parts = totals.cpu().split([own.numel() for own in alike.values()])
+                found |= {name: part.view(alike[name].shape).numpy() for name, part in zip(alike, parts, strict=True)}
+        return found
+
+    def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
+        """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
+
+        Returns:
+            All rows on rank 0, and none on other ranks, in the tensor's type.
+        """
+        parts = self.gather_parts(rows)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else rows[:0].cpu().numpy()
+
+    def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
+        """Gathers rows [n, ...] of all ranks, which may be unequally many; all ranks call it.
+
+        They go over the devices in pieces, so that rank 0 never has all of them in the memory of its GPU.
+
+        Returns:
+            The rows of each rank on rank 0, in the tensor's type, and nothing on other ranks.
+        """
+        if self.world_size == 1:
+            return [rows.cpu().numpy()]
+        own = torch.tensor([len(rows)], device=self.device)
+        sizes = [torch.zeros_like(own) for _ in range(self.world_size)]
+        dist.all_gather(sizes, own)
+        counts: list[int] = torch.cat(sizes).tolist()
+        row_bytes = max(1, rows[:0].new_empty(1, *rows.shape[1:]).nbytes)
+        pieces = [
+            self._gather_piece(rows, counts, piece) for piece in _pieces(max(counts), row_bytes * self.world_size)
+        ]
+        if not self.is_first:
+            return []
+        return [np.concatenate(of_rank) if of_rank else rows[:0].cpu().numpy() for of_rank in _by_rank(pieces, counts)]
+
+    def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
+        """Gathers the same range of every rank's rows; returns those of each rank on rank 0, and nothing elsewhere."""
+        own = rows[piece].to(self.device)
+        padded = torch.cat([own, own.new_zeros(piece.stop - piece.start - len(own), *own.shape[1:])])
+        gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
+        dist.gather(padded, gathered, dst=0)
+        there = [max(0, min(count, piece.stop) - piece.start) for count in counts]
+        return [part[:n].cpu().numpy() for part, n in zip(gathered or [], there, strict=False)]
+
+
+def _pieces(num_rows: int, row_bytes: int) -> list[slice]:
+    """Returns ranges of rows of at most :data:`GATHERED_BYTES` each."""
+    step = max(1, GATHERED_BYTES // row_bytes)
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _by_rank(pieces: Sequence[Sequence[T]], counts: Sequence[int]) -> list[list[T]]:
+    """Returns the pieces of each rank, in order."""
+    return [[piece[rank] for piece in pieces] for rank in range(len(counts))]
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Returns the device of a local rank.
+
+    Args:
+        name: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
+        local_rank: Number of the rank among those on this machine.
+
+    Raises:
+        UserError: There is no CUDA device for this rank, or there is one that torch's build for CUDA cannot use.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _require_usable_driver(name)
+        if name == "auto":
+            return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"train.device is {name!r}, but local rank {local_rank} finds {torch.cuda.device_count()} CUDA devices; "
+            "start fewer processes, or set train.device=cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _require_usable_driver(name: str) -> None:
+    """Refuses an NVIDIA device that torch's build for CUDA does not find: a run for GPUs would crawl.
+
+    Whoever has installed the members for processors, or hides the devices from this process, wants no GPU.
+
+    Raises:
+        UserError: It is so; the error names the driver, where it is that which is too old.
+    """
+    cuda = torch.version.cuda
+    if cuda is None or hides_devices() or not has_nvidia_device():
+        return
+    import fbgemm_gpu  # here alone: what needs no table needs no FBGEMM
+
+    if fbgemm_gpu.__variant__ == "cpu" and name == "auto":
+        return
+    reason = driver_shortage(cuda, driver_version())
+    because = f": {reason}" if reason else " and does not say why; `nvidia-smi` and `torch.cuda.init()` may"
+    raise UserError(
+        f"train.device is {name!r}, this machine has an NVIDIA device, and torch {torch.__version__}, built for CUDA "
+        f"{cuda}, cannot use it{because}. Install a newer driver, or a torch built for an older CUDA; or run on the "
+        "processor by train.device=cpu or, where nothing is trained, with CUDA_VISIBLE_DEVICES= in the environment."
+    )
+
+
+def _let_segments_grow() -> None:
+    """Has torch's CUDA allocator grow its segments, unless the user has set it otherwise.
+
+    Lists make batches of unequal sizes, for which segments of fixed sizes are left with gaps that nothing fits into.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+@contextmanager
+def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
+    """Joins, or makes for one process alone, the process group of the block; all ranks call it.
+
+    Args:
+        device_name: As for :func:`choose_device`; collectives run by nccl on CUDA and by gloo elsewhere.
+        device_index: Number of the CUDA device of a process alone, beside which others may train models of their own;
+            they share the devices in turn where there are fewer.
+
+    Raises:
+        UserError: There is no CUDA device for this rank.
+    """
+    keep_freed_memory()
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else device_index % max(1, torch.cuda.device_count())
+    device = choose_device(device_name, local_rank)
+    if device.type == "cuda":
+        _let_segments_grow()
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # nccl is told the device: else it guesses it from the rank, and makes its communicator in the first step
+    device_id = device if device.type == "cuda" else None
+    if launched:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    world_size = dist.get_world_size()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else 1
+    try:
+        yield Ranks(dist.get_rank(), world_size, local_world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+class Collectives:
+    """Collectives on Python objects over the ranks of a process group, or on this process alone where there is none.
+
+    Args:
+        group: The process group; the default one unless given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+
+    @classmethod
+    def alone(cls) -> "Collectives":
+        """Returns collectives of this process alone, also where it has joined a process group."""
+        collectives = cls.__new__(cls)
+        collectives.group, collectives.rank, collectives.world_size = None, 0, 1
+        return collectives
+
+    @classmethod
+    def in_own_group(cls) -> "Collectives":
+        """Returns collectives in a new gloo group, for a thread beside training; all ranks call it.
+
+        Its timeout is hours: a rank may write its part of a checkpoint for long while the others have none to write.
+        """
+        return cls(dist.new_group(backend="gloo", timeout=_OWN_GROUP_TIMEOUT) if dist.is_initialized() else None)
+
+    def gather(self, value: T) -> list[T]:
+        """Returns each rank's value, on every rank; all ranks call it."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Returns this rank's of the values that rank 0 has, one a rank; other ranks give None. All ranks call it."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, None if values is None else list(values), src=0, group=self.group)
+        return own[0]
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""
+        if self.world_size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                outcome[1] = _sendable(error)
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+def _sendable(error: Exception) -> Exception:
+    """Returns the error itself or, where it cannot be pickled, one with the same message."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,95 @@
+"""Bytes and counts as text that a user writes or reads.
+
+``pydantic.ByteSize`` was tried in place of :func:`parse_bytes` and :func:`format_bytes`. It accepts
+"2GB or so", "2.GB" (as 2 bytes), "2Gbit" and 0, refuses "1e3GB", and writes one decimal instead of two; and it would
+have to be installed where ``distembed doctor`` finds out what is missing.
+"""
+
+from collections.abc import Sequence
+
+from distembed.base.errors import UserError
+
+_BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {name.lower(): num_bytes for name, num_bytes in _BINARY_UNITS.items()}
+
+
+def parse_bytes(field: str, text: str, least: int = 1) -> int:
+    """Returns the bytes of a size: ``2GB`` is 2,000,000,000, ``2GiB`` is 2^31, a plain number is bytes.
+
+    Args:
+        field: Name of the option or setting, for the error.
+        text: A number and one of the units b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (powers of 1024), in
+            small or capital letters.
+        least: The smallest size that is allowed.
+
+    Raises:
+        UserError: The text is no size, or too small.
+    """
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text.strip()[len(number) :].lower()
+    try:
+        count = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(f"{field} is {text!r}; give a size such as 500MB, 2GB or 2GiB.") from None
+    if count <= 0:
+        raise UserError(f"{field} is {text!r}; it must be above 0.")
+    if count < least:
+        raise UserError(f"{field} is {text!r}; it must be {exact_bytes(least)} or more.")
+    return count
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a size such as ``1.50 GiB``, in the largest unit up to TiB of which it is at least 1."""
+    name, unit_bytes = binary_unit(num_bytes)
+    return f"{num_bytes:.0f} B" if name == "B" else f"{num_bytes / unit_bytes:.2f} {name}"
+
+
+def binary_unit(num_bytes: int) -> tuple[str, int]:
+    """Returns the unit that :func:`format_bytes` writes a size in: its name, and how many bytes it is."""
+    return [(name, size) for name, size in _BINARY_UNITS.items() if size == 1 or num_bytes >= size][-1]
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """Returns a size that :func:`parse_bytes` reads back as the same number of bytes, such as ``80GiB``."""
+    for unit in ("GiB", "MiB", "GB", "MB"):
+        if num_bytes % _UNITS[unit.lower()] == 0:
+            return f"{num_bytes // _UNITS[unit.lower()]}{unit}"
+    return str(num_bytes)
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a time such as ``0.43 s``, ``40 s``, ``12 min`` or ``3.5 h``, of the largest unit at least 2."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def enumerate_names(names: Sequence[str], most: int = 12) -> str:
+    """Returns names separated by commas; of more than ``most``, the first ones and how many others there are."""
+    return " ".join([", ".join(names[:most]), *_others(names, most)])
+
+
+def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
+    """Returns ascending numbers such as ``0-3, 8``; of more than ``most`` ranges the first, and how many are left."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
+    num_others = sum(last - first + 1 for first, last in ranges[most:])
+    return f"{shown} and {num_others:,} more" if num_others else shown
+
+
+def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
+    """Returns what stands below a heading: indented lines, of more than ``most`` the first ones and how many others."""
+    return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])
+
+
+def _others(listed: Sequence[str], most: int) -> list[str]:
+    """Returns the end of a list of which ``most`` are named; nothing where that is all of them."""
+    return [f"and {len(listed) - most:,} more"] if len(listed) > most else []

@@ -1,0 +1,172 @@
+"""The ``distembed`` command: joins the commands of :mod:`distembed.commands` and of launch, and ends with an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong input, 3 a plan that does not fit, 75 interrupted: go on with --resume. What a
+user can mend is said in a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast
+and ``doctor`` works on a broken install.
+"""
+
+import errno
+import os
+import sys
+import warnings
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
+from distembed.base.parent import end_with_parent
+from distembed.base.plugins import require_none_being_imported
+from distembed.base.quiet import silence_loggers
+from distembed.base.version import __version__
+from distembed.commands import convert, data, export, inspect, plan, predict, prepare, serve, sweep, train
+from distembed.commands.error_file import record_error, user_exit_code
+from distembed.commands.shared import errors
+from launch import commands as launch
+
+INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+# what typer says of options and arguments; click's own class, or that of the copy of click in newer releases
+_WrongUsage: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="distembed",
+    help="Train click-through models and recommenders with compressed, sharded embedding tables.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+for group in (
+    prepare.app,
+    data.app,
+    plan.app,
+    train.app,
+    convert.app,
+    predict.app,
+    export.app,
+    serve.app,
+    sweep.app,
+    inspect.app,
+    launch.app,
+):
+    app.add_typer(group)  # without a name: its commands become the app's own
+
+
+def _print_versions(wanted: bool) -> None:
+    """Prints distembed's version and those of the packages that results depend on, without loading these, and ends."""
+    if wanted:
+        from distembed.base.version import versions
+
+        others = [f"{name} {version}" for name, version in versions().items() if name != "distembed"]
+        print(f"distembed {__version__}\n{', '.join(others)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _silence_libraries(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and end.")
+    ] = False,
+) -> None:
+    """Keeps out of the output what TorchRec and torch warn of and no user can act on; runs before every command."""
+    silence_loggers()
+    warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
+    warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+
+
+def _limit_openmp_spinning() -> None:
+    """Makes OpenMP's threads sleep at a barrier after a short spin; has to be called before torch is loaded.
+
+    By default they spin for milliseconds at every barrier. One other busy process on two cores then slowed training
+    from 20,000 to 400 samples/s; with a short spin to 7,000. Alone, it costs a few percent.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def main() -> NoReturn:
+    """Runs the command and ends the process with its exit code."""
+    _limit_openmp_spinning()
+    for stream in (sys.stdout, sys.stderr):
+        # what a stream's encoding has no characters for, such as a file's odd name, is no reason to fail
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    end_with_parent()
+    try:
+        require_none_being_imported()
+        code = app(standalone_mode=False)
+    except _WrongUsage as error:
+        text = _usage_error(error)
+        if not text:  # help was shown, for want of any argument
+            _leave(2)
+        _end(2, f"[bold red]error:[/] {_escape(text)}")
+    except UserError as error:
+        exit_code = user_exit_code(error)
+        _end(exit_code, "" if record_error(error, exit_code) else f"[bold red]error:[/] {_escape(error)}")
+    except Interrupted as error:
+        _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
+    except InsufficientMemory as error:
+        _end(3, "" if record_error(error, 3) else f"[bold red]failed:[/] {_escape(error)}")
+    except RunError as error:
+        record_error(error)
+        _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    except SystemExit as ended:
+        _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
+        record_error(error)
+        _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    except UnicodeEncodeError as error:
+        _end(2, f"[bold red]error:[/] {_escape(ascii(error.object))} is not written in UTF-8; give another name.")
+    except Exception as error:
+        record_error(error)
+        if _is_out_of_memory(error):
+            _end(1, f"[bold red]failed:[/] there is not enough memory: {_escape(error)}")
+        raise
+    if code == 130:  # typer's answer to Ctrl-C
+        _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
+    _leave(code or 0)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether memory ran out, as Python and PyArrow say so, or torch on a CPU or on a GPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def _usage_error(error: Any) -> str:
+    """Returns in a sentence what is wrong with a command's options or arguments, and where to read of them, if any."""
+    text = str(error.format_message()).rstrip(".")
+    if not text or getattr(error, "ctx", None) is None:
+        return text
+    return f"{text}{' See' if text.endswith('?') else '; see'} `{error.ctx.command_path} --help`."
+
+
+def _escape(error: BaseException | str) -> str:
+    """Returns the message and the notes of an error as text that rich prints unchanged."""
+    from rich.markup import escape
+
+    return escape("\n".join([str(error), *getattr(error, "__notes__", [])]))
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """Prints a message, with the rank where that is not 0, or nothing where it is empty, and ends the process."""
+    rank = os.environ.get("RANK", "0")
+    if message:
+        errors.print(message if rank == "0" else f"rank {rank}: {message}", highlight=False, soft_wrap=True)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process with an exit code."""
+    if "RANK" in os.environ:
+        # One of several ranks: a gloo thread that is late with its last message asks for the interpreter after that has
+        # ended, which aborts a process whose work is done and written. So the process ends before the interpreter does.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

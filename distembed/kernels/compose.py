@@ -1,0 +1,233 @@
+"""The forward pass of the fused lookup on a CPU: ids in, composed and pooled vectors out, in one pass.
+
+The ids of 64 bags or so are mapped, and their rows asked for, before the first of them is composed, so that memory is
+read while there is something else to do.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from distembed.kernels.layout import (
+    BLOCK_IDS,
+    COLUMN_START,
+    FIRST_BAG,
+    IDS,
+    IS_HALF,
+    IS_PRODUCT,
+    NUM_BAGS,
+    NUM_COLUMNS,
+    NUM_FEATURES,
+    NUM_PARTITIONS,
+    OFFSETS,
+    ROW_BYTES,
+    STRIDE,
+    VECTOR_START,
+    VECTORS,
+    WEIGHT_ADDRESS,
+    WEIGHT_START,
+    WEIGHTS,
+    WIDTH,
+)
+from distembed.kernels.rows import (
+    ask_for,
+    clear,
+    compiled,
+    entry,
+    feature_block,
+    field,
+    inline,
+    is_outside,
+    last_row,
+    part_block,
+    partition_block,
+    read,
+    row_of,
+)
+from distembed.kernels.simd import (
+    lanes_of,
+    load,
+    multiply_add,
+    read_float,
+    read_long,
+    splat,
+    store,
+    write,
+    zeros_4,
+    zeros_8,
+    zeros_16,
+)
+
+
+@compiled
+def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> Any:
+    num_features, most_bags = field(job, NUM_FEATURES), 0
+    for feature in range(num_features):
+        most_bags = max(most_bags, field(feature_block(job, feature), NUM_BAGS))
+    first, last = most_bags * share // num_shares, most_bags * (share + 1) // num_shares
+    # vectors of one bag lie side by side: all features of some bags are written before those of the next
+    for start in range(first, last, BLOCK_IDS):
+        for feature in range(num_features):
+            stop = min(start + BLOCK_IDS, last, field(feature_block(job, feature), NUM_BAGS))
+            if start < stop and not _compose_bags(job, feature, start, stop, scratch, zeros):
+                return 1 + feature
+    return 0
+
+
+@inline
+def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> Any:
+    """Composes the bags of a feature from ``first`` until ``last``; returns whether all rows were inside."""
+    own, stride, width, weights = (
+        feature_block(job, feature),
+        field(job, STRIDE),
+        field(job, WIDTH),
+        field(job, WEIGHTS),
+    )
+    ends = field(job, OFFSETS) + 8 * field(own, FIRST_BAG)
+    start, end = read_long(ends + 8 * first), read_long(ends + 8 * last)
+    bag_end, ends = start, ends + 8 * first
+    target = field(job, VECTORS) + field(own, VECTOR_START) + (first - 1) * stride
+    while start < end:
+        stop = min(start + BLOCK_IDS, end)
+        if not _find_rows(job, feature, start, stop, rows):
+            return False
+        i = start
+        while i < stop:
+            is_first = i >= bag_end
+            while i >= bag_end:
+                target += stride
+                ends += 8
+                bag_end = read_long(ends)
+                if i >= bag_end:
+                    clear(target, width, zeros)
+            own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
+            # the number of ids of longer bags has to be read before the next bag is begun; of single ids it is guessed
+            if is_first and bag_end == i + 1:
+                _compose_one(job, target, own_rows, own_weights, zeros)
+                i += 1
+            else:
+                num_ids = min(bag_end, stop) - i
+                _compose_ids(job, target, own_rows, num_ids, own_weights, is_first, zeros)
+                i += num_ids
+        start = stop
+    final = field(job, VECTORS) + field(own, VECTOR_START) + last * stride
+    target += stride
+    while target < final:
+        clear(target, width, zeros)
+        target += stride
+    return True
+
+
+@inline
+def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
+    """Writes the address of each id's row in every partition, and asks for the row.
+
+    Returns:
+        Whether this rank has all of the rows. If not, none may be read.
+    """
+    ids, outside = field(job, IDS), 0
+    for j in range(field(job, NUM_PARTITIONS)):
+        part, partition = part_block(job, feature, j), partition_block(job, j)
+        row_bytes = field(partition, ROW_BYTES)
+        base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
+        place, last = rows + 8 * BLOCK_IDS * j, last_row(part)
+        for i in range(start, stop):
+            row = row_of(read_long(ids + 8 * i), part)
+            outside |= is_outside(row, last)
+            address = base + row * row_bytes
+            write(place, address)
+            place += 8
+            ask_for(address, row_bytes)
+    return outside >= 0
+
+
+@inline
+def _weight(weights: Any, i: Any, zeros: Any) -> Any:
+    """Returns the weight of an id in all lanes; 1 where there are none."""
+    return splat(read_float(weights + 4 * i) if weights != 0 else np.float32(1), zeros)
+
+
+@inline
+def _num_common(job: Any) -> Any:
+    """Returns how many partitions have their columns in common: all, or one where each has columns of its own."""
+    num_partitions = field(job, NUM_PARTITIONS)
+    return num_partitions if field(partition_block(job, num_partitions - 1), COLUMN_START) == 0 else 1
+
+
+@inline
+def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
+    """Returns numbers of an id's composed vector: of its rows in partition ``j`` and those that share its columns."""
+    vector = read(read_long(rows + 8 * BLOCK_IDS * j), column, field(partition_block(job, j), IS_HALF), zeros)
+    for other in range(j + 1, j + num_common):
+        row, is_half = read_long(rows + 8 * BLOCK_IDS * other), field(partition_block(job, other), IS_HALF)
+        own = read(row, column, is_half, zeros)
+        vector = vector * own if field(job, IS_PRODUCT) else vector + own
+    return vector
+
+
+@inline
+def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
+    """Writes the composed vector of the only id of a bag, times its weight; takes what :func:`_compose_ids` does."""
+    num_common, factor = _num_common(job), _weight(weights, 0, zeros)
+    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+        partition = partition_block(job, j)
+        place = target + 4 * field(partition, COLUMN_START)
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+            store(place + 4 * column, _compose_rows(job, rows, j, num_common, column, zeros) * factor)
+
+
+@inline
+def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
+    """Adds up the composed vectors of ids of one bag, each times its weight, and writes them or adds them to the bag's.
+
+    A bag may go on in the next block of ids; its sum is in the order of the ids wherever that begins.
+
+    Args:
+        job: Address of the job.
+        target: Address of the bag's vector.
+        rows: Address of where the rows of the first partition are told; those of the others are a block further.
+        num_ids: How many ids.
+        weights: Address of their weights; 0 for none.
+        is_first: Whether they are the first of their bag.
+        zeros: Zeros of all lanes.
+    """
+    num_common = _num_common(job)
+    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+        partition = partition_block(job, j)
+        place = target + 4 * field(partition, COLUMN_START)
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+            summed = zeros if is_first else load(place + 4 * column, zeros)
+            for i in range(num_ids):
+                vector = _compose_rows(job, rows + 8 * i, j, num_common, column, zeros)
+                summed = multiply_add(vector, _weight(weights, i, zeros), summed)
+            store(place + 4 * column, summed)
+
+
+@entry
+def compose_16(job: int, share: int, num_shares: int, scratch: int) -> int:
+    """Composes one share of every feature's bags.
+
+    All numbers of columns are multiples of 16.
+
+    Args:
+        job: Address of the job.
+        share: Which share.
+        num_shares: How many shares there are.
+        scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
+
+    Returns:
+        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is read then.
+    """
+    return _compose_features(job, share, num_shares, scratch, zeros_16())
+
+
+@entry
+def compose_8(job: int, share: int, num_shares: int, scratch: int) -> int:
+    """Does as :func:`compose_16` where all numbers of columns are multiples of eight."""
+    return _compose_features(job, share, num_shares, scratch, zeros_8())
+
+
+@entry
+def compose_4(job: int, share: int, num_shares: int, scratch: int) -> int:
+    """Does as :func:`compose_16` where all numbers of columns are multiples of four."""
+    return _compose_features(job, share, num_shares, scratch, zeros_4())

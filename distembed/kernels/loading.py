@@ -1,0 +1,178 @@
+"""Whether the CPU kernels can be had on this machine, and their compilation, once for all processes.
+
+Numba compiles a kernel when it is first needed, in a few seconds, and keeps it in a file beside the module or, where
+that cannot be written, in the user's cache folder. Ranks of one machine that need it at the same time wait for the one
+that compiles it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distembed.base.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+INSTALL = "pip install numba"
+_LONGEST_WAIT = 180.0
+"""Seconds that a process waits for another one to compile, which takes a few."""
+_ONE_THREAD = threading.Lock()
+"""Held by the thread that compiles, as what numba is set to holds for all."""
+_NOT_COMPILED = ("__init__", "operation", "tables", "threads", "triton")
+"""How names of files begin whose changes leave the kernels as they are."""
+
+
+class Kernels(NamedTuple):
+    """The two passes, compiled.
+
+    Attributes:
+        compose: The forward pass, ``(job, share, num_shares, scratch)``.
+        update: The backward pass, ``(job, tables, num_tables, scratch, scratch_bytes)``.
+    """
+
+    compose: Callable[[int, int, int, int], None]
+    update: Callable[[int, int, int, int, int], int]
+
+
+@cache
+def reason_unavailable() -> str | None:
+    """Returns why the kernels cannot be had here, in a sentence with a remedy; None where they can."""
+    _source_stamp()  # first, as files that change later are not those that are compiled
+    try:
+        import_module("distembed.kernels.compose")
+    except ImportError as error:
+        return f"numba cannot be imported ({error}); {INSTALL}"
+    except Exception as error:  # numba refuses versions of NumPy and of Python in many ways
+        return f"numba cannot be loaded ({type(error).__name__}: {error}); install versions of it and NumPy that fit"
+    if platform.machine() in ("x86_64", "AMD64") and not _has_halves():
+        return "the processor, or the one that numba is set to compile for, cannot convert float16 (f16c)"
+    return None
+
+
+def _has_halves() -> bool:
+    """Returns whether numba compiles for an x86 that converts float16: without, LLVM ends the process."""
+    from llvmlite import binding
+    from numba.core import config
+
+    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009  # set as numba is imported
+    return "+f16c" in (binding.get_host_cpu_features().flatten() if given is None else given).split(",")
+
+
+@cache
+def load(lanes: int) -> Kernels:
+    """Returns the kernels for rows whose columns come in so many; compiles them where nobody has yet.
+
+    Args:
+        lanes: 16, 8 or 4.
+
+    Raises:
+        UserError: They cannot be had here.
+    """
+    reason = reason_unavailable()
+    if reason is not None:
+        raise UserError(f"the fused lookup: {reason}.")
+    compose: Any = getattr(import_module("distembed.kernels.compose"), f"compose_{lanes}")
+    update: Any = getattr(import_module("distembed.kernels.update"), f"update_{lanes}")
+    with _one_at_a_time(), _optimised_once():
+        for kernel, num_arguments in ((compose, 4), (update, 5)):
+            _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
+    return Kernels(compose, update)
+
+
+@cache
+def reason_not_compiled(lanes: int) -> str | None:
+    """Returns why the kernels cannot be compiled here, and logs it; None where they are, which they are from then on.
+
+    Args:
+        lanes: 16, 8 or 4, as of :func:`load`.
+    """
+    try:
+        load(lanes)
+    except Exception as error:  # whatever a compiler may raise, tables can be looked up without it
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        _log.warning("The kernels of the fused lookup cannot be compiled (%s).", reason)
+        return f"its kernels cannot be compiled ({reason})"
+    return None
+
+
+@contextlib.contextmanager
+def _optimised_once() -> Iterator[None]:
+    """Has LLVM optimise at its first level: vectors are written out, and its third takes twice as long for nothing."""
+    from numba.core import config
+
+    with _ONE_THREAD:
+        before: Any = getattr(config, "OPT")  # noqa: B009  # set as numba is imported
+        setattr(config, "OPT", type(before)(1))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(config, "OPT", before)  # noqa: B010
+
+
+def _compile(kernel: Any, signature: str) -> None:
+    """Compiles a kernel, or takes it from the file in which a process has kept it."""
+    try:
+        kernel.enable_caching()
+    except RuntimeError:  # no folder can be written, and each process compiles for itself
+        kernel.compile(signature)
+        return
+    files = kernel._cache
+    files._cache_file._source_stamp = _source_stamp()
+    try:
+        kernel.compile(signature)
+    except Exception:  # the file is damaged, or the disk full: it is emptied for the next process
+        with contextlib.suppress(OSError):
+            files.flush()
+        files.disable()
+        kernel.compile(signature)
+
+
+@cache
+def _source_stamp() -> str:
+    """Returns a checksum of all that kernels are compiled from; numba looks at the file of a kernel alone."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [path for path in files if not path.name.startswith(_NOT_COMPILED)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this user compiles; a process that ends, however it does, lets the next go on."""
+    file = -1
+    try:
+        path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _lock(file)
+    except OSError as error:  # where no file can be made or locked, each process compiles for itself
+        _log.debug("The fused lookup's kernels are compiled without a lock (%s).", error)
+    try:
+        yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Locks a file, or lets it be after :data:`_LONGEST_WAIT`: whoever has it may have been stopped."""
+    until = time.monotonic() + _LONGEST_WAIT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                _log.warning("Another process compiles the fused lookup's kernels for too long: it is not waited for.")
+                return
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,412 @@
+"""The fused lookup: ids in, composed and pooled vectors out, and tables updated within the backward pass.
+
+The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
+here: their gradients come out of the backward pass, dense, as those of any parameter.
+
+The rows are read again in the backward pass, so that nothing but the ids is kept for it. Gradients of a product's rows
+and of the ids' weights depend on rows. Where another backward pass of the same tables is about to update these, as
+where a collection is called twice in a step, they are copied for the batches whose backward pass is still to come.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distembed.kernels import layout
+from distembed.kernels.loading import load
+from distembed.kernels.operands import as_operand
+from distembed.kernels.tables import OPTIMIZERS, Formula, Part, Storage, Updates, num_states
+from distembed.kernels.threads import in_threads
+
+_CPU = torch.device("cpu")
+
+
+class FusedLookup:
+    """Looks the ids of a group of tables up, of which each has one feature or more.
+
+    Args:
+        formula: What the tables have in common.
+        parts: Of each feature, its table's partitions.
+        tables: Number of features of each table, whose features lie side by side.
+        storages: Where each partition's rows lie; addresses may differ from step to step, and nothing else.
+    """
+
+    def __init__(
+        self,
+        formula: Formula,
+        parts: Sequence[Sequence[Part]],
+        tables: Sequence[int],
+        storages: Sequence[Storage],
+    ) -> None:
+        self.formula, self._num_features, self.updates = formula, len(parts), Updates()
+        self._kernels = load(formula.lanes)
+        ends = np.cumsum(tables)
+        self._features_of_tables = np.stack([ends - tables, ends], 1)
+        self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
+        for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
+            own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
+            own[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
+        self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
+        itemsizes = [storage.itemsize for storage in storages]  # of FBGEMM's: of others no part has a start
+        self._parts = np.array(
+            [[_part_fields(part, size) for part, size in zip(own, itemsizes, strict=True)] for own in parts],
+            np.int64,
+        )
+        self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
+        self._given_parts, self._given_tables = parts, tables
+        self._waiting: WeakSet[_Step] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns all but the steps that wait, and the kernels, which each process loads."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_waiting", "_kernels")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _waiting=WeakSet(), _kernels=load(state["formula"].lanes))
+
+    def __call__(
+        self,
+        ids: Int64[Tensor, " ids"],
+        offsets: Int64[Tensor, " bags_plus_1"],
+        weights: Float[Tensor, " ids"] | None,
+        storages: Sequence[Storage],
+        counts: Sequence[int] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences.
+
+        Args:
+            ids: Ids of all features, feature after feature.
+            offsets: Where bags begin and the last one ends, feature after feature.
+            weights: Weights of the ids, of bags that are pooled.
+            storages: Where each partition's rows lie.
+            counts: Number of ids of each feature, of sequences.
+
+        Raises:
+            UserError: In the backward pass: rows that gradients depend on have been updated since, by another backward
+                pass of the same batch, or by an optimizer's step.
+        """
+        features = self._features.copy()
+        width_bytes = 4 * self.formula.width
+        if counts is None:
+            num_bags = (len(offsets) - 1) // self._num_features
+            features[:, layout.FIRST_BAG] = np.arange(self._num_features) * num_bags
+            features[:, layout.NUM_BAGS] = num_bags
+            features[:, layout.VECTOR_START] = np.arange(self._num_features) * width_bytes
+            shape = (num_bags, self._num_features * self.formula.width)
+        else:
+            features[:, layout.NUM_BAGS] = counts
+            features[1:, layout.FIRST_BAG] = np.cumsum(counts)[:-1]
+            features[:, layout.VECTOR_START] = features[:, layout.FIRST_BAG] * width_bytes
+            shape = (len(ids), self.formula.width)
+        batch = _Batch(
+            as_operand(ids, _CPU, torch.int64),
+            as_operand(offsets, _CPU, torch.int64),
+            None if weights is None else as_operand(weights.float(), _CPU, torch.float32),
+        )
+        step = _Step(self, features, storages, shape, self.updates.so_far(storages), batch)
+        needs_id_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        if self.formula.needs_rows or needs_id_gradients:
+            self._waiting.add(step)  # until its graph is gone
+        all_weights = [weight for own in storages for weight in own.weights]
+        vectors: Tensor = _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
+        return vectors
+
+    def backward(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], needs_id_gradients: bool
+    ) -> tuple[Float[Tensor, " ids"] | None, list[Tensor | None]]:
+        """Updates the rows of a step's ids.
+
+        Args:
+            step: The step.
+            batch: Its batch.
+            gradients: Gradients of its composed vectors.
+            needs_id_gradients: Whether the ids' weights need gradients.
+
+        Returns:
+            The gradients of the ids' weights, and those of each storage's weights; None for what needs none.
+        """
+        if step.kept is None and (self.formula.needs_rows or needs_id_gradients):
+            self.updates.require(step.updates, step.storages)
+        self._waiting.discard(step)
+        step.batch = None
+        if all(storage.is_frozen for storage in step.storages):
+            nothing: list[Tensor | None] = [None for storage in step.storages for _ in storage.weights]
+            return self._weight_gradients(step, batch, gradients) if needs_id_gradients else None, nothing
+        for other in self._waiting:  # weights that every rank has are updated after this pass
+            if other.updates == self.updates.so_far(other.storages):  # else its own pass refuses
+                other.kept = self._vectors_of_ids(other)
+        self._waiting.clear()
+        if any(storage.optimizer is not None for storage in step.storages):
+            self.updates.count()
+        id_gradients = self._weight_gradients(step, batch, gradients) if needs_id_gradients else None
+        by_kept = step.kept is not None and self.formula.needs_rows
+        update = self._update_by_kept if by_kept else self.update
+        return id_gradients, update(step, batch, gradients)
+
+    def compose(self, step: "_Step", batch: "_Batch") -> Float[Tensor, "bags width"]:
+        """Returns the composed vectors of a step's bags."""
+        outputs = torch.empty(step.shape, dtype=torch.float32)
+        placed = self._placed(step.storages)
+        job = self._job(step, batch, placed, outputs)
+        scratch_bytes = 8 * layout.BLOCK_IDS * len(placed.partitions)
+
+        def compose(share: int, num_shares: int) -> None:
+            scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+            outside = self._kernels.compose(job.ctypes.data, share, num_shares, scratch.data_ptr())
+            if outside:
+                raise self._row_outside(outside - 1, step, batch)
+
+        most_bags = int(step.features[:, layout.NUM_BAGS].max(initial=0))
+        in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
+        return outputs
+
+    def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
+        """Returns the error of a feature that has an id whose row is not among those that are here."""
+        first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
+        for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
+            for j, part in enumerate(self._given_parts[feature]):
+                row = own_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
+                if not part.first_row <= row < part.first_row + part.num_rows:
+                    return IndexError(
+                        f"id {own_id} of feature {feature} of a fused lookup has row {row} in partition {j}, of which "
+                        f"rows {part.first_row} to {part.first_row + part.num_rows - 1} are on this rank; the id lies "
+                        "outside of its table, or was sent to a rank that does not have its row."
+                    )
+        return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")
+
+    def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
+        """Returns a step and a batch in which each id is a bag of its own, of vectors of so many columns."""
+        features, begins = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
+        features[:, layout.FIRST_BAG] = begins.numpy()
+        features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
+        features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
+        each = _Step(self, features, step.storages, (len(batch.ids), width), step.updates)
+        return each, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
+
+    def _id_gradients(self, batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> Float[Tensor, "ids width"]:
+        """Returns the gradient of each id's bag."""
+        gradients = gradients.float()
+        if not self.formula.pools:
+            return gradients.contiguous()
+        by_bag = gradients.unflatten(1, (self._num_features, self.formula.width)).transpose(0, 1).flatten(0, 1)
+        first, last = int(batch.offsets[0]), int(batch.offsets[-1])
+        own = torch.zeros(len(batch.ids), self.formula.width)
+        own[first:last] = by_bag.repeat_interleave(torch.diff(batch.offsets), dim=0)
+        return own
+
+    def _weight_gradients(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
+    ) -> Float[Tensor, " ids"]:
+        """Returns the gradients of the ids' weights: the dot products of each id's vector and its bag's gradient."""
+        if step.kept is None:
+            vectors = self.compose(*self._each_id(step, batch, self.formula.width))
+        else:
+            vectors = torch.stack(step.kept).prod(0)
+        return (vectors * self._id_gradients(batch, gradients)).sum(1)
+
+    def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
+        """Returns a lookup of one partition, in which each id gets its row, with a step and a batch of it."""
+        width = len(self.formula.columns[j])
+        parts = [[own[j]] for own in self._given_parts]
+        lookup = FusedLookup(Formula([range(width)], False, False), parts, self._given_tables, [step.storages[j]])
+        each, ids = self._each_id(step, batch, width)
+        return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
+
+    def _vectors_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
+        """Returns vectors whose product is each id's vector as it is now: its rows where gradients depend on them."""
+        assert step.batch is not None
+        if not self.formula.needs_rows:
+            return [self.compose(*self._each_id(step, step.batch, self.formula.width))]
+        alone = [self._alone(j, step, step.batch) for j in range(len(step.storages))]
+        return [lookup.compose(each, ids) for lookup, each, ids in alone]
+
+    def _update_by_kept(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
+    ) -> list[Tensor | None]:
+        """Does as :meth:`update` for a product of rows as they were kept, partition by partition."""
+        id_gradients = self._id_gradients(batch, gradients)
+        if batch.weights is not None:
+            id_gradients = id_gradients * batch.weights[:, None]
+        assert step.kept is not None
+        returned: list[Tensor | None] = []
+        for j in range(len(step.kept)):
+            own = id_gradients
+            for other, rows in enumerate(step.kept):
+                own = own if other == j else own * rows
+            lookup, each, ids = self._alone(j, step, batch)
+            returned += lookup.update(each, ids, own)
+        return returned
+
+    def update(self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
+        """Updates the rows of a step's ids.
+
+        Returns:
+            A gradient for each weight that is not updated here, and None for FBGEMM's.
+        """
+        placed = self._placed(step.storages)
+        returned: list[Tensor | None] = []
+        for j, storage in enumerate(step.storages):
+            if storage.optimizer is not None:
+                returned.append(None)
+                continue
+            sums = [torch.zeros(weight.shape, dtype=torch.float32) for weight in storage.weights]
+            addresses = np.array([own.data_ptr() for own in sums], np.int64)
+            placed.partitions[j, layout.GRADIENT_ADDRESS] = addresses[0]
+            placed.parts[:, j, layout.GRADIENT_START] = addresses[self._table_of_feature] - addresses[0]
+            returned += sums
+        gradients = gradients.float()
+        if gradients.stride(1) != 1 or not self.formula.pools:  # the kernels know the stride from bag to bag
+            gradients = as_operand(gradients, _CPU, torch.float32)
+        job = self._job(step, batch, placed, gradients)
+        tables = self._tables_by_share(step, batch)
+
+        def update(share: int, num_shares: int) -> None:
+            ranges, update_tables = tables[share], self._kernels.update
+            num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
+            # which the allocator keeps from step to step, as process_group has it do
+            scratch = torch.empty(num_bytes, dtype=torch.uint8)
+            done = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
+            if done < 0:
+                raise self._row_outside(-done - 1, step, batch)
+
+        in_threads(update, len(tables))
+        weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
+        return [
+            None if own is None else own.mul_(scale).to(weight.dtype) if scale > 1 else own.to(weight.dtype)
+            for own, (weight, scale) in zip(returned, weights, strict=True)
+        ]
+
+    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[npt.NDArray[np.int64]]:
+        """Returns the tables of each thread, as ranges of features ``[n, 2]``, with about equally many ids."""
+        ranges = self._features_of_tables
+        num_threads = min(torch.get_num_threads(), len(ranges))
+        if num_threads == 1:
+            return [ranges]
+        ends = batch.offsets.numpy()
+        begins = ends[step.features[ranges[:, 0], layout.FIRST_BAG]]
+        num_ids = np.diff(begins, append=ends[-1])
+        shares: list[list[int]] = [[] for _ in range(num_threads)]
+        loads = [0] * num_threads
+        for table in np.argsort(-num_ids, kind="stable").tolist():
+            least = loads.index(min(loads))
+            loads[least] += int(num_ids[table])
+            shares[least].append(table)
+        return [ranges[share] for share in shares]
+
+    def _placed(self, storages: Sequence[Storage]) -> "_Placed":
+        """Returns the tables with the addresses that their storages have now."""
+        placed = _Placed(self._partitions.copy(), self._parts.copy())
+        numbers = placed.partitions.view(np.float64)
+        for j, own in enumerate(storages):
+            addresses = np.array([weight.data_ptr() for weight in own.weights], np.int64)
+            placed.partitions[j, layout.WEIGHT_ADDRESS] = addresses[0]
+            placed.partitions[j, layout.IS_HALF] = own.itemsize == 2
+            placed.partitions[j, layout.ROW_BYTES] = own.row_bytes(len(self.formula.columns[j]))
+            if own.optimizer is None:
+                placed.parts[:, j, layout.WEIGHT_START] = addresses[self._table_of_feature] - addresses[0]
+                continue
+            placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[own.optimizer]
+            placed.partitions[j, layout.STATE_ADDRESS] = 0 if own.states is None else own.states.data_ptr()
+            numbers[j, layout.LEARNING_RATE], numbers[j, layout.EPS] = own.learning_rate, own.eps
+        return placed
+
+    def _job(self, step: "_Step", batch: "_Batch", placed: "_Placed", vectors: Tensor) -> Any:
+        job = np.zeros(layout.JOB_FIELDS, np.int64)
+        job[layout.IDS], job[layout.OFFSETS] = batch.ids.data_ptr(), batch.offsets.data_ptr()
+        job[layout.WEIGHTS] = 0 if batch.weights is None else batch.weights.data_ptr()
+        job[layout.FEATURES], job[layout.NUM_FEATURES] = step.features.ctypes.data, self._num_features
+        job[layout.PARTITIONS], job[layout.NUM_PARTITIONS] = placed.partitions.ctypes.data, len(placed.partitions)
+        job[layout.PARTS] = placed.parts.ctypes.data
+        job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), 4 * vectors.stride(0)
+        job[layout.WIDTH], job[layout.IS_PRODUCT] = self.formula.width, self.formula.is_product
+        return job
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Blocks of the partitions and of the parts, with addresses."""
+
+    partitions: Any
+    parts: Any
+
+
+class _Batch(NamedTuple):
+    """The ids of a step, as :meth:`FusedLookup.__call__` takes them."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+@dataclass(eq=False)
+class _Step:
+    """One lookup: what its backward pass needs again.
+
+    Attributes:
+        lookup: What looks up.
+        features: Blocks of the features.
+        storages: Where each partition's rows lie.
+        shape: Shape of the composed vectors.
+        updates: Which updates there had been, as of :meth:`Updates.so_far`.
+        batch: The ids, until the backward pass.
+        kept: Vectors ``[ids, width]`` whose product is each id's vector, where rows have been updated since.
+    """
+
+    lookup: FusedLookup
+    features: Any
+    storages: Sequence[Storage]
+    shape: tuple[int, int]
+    updates: tuple[int, ...]
+    batch: _Batch | None = None
+    kept: list[Tensor] | None = None
+
+
+class _Fused(torch.autograd.Function):
+    """The autograd function of :class:`FusedLookup`; the weights are its arguments so that gradients come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: _Step, ids: Tensor, offsets: Tensor, id_weights: Tensor | None, *weights: Tensor
+    ) -> Tensor:
+        ctx.step = step
+        ctx.save_for_backward(ids, offsets, id_weights)
+        return step.lookup.compose(step, _Batch(ids, offsets, id_weights))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        step: _Step = ctx.step
+        id_gradients, returned = step.lookup.backward(
+            step, _Batch(*ctx.saved_tensors), gradient, ctx.needs_input_grad[3]
+        )
+        return None, None, None, id_gradients, *returned
+
+
+def _part_fields(part: Part, itemsize: int) -> list[int]:
+    divisor, modulus = part.digit.divisor, part.digit.modulus or 0
+    fields = [0] * layout.PART_FIELDS
+    fields[layout.DIVISOR], fields[layout.DIVISOR_RECIPROCAL] = divisor, _reciprocal(divisor)
+    fields[layout.MODULUS], fields[layout.MODULUS_RECIPROCAL] = modulus, _reciprocal(modulus)
+    fields[layout.FIRST_ROW], fields[layout.NUM_ROWS] = part.first_row, part.num_rows
+    fields[layout.WEIGHT_START], fields[layout.STATE_START] = itemsize * part.weight_start, 4 * part.state_start
+    return fields
+
+
+def _reciprocal(divisor: int) -> int:
+    """Returns ``floor((2 ** 64 - 1) / divisor) + 1``, as a signed number; 0 for divisors outside of (1, 2 ** 32).
+
+    The upper half of its product with a number below 2 ** 32 is the number's quotient: the error of the reciprocal is
+    below ``2 ** 32 / 2 ** 64``, and the quotient's distance to the next integer above is at least ``1 / divisor``.
+    """
+    if not 1 < divisor < 2**32:
+        return 0
+    reciprocal = (2**64 - 1) // divisor + 1
+    return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal

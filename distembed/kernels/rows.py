@@ -1,0 +1,115 @@
+"""What the CPU kernels have in common: fields of blocks, an id's row, and the numbers of rows."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from distembed.kernels.layout import (
+    DIVISOR,
+    DIVISOR_RECIPROCAL,
+    FEATURE_FIELDS,
+    FEATURES,
+    FIRST_ROW,
+    MODULUS,
+    MODULUS_RECIPROCAL,
+    NUM_PARTITIONS,
+    NUM_ROWS,
+    PART_FIELDS,
+    PARTITION_FIELDS,
+    PARTITIONS,
+    PARTS,
+)
+from distembed.kernels.simd import high_product, lanes_of, load, load_half, prefetch, read_long, store
+
+# no memory is counted as references; a divisor is never zero
+_OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
+# nobody but kernels calls them
+_INNER_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Any = njit(forceinline=True, **_INNER_OPTIONS)
+"""Compiles a function into those that call it."""
+compiled: Any = njit(**_INNER_OPTIONS)
+"""Compiles a function that others call."""
+entry: Any = njit(**_OPTIONS)
+"""Compiles a function that Python calls, and that is kept in a file for the next process (``loading``)."""
+
+_LINE_BYTES = 64
+
+
+@inline
+def field(block: Any, place: Any) -> Any:
+    """Returns a number of a block."""
+    return read_long(block + 8 * place)
+
+
+@inline
+def feature_block(job: Any, feature: Any) -> Any:
+    """Returns the address of a feature's block."""
+    return field(job, FEATURES) + 8 * FEATURE_FIELDS * feature
+
+
+@inline
+def partition_block(job: Any, j: Any) -> Any:
+    """Returns the address of a partition's block."""
+    return field(job, PARTITIONS) + 8 * PARTITION_FIELDS * j
+
+
+@inline
+def part_block(job: Any, feature: Any, j: Any) -> Any:
+    """Returns the address of the block of a partition of a feature's table."""
+    return field(job, PARTS) + 8 * PART_FIELDS * (feature * field(job, NUM_PARTITIONS) + j)
+
+
+@inline
+def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
+    """Returns ``number // divisor``, for numbers below 2 ** 32 by a multiplication."""
+    if reciprocal != 0 and number < 4294967296:
+        return np.int64(high_product(np.uint64(number), np.uint64(reciprocal)))
+    return np.int64(np.uint64(number) // np.uint64(divisor))
+
+
+@inline
+def row_of(own_id: Any, part: Any) -> Any:
+    """Returns the row of an id in a part, counted from the first row that is here."""
+    row, modulus = own_id, field(part, MODULUS)
+    if field(part, DIVISOR) != 1:
+        row = _divide(row, field(part, DIVISOR), field(part, DIVISOR_RECIPROCAL))
+    if modulus != 0:
+        row -= _divide(row, modulus, field(part, MODULUS_RECIPROCAL)) * modulus
+    return row - field(part, FIRST_ROW)
+
+
+@inline
+def last_row(part: Any) -> Any:
+    """Returns the last row of a part, counted from the first row that is here."""
+    return field(part, NUM_ROWS) - 1
+
+
+@inline
+def is_outside(row: Any, last: Any) -> Any:
+    """Returns a number whose sign bit says that a row is none of those that are here; numbers are joined by ``|``."""
+    return row | (last - row)
+
+
+@inline
+def read(address: Any, column: Any, is_half: Any, zeros: Any) -> Any:
+    """Returns numbers of a row, from a column on, in float32."""
+    if is_half:
+        return load_half(address + 2 * column, zeros)
+    return load(address + 4 * column, zeros)
+
+
+@inline
+def ask_for(address: Any, num_bytes: Any) -> Any:
+    """Asks for memory, without waiting for it."""
+    place = address
+    while place < address + num_bytes:
+        prefetch(place)
+        place += _LINE_BYTES
+
+
+@inline
+def clear(address: Any, num_columns: Any, zeros: Any) -> Any:
+    """Fills the columns of a row with zeros."""
+    for column in range(0, num_columns, lanes_of(zeros)):
+        store(address + 4 * column, zeros)

@@ -1,0 +1,278 @@
+"""The order of the backward pass on CUDA: keys, a sort for each partition, sums of gradients, and updates.
+
+Rows are read for the gradients of others where they are multiplied. So the sums of all partitions but the largest are
+made before any row is updated, and wait at their keys, or at places among sorted ids where these are fewer. Rows of the
+largest partition, whose sums would take most memory, are updated as soon as their gradients are added up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distembed.kernels.tables import OPTIMIZERS, Storage
+from distembed.kernels.triton_loading import load
+from distembed.kernels.triton_tables import DeviceTables, TritonBatch, key_type, num_blocks, num_lanes, power_of_two
+
+CHUNK = 8
+"""How many sorted ids a lane walks."""
+JOINED_NUMBERS = 4096
+"""How many numbers of pieces of long runs are read at once."""
+_KEY_LANES = 128
+"""How many bags, or ids, a program writes the keys of."""
+_FLOAT_BYTES, _OWNER_BYTES, _ORDER_BYTES = 4, 4, 8
+_WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
+
+
+def update(
+    tables: DeviceTables, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor
+) -> list[Tensor | None]:
+    """Updates the rows of a batch's ids.
+
+    Args:
+        tables: The tables.
+        batch: The ids.
+        storages: Where each partition's rows lie.
+        gradients: Gradients of the composed vectors, float32 and contiguous.
+
+    Returns:
+        A gradient for each weight that is not updated here, and None for FBGEMM's.
+    """
+    dense = {
+        j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for j, (own, rows) in enumerate(zip(storages, batch.rows, strict=True))
+        if own.optimizer is None
+    }
+    if len(batch.ids) > 0 and batch.num_bags > 0:
+        step = _Backward.of(tables, batch, gradients)
+        updated = [j for j, own in enumerate(storages) if own.optimizer is not None]
+        largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
+        waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
+        sums = {j: step.sum_rows(j) for j in waiting}
+        for j, gradient in dense.items():
+            step.reduce(j, _Target(gradient, _WRITE_GRADIENT))
+        for j in updated:
+            if j not in waiting:
+                step.reduce(j, _Target.of_update(batch.rows[j], storages[j]))
+        for j, own in sums.items():
+            step.update_by(own, _Target.of_update(batch.rows[j], storages[j]))
+    return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
+
+
+def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns the key of each id in each partition, -1 where its row is not here; and the number of its vector.
+
+    Where each id has a vector of its own, the number is that of its feature.
+    """
+    ids, pools = batch.ids, tables.formula.pools
+    keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
+    owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+    load().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
+        ids,
+        batch.offsets,
+        tables.parts(ids.device),
+        keys,
+        owners,
+        len(ids),
+        batch.num_bags,
+        tables.num_features,
+        RULES=tables.rules,
+        POOLS=pools,
+        LANES=_KEY_LANES,
+        PADDED_FEATURES=power_of_two(tables.num_features),
+    )
+    return keys, owners
+
+
+def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
+    """Returns the bytes that a backward pass takes at most, beside the gradients that come and go.
+
+    Args:
+        num_ids: Number of ids of all features.
+        num_keys: Number of rows of all tables, in each partition.
+        num_columns: Number of columns of each partition.
+    """
+    key_bytes = [key_type(number).itemsize for number in num_keys]
+    held = num_ids * (_OWNER_BYTES + sum(key_bytes))
+    in_order = num_ids * sum(own + _ORDER_BYTES for own in key_bytes)
+    sorting = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # what torch's sort takes beside what it returns
+    pieces = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
+    sums = [min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)]
+    return held + in_order + max(sorting, pieces) + sum(sums) - sums[num_keys.index(max(num_keys))]
+
+
+def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:
+    """Returns the gradient of each of a partition's weights, of that of all of its rows."""
+    if dense is None:
+        return [None] * len(storage.weights)
+    if storage.gradient_scale > 1:
+        dense.mul_(storage.gradient_scale)
+    split = dense.split([len(weight) for weight in storage.weights])
+    return [own.to(weight.dtype) for own, weight in zip(split, storage.weights, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where sums of gradients go.
+
+    Attributes:
+        numbers: The rows, or where sums are written.
+        action: What is done, by its number in :mod:`distembed.kernels.triton_update`.
+        states: The optimizer's states.
+        learning_rate: The learning rate.
+        eps: What is added to denominators.
+        seed: By what float16 rows are rounded at random; None where they are rounded to the nearest number.
+    """
+
+    numbers: Tensor
+    action: int
+    states: Tensor | None = None
+    learning_rate: float = 0.0
+    eps: float = 0.0
+    seed: int | None = None
+
+    @classmethod
+    def of_update(cls, rows: Tensor, storage: Storage) -> "_Target":
+        """Returns the rows themselves, which are updated."""
+        assert storage.optimizer is not None
+        rounds = storage.rounding_seed is not None and rows.dtype == torch.float16
+        seed = storage.rounding_seed() if rounds and storage.rounding_seed is not None else None
+        return cls(rows, OPTIMIZERS[storage.optimizer], storage.states, storage.learning_rate, storage.eps, seed)
+
+    @property
+    def optimizer_arguments(self) -> tuple[Any, ...]:
+        """What kernels are told of the optimizer; where there are no states, they get something else to ignore."""
+        states = self.numbers if self.states is None else self.states
+        return states, float(self.learning_rate), float(self.eps), self.seed or 0
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Keys of one partition in order, and the places of their ids."""
+
+    keys: Tensor
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of the gradients of a partition's rows, which wait for their update.
+
+    Attributes:
+        j: The partition.
+        numbers: The sums.
+        at_key: Whether each is at its row's key, and not at a place among sorted ids.
+        sorted: The ids by their keys.
+    """
+
+    j: int
+    numbers: Tensor
+    at_key: bool
+    sorted: _Sorted
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One backward pass.
+
+    Attributes:
+        tables: The tables.
+        batch: The ids.
+        gradients: Gradients of the composed vectors.
+        parts: The tables' numbers, on the device.
+        keys: Keys of the ids, in each partition.
+        owners: Number of each id's vector or, where each id has its own, of its feature.
+    """
+
+    tables: DeviceTables
+    batch: TritonBatch
+    gradients: Tensor
+    parts: Tensor
+    keys: tuple[Tensor, ...]
+    owners: Tensor
+
+    @classmethod
+    def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":
+        """Writes the keys of all ids."""
+        keys, owners = find_keys(tables, batch)
+        return cls(tables, batch, gradients, tables.parts(batch.ids.device), keys, owners)
+
+    def sum_rows(self, j: int) -> _Sums:
+        """Adds up the gradients of each row of a partition."""
+        num_ids, num_keys = len(self.batch.ids), self.tables.num_keys[j]
+        at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
+        sums = torch.empty(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
+        return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
+
+    def reduce(self, j: int, target: _Target) -> _Sorted:
+        """Adds up the gradients of each row of a partition and sends them where they go; returns the ids by keys."""
+        tables, num_ids, formula = self.tables, len(self.batch.ids), self.tables.formula
+        by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
+        columns = formula.columns[j]
+        num_chunks, padded = num_blocks(num_ids, CHUNK), power_of_two(len(columns))
+        pieces = torch.empty(2, num_chunks, len(columns), dtype=torch.float32, device=self.gradients.device).unbind()
+        lanes = num_lanes(padded)
+        ends = (target.numbers, *pieces, num_ids, tables.num_features, *target.optimizer_arguments)
+        settings = self._settings(j, target)
+        load().sum_runs[(num_blocks(num_chunks, lanes),)](
+            by_key.keys,
+            by_key.order,
+            self.owners,
+            self.keys,
+            self.batch.ids if self.batch.weights is None else self.batch.weights,
+            self.gradients,
+            self.parts,
+            self.batch.rows,
+            *ends,
+            WIDTH=formula.width,
+            COLUMN_START=columns.start,
+            IS_PRODUCT=formula.is_product,
+            HAS_WEIGHTS=self.batch.weights is not None,
+            LANES=lanes,
+            **settings,
+        )
+        load().join_runs[(num_chunks,)](
+            by_key.keys,
+            by_key.order,
+            self.owners,
+            self.parts,
+            *ends,
+            NUM_PARTITIONS=len(self.keys),
+            LANES=num_lanes(padded, JOINED_NUMBERS),
+            **settings,
+        )
+        return by_key
+
+    def update_by(self, sums: _Sums, target: _Target) -> None:
+        """Updates the rows of a partition by sums that were made before."""
+        num_ids, settings = len(self.batch.ids), self._settings(sums.j, target)
+        lanes = num_lanes(settings["PADDED"])
+        load().update_rows[(num_blocks(num_ids, lanes),)](
+            sums.sorted.keys,
+            sums.sorted.order,
+            self.owners,
+            self.parts,
+            sums.numbers,
+            target.numbers,
+            num_ids,
+            self.tables.num_features,
+            *target.optimizer_arguments,
+            NUM_PARTITIONS=len(self.keys),
+            AT_KEY=sums.at_key,
+            LANES=lanes,
+            **settings,
+        )
+
+    def _settings(self, j: int, target: _Target) -> dict[str, Any]:
+        num_columns = len(self.tables.formula.columns[j])
+        return {
+            "J": j,
+            "NUM_COLUMNS": num_columns,
+            "PADDED": power_of_two(num_columns),
+            "POOLS": self.tables.formula.pools,
+            "ACTION": target.action,
+            "ROUNDS_AT_RANDOM": target.seed is not None,
+            "CHUNK": CHUNK,
+        }

@@ -1,0 +1,155 @@
+"""What Triton's kernels are told of tables and batches: constants on the device, and the sizes of tiles.
+
+Loads no Triton.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from distembed.kernels.tables import Formula, Part, Storage, num_states
+
+TILE_NUMBERS = 1024
+"""How many numbers a tile of vectors has, about."""
+_DIVIDES, _TAKES_MODULUS = 1, 2
+_KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class TritonBatch:
+    """The ids of a step, as :meth:`distembed.kernels.triton_lookup.TritonLookup.__call__` takes them, and all rows.
+
+    Attributes:
+        ids: Ids of all features, feature after feature.
+        offsets: Where bags begin and the last one ends.
+        weights: Weights of the ids.
+        num_features: Number of features.
+        rows: All rows of each partition.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    num_features: int
+    rows: tuple[Tensor, ...]
+
+    @property
+    def num_bags(self) -> int:
+        """Number of bags of each feature."""
+        return (len(self.offsets) - 1) // self.num_features
+
+    def num_vectors(self, pools: bool) -> int:
+        """Returns how many composed vectors there are."""
+        return self.num_bags * self.num_features if pools else len(self.ids)
+
+
+class DeviceTables:
+    """The tables of a fused lookup, as its kernels take them.
+
+    Attributes:
+        formula: What the tables have in common.
+        num_features: Number of features of all tables.
+        num_keys: Number of rows of all tables, in each partition.
+        rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
+
+    Args:
+        formula: What the tables have in common.
+        parts: Of each feature, its table's partitions.
+        tables: Number of features of each table, whose features lie side by side.
+        storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
+    """
+
+    def __init__(
+        self,
+        formula: Formula,
+        parts: Sequence[Sequence[Part]],
+        tables: Sequence[int],
+        storages: Sequence[Storage],
+    ) -> None:
+        self.formula, self.num_features = formula, len(parts)
+        num_partitions = len(formula.columns)
+        first_features = [0, *accumulate(tables)][:-1]
+        self.rules = tuple(_rule([own[j] for own in parts]) for j in range(num_partitions))
+        num_keys = [0] * num_partitions
+        first_keys: list[list[int]] = []
+        for feature, own in enumerate(parts):
+            if feature in first_features:
+                first_keys.append(list(num_keys))
+                num_keys = [number + part.num_rows for number, part in zip(num_keys, own, strict=True)]
+            else:
+                first_keys.append(first_keys[-1])
+        self.num_keys = tuple(num_keys)
+        self._fields = torch.tensor(
+            [
+                [
+                    _part_fields(part, key, len(columns), storage.optimizer)
+                    for part, key, columns, storage in zip(own, keys, formula.columns, storages, strict=True)
+                ]
+                for own, keys in zip(parts, first_keys, strict=True)
+            ],
+            dtype=torch.int64,
+        )
+        self._on_device: Tensor | None = None
+
+    def parts(self, device: torch.device) -> Tensor:
+        """Returns the numbers of all parts on a device, where they are copied once."""
+        if self._on_device is None or self._on_device.device != device:
+            self._on_device = self._fields.to(device)
+        return self._on_device
+
+    def key_type(self, j: int) -> torch.dtype:
+        """Returns the type of a partition's keys."""
+        return key_type(self.num_keys[j])
+
+    def column_groups(self) -> tuple[int, ...]:
+        """Returns, of partitions that share columns, five numbers each.
+
+        They are the first partition and the one behind the last, the first column, the number of columns, and this
+        number rounded up to a power of two.
+        """
+        columns = self.formula.columns
+        shared = all(own == columns[0] for own in columns)
+        groups: list[int] = []
+        for first, stop in [(0, len(columns))] if shared else [(j, j + 1) for j in range(len(columns))]:
+            own = columns[first]
+            groups += [first, stop, own.start, len(own), power_of_two(len(own))]
+        return tuple(groups)
+
+
+def key_type(num_keys: int) -> torch.dtype:
+    """Returns the smallest type that has so many keys, since sorting takes a pass for each of its bytes."""
+    return next(own for own in _KEY_TYPES if num_keys - 1 <= torch.iinfo(own).max)
+
+
+def power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def num_lanes(padded_columns: int, tile_numbers: int = TILE_NUMBERS) -> int:
+    """Returns how many vectors of so many columns a tile has, both powers of two."""
+    return max(1, tile_numbers // padded_columns)
+
+
+def num_blocks(number: int, a_block: int) -> int:
+    """Returns how many blocks of a size hold a number of things."""
+    return -(-number // a_block)
+
+
+def _rule(parts: Sequence[Part]) -> int:
+    divides = any(part.digit.divisor != 1 for part in parts)
+    takes_modulus = any(part.digit.modulus is not None for part in parts)
+    return _DIVIDES * divides + _TAKES_MODULUS * takes_modulus
+
+
+def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
+    """Returns divisor, modulus, the rows that are here and their keys, and the places of key 0's numbers and states."""
+    modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
+    fields = [part.digit.divisor, modulus, part.first_row, part.num_rows, first_key]
+    if optimizer is None:  # rows that every rank has are stacked in the order of their keys
+        return [*fields, 0, 0]
+    first_state = part.state_start - first_key * num_states(optimizer, num_columns)
+    return [*fields, part.weight_start - first_key * num_columns, first_state]

@@ -1,0 +1,374 @@
+"""The backward pass of the fused lookup on CUDA: gradients in, rows updated, once each and exactly.
+
+The ids of all tables are sorted by their keys in one partition at a time, and the sorted ones are divided into *chunks*
+of equally many, each of which one lane walks::
+
+    keys in order   | 3 3 3 7 | 7 7 7 7 | 7 9 9 9 | ...    four in a chunk
+    run of 3          whole                                 its row is updated at once
+    run of 7                t         h    h                the sums of its pieces wait in ``tails`` and ``heads``
+    run of 9                                 whole
+
+A second kernel adds such pieces up, first to last. Where runs are is found from neighbouring keys, on the device, and
+no number is added to by two lanes: results are the same to the bit from run to run.
+"""
+
+import triton
+import triton.language as tl
+
+from distembed.kernels.triton_kernels import NO_KEY, SIZES, STATE_START, WEIGHT_START, part_field, read_rows
+
+# what is done with the gradient of a row
+UPDATE_SGD = tl.constexpr(0)
+UPDATE_ADAGRAD = tl.constexpr(1)
+UPDATE_ROW_WISE_ADAGRAD = tl.constexpr(2)
+WRITE_GRADIENT = tl.constexpr(3)  # where the row is
+WRITE_AT_KEY = tl.constexpr(4)
+WRITE_AT_PLACE = tl.constexpr(5)  # a place of the run among sorted ids
+
+_NONE_BEFORE = tl.constexpr(-2)
+
+
+@triton.jit
+def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
+    """Returns where the ids at some places of the order stand in the batch, their features, and their vectors."""
+    ids = tl.load(order + places, mask=are_ids, other=0)
+    own = tl.load(owners + ids, mask=are_ids, other=0)
+    if POOLS:
+        features = (own % num_features).to(tl.int64)
+        vectors = own.to(tl.int64)
+    else:
+        features = own.to(tl.int64)
+        vectors = ids
+    return ids, features, vectors
+
+
+@triton.jit
+def _shaken(values, seed, starts, columns):
+    """Rounds to float16 numbers at random, up or down, so that the mean of what values are rounded to is the values.
+
+    Random bits are added to those that float16 has not, and then these are cut off; of numbers below ``2 ** -14``,
+    which are at equal distances there, the same is done with multiples of ``2 ** -24``.
+    """
+    drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
+    kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
+    multiples = tl.floor(values * 16777216.0 + drawn.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
+    return tl.where(tl.abs(values) < 6.103515625e-05, multiples * 5.9604644775390625e-08, kept)
+
+
+@triton.jit
+def _finish(
+    sums,
+    are_whole,
+    keys,
+    places,
+    features,
+    parts,
+    target,
+    states,
+    learning_rate,
+    eps,
+    seed,
+    J: tl.constexpr,
+    NUM_PARTITIONS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
+):
+    """Updates the rows of keys by their gradients, or writes these."""
+    columns = tl.arange(0, PADDED)
+    mask = are_whole[:, None] & (columns < NUM_COLUMNS)[None, :]
+    if ACTION == WRITE_AT_KEY:
+        tl.store(target + (keys * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
+    elif ACTION == WRITE_AT_PLACE:
+        tl.store(target + (places * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
+    else:
+        starts = part_field(parts, features, J, WEIGHT_START, NUM_PARTITIONS)
+        rows = target + (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+        if ACTION == WRITE_GRADIENT:
+            tl.store(rows, sums.to(target.dtype.element_ty), mask=mask)
+        else:
+            values = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+            if ACTION == UPDATE_SGD:
+                change = sums * learning_rate
+            elif ACTION == UPDATE_ADAGRAD:
+                state_starts = part_field(parts, features, J, STATE_START, NUM_PARTITIONS)
+                own = states + (state_starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+                squares = tl.load(own, mask=mask, other=1.0) + sums * sums
+                change = tl.div_rn(sums * learning_rate, tl.sqrt_rn(squares) + eps)
+            else:
+                own = states + part_field(parts, features, J, STATE_START, NUM_PARTITIONS) + keys
+                total = tl.sum(sums * sums, 1)
+                mean = tl.div_rn(total, tl.zeros_like(total) + NUM_COLUMNS)
+                squares = tl.load(own, mask=are_whole, other=1.0) + mean
+                change = sums * tl.div_rn(tl.zeros_like(squares) + learning_rate, tl.sqrt_rn(squares) + eps)[:, None]
+            # several threads may hold the same number of a tile, such as a row's state, and each loads it for itself:
+            # none is overwritten before all have it
+            tl.debug_barrier()
+            if ACTION == UPDATE_ADAGRAD:
+                tl.store(own, squares, mask=mask)
+            if ACTION == UPDATE_ROW_WISE_ADAGRAD:
+                tl.store(own, squares, mask=are_whole)
+            values -= change
+            if ROUNDS_AT_RANDOM:
+                values = _shaken(values, seed, starts + keys * NUM_COLUMNS, columns)
+            tl.store(rows, values.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _contributions(
+    places,
+    are_ids,
+    owners,
+    keys,
+    id_weights,
+    gradients,
+    parts,
+    weights,
+    features,
+    J: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMN_START: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    """Returns the gradients of the rows of the ids at some places in partition ``J``; ``owners`` are their vectors."""
+    num_partitions: tl.constexpr = len(weights)
+    columns = tl.arange(0, PADDED)
+    mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
+    sources = (owners * WIDTH + COLUMN_START)[:, None] + columns[None, :]
+    vectors = tl.load(gradients + sources, mask=mask, other=0.0)
+    if HAS_WEIGHTS:
+        vectors *= tl.load(id_weights + places, mask=are_ids, other=0.0)[:, None]
+    if IS_PRODUCT:
+        for other in tl.static_range(num_partitions):
+            if other != J:
+                own = tl.load(keys[other] + places, mask=are_ids, other=0).to(tl.int64)
+                starts = part_field(parts, features, other, WEIGHT_START, num_partitions)
+                vectors *= read_rows(weights[other], starts, own, are_ids, NUM_COLUMNS, PADDED)
+    return vectors
+
+
+@triton.jit(do_not_specialize=SIZES)
+def sum_runs(
+    sorted_keys,
+    order,
+    owners,
+    keys,
+    id_weights,
+    gradients,
+    parts,
+    weights,
+    target,
+    heads,
+    tails,
+    num_ids,
+    num_features,
+    states,
+    learning_rate,
+    eps,
+    seed,
+    J: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMN_START: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    POOLS: tl.constexpr,
+    ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Adds up the gradients of each row in partition ``J``, and finishes those whose run lies within a chunk."""
+    num_partitions: tl.constexpr = len(weights)
+    chunks = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    columns = tl.arange(0, PADDED)
+    is_column = (columns < NUM_COLUMNS)[None, :]
+    pieces = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
+    firsts = chunks * CHUNK
+    is_chunk = firsts < num_ids
+    before = tl.load(sorted_keys + firsts - 1, mask=is_chunk & (chunks > 0), other=_NONE_BEFORE).to(tl.int64)
+    key = tl.load(sorted_keys + firsts, mask=is_chunk, other=NO_KEY).to(tl.int64)
+    sums = tl.zeros([LANES, PADDED], tl.float32)
+    for step in range(0, CHUNK):
+        places = firsts + step
+        following = tl.load(sorted_keys + places + 1, mask=places + 1 < num_ids, other=NO_KEY).to(tl.int64)
+        are_ids = key >= 0
+        own, features, vectors = _owners(order, owners, places, are_ids, num_features, POOLS)
+        sums += _contributions(
+            own,
+            are_ids,
+            vectors,
+            keys,
+            id_weights,
+            gradients,
+            parts,
+            weights,
+            features,
+            J,
+            WIDTH,
+            COLUMN_START,
+            NUM_COLUMNS,
+            PADDED,
+            IS_PRODUCT,
+            HAS_WEIGHTS,
+        )
+        ends = are_ids & ((step == CHUNK - 1) | (following != key))
+        is_new = key != before
+        tl.store(heads + pieces, sums, mask=(ends & (key == before))[:, None] & is_column)
+        tl.store(tails + pieces, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
+        _finish(
+            sums,
+            ends & is_new & (following != key),
+            key,
+            places,
+            features,
+            parts,
+            target,
+            states,
+            learning_rate,
+            eps,
+            seed,
+            J,
+            num_partitions,
+            NUM_COLUMNS,
+            PADDED,
+            ACTION,
+            ROUNDS_AT_RANDOM,
+        )
+        sums = tl.where(ends[:, None], 0.0, sums)
+        key = following
+
+
+@triton.jit(do_not_specialize=SIZES)
+def join_runs(
+    sorted_keys,
+    order,
+    owners,
+    parts,
+    target,
+    heads,
+    tails,
+    num_ids,
+    num_features,
+    states,
+    learning_rate,
+    eps,
+    seed,
+    J: tl.constexpr,
+    NUM_PARTITIONS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    POOLS: tl.constexpr,
+    ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Finishes the run that begins in this program's chunk and goes on behind it, if there is one."""
+    chunk = tl.program_id(0).to(tl.int64)
+    last = chunk * CHUNK + CHUNK - 1
+    key = tl.load(sorted_keys + last, mask=last < num_ids, other=NO_KEY).to(tl.int64)
+    following = tl.load(sorted_keys + last + 1, mask=last + 1 < num_ids, other=NO_KEY).to(tl.int64)
+    before = tl.load(sorted_keys + chunk * CHUNK - 1, mask=chunk > 0, other=_NONE_BEFORE).to(tl.int64)
+    if (key >= 0) & (key == following) & (key != before):
+        columns = tl.arange(0, PADDED)
+        is_column = columns < NUM_COLUMNS
+        sums = tl.load(tails + chunk * NUM_COLUMNS + columns, mask=is_column, other=0.0)
+        start = chunk + 1
+        goes_on = 1
+        while goes_on != 0:
+            chunks = start + tl.arange(0, LANES)
+            firsts = tl.load(sorted_keys + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=NO_KEY).to(tl.int64)
+            are_same = firsts == key
+            pieces = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
+            sums += tl.sum(tl.load(heads + pieces, mask=are_same[:, None] & is_column[None, :], other=0.0), 0)
+            start += LANES
+            goes_on = tl.min(are_same.to(tl.int32), 0)
+        one = tl.zeros([1], tl.int64)
+        _, features, _ = _owners(order, owners, one + last, one == 0, num_features, POOLS)
+        _finish(
+            sums[None, :],
+            one == 0,
+            one + key,
+            one + last,
+            features,
+            parts,
+            target,
+            states,
+            learning_rate,
+            eps,
+            seed,
+            J,
+            NUM_PARTITIONS,
+            NUM_COLUMNS,
+            PADDED,
+            ACTION,
+            ROUNDS_AT_RANDOM,
+        )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def update_rows(
+    sorted_keys,
+    order,
+    owners,
+    parts,
+    sums,
+    target,
+    num_ids,
+    num_features,
+    states,
+    learning_rate,
+    eps,
+    seed,
+    J: tl.constexpr,
+    NUM_PARTITIONS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    POOLS: tl.constexpr,
+    AT_KEY: tl.constexpr,
+    ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Updates the rows that occur by the sums that were written before."""
+    places = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    firsts = places // CHUNK * CHUNK
+    key = tl.load(sorted_keys + places, mask=places < num_ids, other=NO_KEY).to(tl.int64)
+    following = tl.load(sorted_keys + places + 1, mask=places + 1 < num_ids, other=NO_KEY).to(tl.int64)
+    has_before = (firsts > 0) & (places < num_ids)
+    before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
+    # where a run ends that is within a chunk, or the chunk in which a longer one begins
+    are_runs = (key >= 0) & (key != before) & ((key != following) | (places == firsts + CHUNK - 1))
+    _, features, _ = _owners(order, owners, places, are_runs, num_features, POOLS)
+    columns = tl.arange(0, PADDED)
+    slots = places
+    if AT_KEY:
+        slots = key
+    mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
+    gradients = tl.load(sums + (slots * NUM_COLUMNS)[:, None] + columns[None, :], mask=mask, other=0.0)
+    _finish(
+        gradients,
+        are_runs,
+        key,
+        places,
+        features,
+        parts,
+        target,
+        states,
+        learning_rate,
+        eps,
+        seed,
+        J,
+        NUM_PARTITIONS,
+        NUM_COLUMNS,
+        PADDED,
+        ACTION,
+        ROUNDS_AT_RANDOM,
+    )

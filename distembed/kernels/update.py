@@ -1,0 +1,324 @@
+"""The backward pass of the fused lookup on a CPU: gradients in, rows updated, once each and exactly.
+
+The ids of a table are gone through in the order in which they come. The gradients of each partition's rows are added up
+in a buffer that has a *slot* for each distinct row of the batch, and rows are updated by it when all ids are done::
+
+    ids        7  3  7  9          their gradients are read one after another
+    slots      1  2  1  3
+    buffer     7: + + | 3: + | 9: +
+
+Every gradient is then of the rows as they were before the step. A sort by rows would need no such buffer, but takes
+longer than everything else, and reads gradients in no order. Tables are divided among threads, and the rows of a table
+are not: results do not depend on the number of threads.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from distembed.kernels.gradients import PRODUCT_BYTES, TARGET_FIELDS, TARGET_ROW, TARGET_SUM, add_gradient
+from distembed.kernels.layout import (
+    ADAGRAD,
+    BLOCK_IDS,
+    EPS,
+    FIRST_BAG,
+    GRADIENT_ADDRESS,
+    GRADIENT_START,
+    IDS,
+    IS_HALF,
+    LEARNING_RATE,
+    NUM_BAGS,
+    NUM_COLUMNS,
+    NUM_PARTITIONS,
+    NUM_ROWS,
+    OFFSETS,
+    OPTIMIZER,
+    ROW_BYTES,
+    ROW_WISE_ADAGRAD,
+    STATE_ADDRESS,
+    STATE_ROW_BYTES,
+    STATE_START,
+    STRIDE,
+    VECTOR_START,
+    VECTORS,
+    WEIGHT_ADDRESS,
+    WEIGHT_START,
+    WEIGHTS,
+    WIDTH,
+)
+from distembed.kernels.rows import (
+    ask_for,
+    clear,
+    compiled,
+    entry,
+    feature_block,
+    field,
+    inline,
+    is_outside,
+    last_row,
+    part_block,
+    partition_block,
+    read,
+    row_of,
+)
+from distembed.kernels.simd import (
+    lanes_of,
+    load,
+    multiply_add,
+    read_double,
+    read_float,
+    read_int,
+    read_long,
+    splat,
+    square_root,
+    store,
+    store_half,
+    total,
+    write,
+    zeros_4,
+    zeros_8,
+    zeros_16,
+)
+from distembed.kernels.slots import NUM_SLOTS, PLACES, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
+
+_AHEAD_BAGS, _AHEAD_SLOTS = 8, 8
+"""How many bags ahead their gradients, and how many slots ahead their rows, are asked for."""
+
+# of a partition in a table's update, behind its slots
+_SUMS = SLOTS_FIELDS  # address of the sum of row 0, or of slot 0, which is nobody's
+_SUM_BYTES = SLOTS_FIELDS + 1  # from one sum to the next
+_SUMS_FIELDS = SLOTS_FIELDS + 2
+
+
+@inline
+def _take(scratch: Any, num_bytes: Any) -> Any:
+    """Returns what is left of the scratch behind so many bytes."""
+    return scratch + (num_bytes + 63) // 64 * 64
+
+
+@inline
+def _first_id(job: Any, feature: Any) -> Any:
+    return read_long(field(job, OFFSETS) + 8 * field(feature_block(job, feature), FIRST_BAG))
+
+
+@inline
+def _end_id(job: Any, feature: Any) -> Any:
+    own = feature_block(job, feature)
+    return read_long(field(job, OFFSETS) + 8 * (field(own, FIRST_BAG) + field(own, NUM_BAGS)))
+
+
+@compiled
+def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
+    """Returns at least as many bytes as an update takes, with 64 to spare for each of its parts."""
+    num_partitions = field(job, NUM_PARTITIONS)
+    num_bytes = num_partitions * (8 * _SUMS_FIELDS + PRODUCT_BYTES + 8 * TARGET_FIELDS * BLOCK_IDS) + 3 * 64
+    for j in range(num_partitions):
+        if field(partition_block(job, j), GRADIENT_ADDRESS) == 0:
+            num_rows = field(part_block(job, feature, j), NUM_ROWS)
+            num_slots = min(num_rows, num_ids) + 1
+            num_bytes += slots_bytes(num_rows, num_ids) + 2 * 64
+            num_bytes += num_slots * 4 * field(partition_block(job, j), NUM_COLUMNS)
+    return num_bytes
+
+
+@compiled
+def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) -> None:
+    """Writes the block of each partition's slots and sums."""
+    for j in range(field(job, NUM_PARTITIONS)):
+        partition, part = partition_block(job, j), part_block(job, feature, j)
+        num_rows, sum_bytes = field(part, NUM_ROWS), 4 * field(partition, NUM_COLUMNS)
+        write(sums + 8 * _SUM_BYTES, sum_bytes)
+        if field(partition, GRADIENT_ADDRESS) != 0:
+            write(sums + 8 * PLACES, 0)
+            write(sums + 8 * _SUMS, field(partition, GRADIENT_ADDRESS) + field(part, GRADIENT_START))
+        else:
+            make_slots(sums, num_rows, num_ids, scratch)
+            scratch = _take(scratch, slots_bytes(num_rows, num_ids))
+            write(sums + 8 * _SUMS, scratch)
+            scratch = _take(scratch, (min(num_rows, num_ids) + 1) * sum_bytes)
+        sums += 8 * _SUMS_FIELDS
+
+
+@inline
+def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, targets: Any, zeros: Any) -> Any:
+    """Writes where the rows of some ids are, and the sums of their gradients, and asks for both.
+
+    Returns:
+        Whether this rank has all of the rows. If not, none may be read or written.
+    """
+    ids, num_partitions = field(job, IDS) + 8 * start, field(job, NUM_PARTITIONS)
+    step, num_ids = 8 * TARGET_FIELDS * num_partitions, stop - start
+    for j in range(num_partitions):
+        part, partition = part_block(job, feature, j), partition_block(job, j)
+        row_bytes, num_columns = field(partition, ROW_BYTES), field(partition, NUM_COLUMNS)
+        base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
+        target = targets + 8 * TARGET_FIELDS * j
+        own_sums, outside, last = target + 8 * TARGET_SUM, 0, last_row(part)
+        for i in range(num_ids):
+            row = row_of(read_long(ids + 8 * i), part)
+            outside |= is_outside(row, last)
+            write(target + 8 * TARGET_ROW + step * i, base + row * row_bytes)
+            write(own_sums + step * i, row)
+            ask_for(base + row * row_bytes, row_bytes)
+        if outside < 0:
+            return False
+        first_sum, sum_bytes = field(sums, _SUMS), field(sums, _SUM_BYTES)
+        if field(sums, PLACES) != 0:
+            num_slots = field(sums, NUM_SLOTS)
+            find_slots(sums, own_sums, step, num_ids)
+            num_new = field(sums, NUM_SLOTS) - num_slots
+            clear(first_sum + (num_slots + 1) * sum_bytes, num_new * num_columns, zeros)
+        for i in range(num_ids):
+            place = first_sum + read_long(own_sums + step * i) * sum_bytes
+            write(own_sums + step * i, place)
+            ask_for(place, sum_bytes)
+        sums += 8 * _SUMS_FIELDS
+    return True
+
+
+@compiled
+def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
+    """Adds the gradients of all ids of a feature to the sums; returns whether all rows were inside."""
+    own, stride, gradient_bytes = feature_block(job, feature), field(job, STRIDE), 4 * field(job, WIDTH)
+    weights, target_bytes = field(job, WEIGHTS), 8 * TARGET_FIELDS * field(job, NUM_PARTITIONS)
+    gradient = field(job, VECTORS) + field(own, VECTOR_START) - stride
+    bag = field(job, OFFSETS) + 8 * field(own, FIRST_BAG)
+    start, end = read_long(bag), _end_id(job, feature)
+    bag_end = start
+    while start < end:
+        stop, target = min(start + BLOCK_IDS, end), targets
+        if not _write_targets(job, feature, sums, start, stop, targets, zeros):
+            return False
+        for i in range(start, stop):
+            while i >= bag_end:
+                gradient, bag = gradient + stride, bag + 8
+                bag_end = read_long(bag)
+                ask_for(gradient + _AHEAD_BAGS * stride, gradient_bytes)
+            weight = read_float(weights + 4 * i) if weights != 0 else np.float32(1)
+            add_gradient(job, target, products, gradient, weight, zeros)
+            target += target_bytes
+        start = stop
+    return True
+
+
+@compiled
+def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: Any) -> None:
+    """Updates the row at an address, and its state, by its gradient."""
+    num_columns, is_half, lanes = field(partition, NUM_COLUMNS), field(partition, IS_HALF), lanes_of(zeros)
+    optimizer, eps = field(partition, OPTIMIZER), np.float32(read_double(partition + 8 * EPS))
+    rate = np.float32(read_double(partition + 8 * LEARNING_RATE))
+    if optimizer == ROW_WISE_ADAGRAD:
+        squares = zeros
+        for column in range(0, num_columns, lanes):
+            own = load(gradient + 4 * column, zeros)
+            squares = multiply_add(own, own, squares)
+        summed = read_float(state) + total(squares) / np.float32(num_columns)
+        write(state, summed)
+        rate = np.float32(rate / (np.sqrt(summed) + eps))
+    rates, all_eps = splat(rate, zeros), splat(eps, zeros)
+    for column in range(0, num_columns, lanes):
+        own = load(gradient + 4 * column, zeros)
+        change = own * rates
+        if optimizer == ADAGRAD:
+            states = multiply_add(own, own, load(state + 4 * column, zeros))
+            store(state + 4 * column, states)
+            change = change / (square_root(states) + all_eps)
+        values = read(weight, column, is_half, zeros) - change
+        if is_half:
+            store_half(weight + 2 * column, values)
+        else:
+            store(weight + 4 * column, values)
+
+
+@compiled
+def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
+    """Updates the rows of a partition by the sums of their gradients."""
+    partition, part = partition_block(job, j), part_block(job, feature, j)
+    row_bytes, state_bytes = field(partition, ROW_BYTES), field(partition, STATE_ROW_BYTES)
+    weights = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
+    states = field(partition, STATE_ADDRESS) + field(part, STATE_START)
+    slot_rows, num_slots, gradient = field(sums, SLOT_ROWS), field(sums, NUM_SLOTS), field(sums, _SUMS)
+    for slot in range(1, num_slots + 1):
+        ahead = np.int64(read_int(slot_rows + 4 * min(slot + _AHEAD_SLOTS, num_slots)))
+        ask_for(weights + ahead * row_bytes, row_bytes)
+        ask_for(states + ahead * state_bytes, state_bytes)
+        row, gradient = np.int64(read_int(slot_rows + 4 * slot)), gradient + field(sums, _SUM_BYTES)
+        _update_row(partition, weights + row * row_bytes, states + row * state_bytes, gradient, zeros)
+
+
+@compiled
+def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> Any:
+    """Updates the rows of the table that a range of features looks up.
+
+    Returns:
+        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is updated then.
+    """
+    num_partitions = field(job, NUM_PARTITIONS)
+    sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
+    targets, scratch = scratch, _take(scratch, 8 * TARGET_FIELDS * BLOCK_IDS * num_partitions)
+    products, scratch = scratch, _take(scratch, PRODUCT_BYTES * num_partitions)
+    _make_sums(job, first_feature, sums, num_ids, scratch)
+    for feature in range(first_feature, end_feature):
+        if not _add_gradients(job, feature, sums, targets, products, zeros):
+            return 1 + feature
+    for j in range(num_partitions):
+        if field(sums, PLACES) != 0:
+            _update_rows(job, first_feature, j, sums, zeros)
+        sums += 8 * _SUMS_FIELDS
+    return 0
+
+
+@compiled
+def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
+    """Updates tables one after another, each in the same scratch, if there is enough.
+
+    Returns:
+        As :func:`update_16`.
+    """
+    needed = 0
+    for i in range(0, 2 * num_tables, 2):
+        first_feature, end_feature = field(tables, i), field(tables, i + 1)
+        num_ids = _end_id(job, end_feature - 1) - _first_id(job, first_feature)
+        needed = max(needed, _scratch_bytes(job, first_feature, num_ids))
+    if needed > scratch_bytes:
+        return needed
+    for i in range(0, 2 * num_tables, 2):
+        first_feature, end_feature = field(tables, i), field(tables, i + 1)
+        num_ids = _end_id(job, end_feature - 1) - _first_id(job, first_feature)
+        if num_ids > 0:
+            outside = _update_table(job, first_feature, end_feature, scratch, num_ids, zeros)
+            if outside != 0:
+                return -outside
+    return needed
+
+
+@entry
+def update_16(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
+    """Updates the rows of some tables, one after another, or adds their gradients up where these go elsewhere.
+
+    All numbers of columns are multiples of 16.
+
+    Args:
+        job: Address of the job, whose vectors are gradients.
+        tables: Address of the range of features of each table, as its first and the one behind its last.
+        num_tables: Number of tables.
+        scratch: Address of memory that is at a multiple of 64.
+        scratch_bytes: How much there is.
+
+    Returns:
+        How many bytes of scratch the largest table needs. Where there are fewer, nothing is done. A negative number is
+        -1 - the number of a feature with an id whose row is not among those that are here; its table is left as it is.
+    """
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_16())
+
+
+@entry
+def update_8(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
+    """Does as :func:`update_16` where all numbers of columns are multiples of eight."""
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_8())
+
+
+@entry
+def update_4(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
+    """Does as :func:`update_16` where all numbers of columns are multiples of four."""
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_4())

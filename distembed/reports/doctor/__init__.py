@@ -1,0 +1,26 @@
+"""What this machine has, what does not work, and the command that mends it.
+
+``facts`` gathers facts, pure functions in ``findings`` judge them, so that each judgement is tested without the machine
+that it is about, and ``report`` prints them. The package needs nothing but the standard library to be
+imported, so that ``python -m distembed.reports.doctor`` works where the rest of distembed does not.
+"""
+
+from distembed.base.cuda_driver import nvidia_smi_works
+from distembed.reports.doctor.facts import Facts, LoadResult, gather_facts, installed_versions
+from distembed.reports.doctor.findings import Finding, check_trio_versions, chosen_device, judge, name_trio
+from distembed.reports.doctor.report import print_doctor_report, run_doctor
+
+__all__ = [
+    "Facts",
+    "Finding",
+    "LoadResult",
+    "check_trio_versions",
+    "chosen_device",
+    "gather_facts",
+    "installed_versions",
+    "judge",
+    "name_trio",
+    "nvidia_smi_works",
+    "print_doctor_report",
+    "run_doctor",
+]

@@ -1,0 +1,273 @@
+"""What follows from the facts: whether each is well, worth a note, or wrong with the command that mends it."""
+
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from distembed.base.cores import multiplies_faster_in_bf16
+from distembed.base.cuda_driver import driver_shortage
+from distembed.base.units import format_bytes
+from distembed.base.version import __version__
+from distembed.reports.doctor import trio
+from distembed.reports.doctor.facts import Facts, LoadResult, MachineFacts, normalised_name
+from distembed.reports.doctor.trio import Trio, trio_of
+
+Status = Literal["ok", "note", "wrong"]
+
+OLDEST_PYTHON = min(trio.DEFAULT.pythons)
+"""Minor version of the oldest Python 3 that distembed runs on."""
+LOW_DISK_BYTES = 10 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: What was looked at.
+        status: ``ok``; ``note`` for what is worth knowing and hinders nothing; ``wrong`` for what has to be mended.
+        detail: What was found.
+        remedy: The command that mends it; empty where there is nothing to mend.
+    """
+
+    subject: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Returns a finding for everything that was looked at, in the order in which to read them."""
+    device = chosen_device(facts.installed, facts.has_gpu)
+    tested = trio_of(facts.installed)
+    versions = check_trio_versions(facts.installed, device)
+    wrong_versions = {found.subject for found in versions if found.status == "wrong"}
+    return [
+        check_python(facts.python_version, tested),
+        Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
+        name_trio(facts.installed),
+        *versions,
+        *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
+        *check_dependencies(facts.installed, facts.requirements, tested),
+        check_fused_lookup(facts.fused_lookup),
+        *check_extras(facts.installed),
+        *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu, facts.driver, tested),
+        *check_machine(facts.machine),
+    ]
+
+
+def check_python(version: tuple[int, ...], tested: Trio = trio.DEFAULT) -> Finding:
+    """Judges whether this Python is one that the trio is tested on; an older one than the product's oldest is wrong."""
+    detail = f"{'.'.join(map(str, version))} at {sys.executable}"
+    if version[0] == 3 and version[1] in tested.pythons:
+        return Finding("python", "ok", detail)
+    if version >= (3, OLDEST_PYTHON):
+        return Finding("python", "note", f"{detail}; the trio {tested.name} is tested on {tested.python_names}")
+    remedy = f"DISTEMBED_PYTHON=python3.{OLDEST_PYTHON} tools/setup.sh"
+    return Finding("python", "wrong", f"{detail}; 3.{OLDEST_PYTHON} or later is needed", remedy)
+
+
+def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
+    """Returns ``cpu`` or ``cuda``: that of the installed FBGEMM, or the machine's where none or both are installed."""
+    there = [device for device, name in trio.FBGEMM_DISTRIBUTIONS.items() if name in installed]
+    return there[0] if len(there) == 1 else "cuda" if has_gpu else "cpu"
+
+
+def name_trio(installed: Mapping[str, str]) -> Finding:
+    """Names the tested trio by which what is installed is judged: that of the installed torch."""
+    tested = trio_of(installed)
+    others = " or ".join(name for name in trio.TRIOS if name != tested.name)
+    members = f"torch {tested.torch}, torchrec {tested.torchrec}, FBGEMM {tested.fbgemm}"
+    found = installed.get("torch")
+    if found is not None and not tested.is_named_by(found):
+        detail = f"torch {found} is of no tested trio; judged by {tested.name}: {members}"
+        return Finding("trio", "note", detail)
+    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: tools/setup.sh --trio {others})")
+
+
+def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Finding]:
+    """Judges the versions of torch, torchrec and FBGEMM by those of the tested trio that the installed torch is of."""
+    tested = trio_of(installed)
+    findings = [_check_version(name, pinned, installed.get(name)) for name, pinned in tested.pins(device).items()]
+    builds = list(trio.FBGEMM_DISTRIBUTIONS.values())
+    if not all(name in installed for name in builds):
+        return findings
+    wanted = trio.FBGEMM_DISTRIBUTIONS[device]
+    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{wanted}=={tested.fbgemm}')}"
+    detail = f"{' and '.join(builds)} are both installed; the later one has overwritten the other's files"
+    return [*findings[:-1], Finding(wanted, "wrong", detail, remedy)]
+
+
+def _check_version(name: str, pinned: str, found: str | None) -> Finding:
+    """Judges one member's version, None where it is not installed."""
+    if found is not None and found.split("+")[0] == pinned:
+        return Finding(name, "ok", found)
+    detail = f"{found} is installed, {pinned} is tested" if found else f"not installed; {pinned} is tested"
+    return Finding(name, "wrong", detail, _install_member(name, pinned))
+
+
+def _install_member(name: str, pinned: str, *options: str) -> str:
+    """Returns the command that installs one member of the trio."""
+    # torch brings libraries of its own; the other two would bring the wrong FBGEMM.
+    return _pip("install", *options, *(() if name == "torch" else ("--no-deps",)), f"{name}=={pinned}")
+
+
+def check_loads(
+    loads: Mapping[str, LoadResult], pins: Mapping[str, str], already_wrong: Collection[str] = ()
+) -> list[Finding]:
+    """Judges whether each member can be imported and used; ``pins`` are those of the trio that it is judged by.
+
+    A member is not blamed where one that it builds on fails to load, nor where ``already_wrong`` names its
+    distribution, for which another finding has a remedy.
+    """
+    findings = []
+    below: list[str] = []
+    for (member, result), (name, pinned) in zip(loads.items(), _in_load_order(pins), strict=True):
+        subject = f"{member} loads"
+        failed = [other for other in below if loads[other].error]
+        if not result.error:
+            findings.append(Finding(subject, "ok", "yes"))
+        elif failed:
+            findings.append(Finding(subject, "note", f"not known: {failed[0]} does not load"))
+        elif name in already_wrong:
+            findings.append(Finding(subject, "note", result.error))
+        else:
+            findings.append(Finding(subject, "wrong", result.error, _install_member(name, pinned, "--force-reinstall")))
+        below.append(member)
+    return findings
+
+
+def _in_load_order(pins: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns the pins in the order torch, FBGEMM, torchrec: each is built on those before it."""
+    return sorted(pins.items(), key=lambda pin: ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec").index(pin[0]))
+
+
+def check_dependencies(
+    installed: Mapping[str, str], required: Sequence[str] | None, tested: Trio = trio.DEFAULT
+) -> list[Finding]:
+    """Judges what is installed by what distembed's metadata and the trio ask for; all that are well share a finding."""
+    torch_pin = f"torch=={tested.torch}"
+    if required is None:
+        return [Finding("dependencies", "wrong", "distembed itself is not installed here", "tools/setup.sh")]
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return [Finding("dependencies", "wrong", "packaging is not installed", _pip("install", "packaging"))]
+    findings, met = [], []
+    for requirement in map(Requirement, [*required, *tested.needs]):
+        found = installed.get(normalised_name(requirement.name))
+        if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate()):
+            continue
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            detail = f"{found or 'nothing'} is installed, {requirement.specifier or 'any version'} is needed"
+            # torch is named again so that pip cannot answer with another torch.
+            remedy = _pip("install", f"{requirement.name}{requirement.specifier}", torch_pin)
+            findings.append(Finding(requirement.name, "wrong", detail, remedy))
+        else:
+            met.append(f"{requirement.name} {found}")
+    return [*findings, Finding("dependencies", "ok", ", ".join(met))] if met else findings
+
+
+def check_fused_lookup(result: LoadResult) -> Finding:
+    """Judges whether tables on the processor can be looked up in one pass; without it FBGEMM looks them up."""
+    reason = result.error or result.facts["reason"]
+    if reason:
+        return Finding("fused lookup", "note", f"no: {reason}; until then FBGEMM looks tables up")
+    return Finding("fused lookup", "ok", f"yes, by numba {result.facts['numba']}")
+
+
+def check_extras(installed: Mapping[str, str]) -> list[Finding]:
+    """Tells whether raw rows can be prepared on a Ray or a Spark cluster, and plans polished: extras of distembed."""
+    findings = []
+    extras = (
+        ("prepare on ray", "ray", "ray"),
+        ("prepare on spark", "spark", "pyspark"),
+        ("plan --polish", "polish", "highspy"),
+    )
+    for what, extra, distribution in extras:
+        found = installed.get(distribution)
+        absent = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
+        detail = f"yes, by {distribution} {found}" if found else absent
+        findings.append(Finding(what, "ok" if found else "note", detail))
+    return findings
+
+
+def check_accelerators(
+    torch_facts: Mapping[str, Any],
+    device: str,
+    has_gpu: bool,
+    driver: str | None = None,
+    tested: Trio = trio.DEFAULT,
+) -> list[Finding]:
+    """Judges CUDA devices and the transports between ranks by what torch's program printed.
+
+    Args:
+        torch_facts: What it printed; nothing where torch does not load.
+        device: Device of the installed members, ``cpu`` or ``cuda``.
+        has_gpu: Whether there is an NVIDIA driver with at least one device.
+        driver: Version of that driver, None where it is not known.
+        tested: The trio by which what is installed is judged.
+    """
+    if not torch_facts:
+        return []
+    findings = [
+        Finding(f"cuda:{index}", "ok", _describe_gpu(gpu)) for index, gpu in enumerate(torch_facts["devices"])
+    ] or [_no_cuda(torch_facts["cuda_build"], device, has_gpu, driver)]
+    if torch_facts["devices"] and device == "cpu":
+        detail = "FBGEMM is the CPU build: train with train.device=cpu, or take the CUDA members"
+        findings.append(Finding("cuda", "note", f"{detail} (DISTEMBED_DEVICE=cuda tools/setup.sh)"))
+    usable = torch_facts["nccl" if torch_facts["devices"] else "gloo"]
+    listed = ", ".join(f"{name} {'yes' if torch_facts[name] else 'no'}" for name in ("gloo", "nccl"))
+    remedy = "" if usable else _install_member("torch", tested.torch, "--force-reinstall")
+    return [*findings, Finding("several ranks", "ok" if usable else "wrong", listed, remedy)]
+
+
+def _describe_gpu(gpu: Mapping[str, Any]) -> str:
+    """Returns a device's name, memory, and whether it computes in bf16."""
+    bf16 = "yes" if tuple(gpu["capability"]) >= (8, 0) else "no"
+    return f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, bf16 {bf16}"
+
+
+def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | None) -> Finding:
+    """Judges that torch finds no CUDA device, by whether there is one, its driver, and what torch was built for."""
+    if not has_gpu:
+        return Finding("cuda", "note", "no device; training runs on the processor")
+    cuda_members = "DISTEMBED_DEVICE=cuda tools/setup.sh"
+    if cuda_build is None and device == "cpu":
+        return Finding("cuda", "note", f"there is a device, unused by the CPU members of the trio ({cuda_members})")
+    if cuda_build is None:
+        detail = "there is a device, and the installed torch is built for processors only"
+        return Finding("cuda", "wrong", detail, cuda_members)
+    shortage = driver_shortage(cuda_build, driver)
+    if device == "cpu":
+        why = shortage or "and the members of the trio are those for processors"
+        return Finding("cuda", "note", f"there is a device, unused by torch, built for CUDA {cuda_build}: {why}")
+    detail = f"there is a device, and torch, built for CUDA {cuda_build}, cannot use it"
+    if shortage:
+        remedy = "DISTEMBED_DEVICE=cpu tools/setup.sh  # or install a newer driver, and keep the CUDA members"
+        return Finding("cuda", "wrong", f"{detail}: {shortage}", remedy)
+    return Finding("cuda", "wrong", detail, "nvidia-smi  # and `torch.cuda.init()` say more")
+
+
+def check_machine(machine: MachineFacts) -> list[Finding]:
+    """Judges processor, memory and disk."""
+    bf16 = ", ".join(sorted(machine.processor_flags & {"avx512_bf16", "amx_bf16", "bf16"}))
+    free = format_bytes(machine.free_disk_bytes)
+    return [
+        Finding("platform", "ok", f"{machine.platform}, {machine.usable_cores} cores"),
+        Finding("processor bf16", "ok", bf16)
+        if multiplies_faster_in_bf16(machine.processor_flags, machine.is_intel)
+        else Finding("processor bf16", "note", f"{bf16 or 'no'}, without amx_bf16; train.precision=auto is fp32"),
+        Finding("memory", "ok", f"{format_bytes(machine.available_memory_bytes)} available"),
+        Finding("disk", "ok", f"{free} free in {machine.folder}")
+        if machine.free_disk_bytes >= LOW_DISK_BYTES
+        else Finding("disk", "note", f"only {free} free in {machine.folder}"),
+    ]
+
+
+def _pip(*arguments: str) -> str:
+    """Returns the command that runs this Python's pip."""
+    return shlex.join([sys.executable, "-m", "pip", *arguments])

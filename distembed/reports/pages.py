@@ -1,0 +1,144 @@
+"""The look of the pages that commands write: the HTML around them, and figures as SVG that sits in it.
+
+Nothing in a page is fetched, so that it can be mailed, and read in ten years. It follows the reader's light or dark
+scheme: text and axes of figures take the page's own colour (``currentColor``) and font, their background is left out.
+Nothing here touches matplotlib's global state: no pyplot, settings within a context.
+"""
+
+import io
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from distembed.base.outputs import MADE_BY
+
+COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
+"""Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""
+
+_DASHES: tuple[tuple[int, ...], ...] = ((), (4, 2), (1, 1), (6, 1, 1, 1), (2, 2, 6, 2), (8, 3), (1, 3), (3, 1))
+PAGE_COLOUR = "#010203"  # stands for currentColor, which matplotlib does not know
+FIGURE_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "distembed",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "text.color": PAGE_COLOUR,
+    "axes.edgecolor": PAGE_COLOUR,
+    "axes.labelcolor": PAGE_COLOUR,
+    "xtick.color": PAGE_COLOUR,
+    "ytick.color": PAGE_COLOUR,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": PAGE_COLOUR,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+"""matplotlib's settings for every figure."""
+
+
+def colour(index: int) -> str:
+    """Returns the colour of number ``index`` of what is compared; the colours repeat."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def dashes(index: int) -> tuple[int, ...]:
+    """Returns the lengths of the dashes and gaps, in widths of the line, by which repeated colours are told apart."""
+    return _DASHES[index // len(COLOURS) % len(_DASHES)]
+
+
+def page(title: str, content: str, style: str = "") -> str:
+    """Returns the HTML of a whole page.
+
+    Args:
+        title: Plain text, shown above the content and as the window's title.
+        content: HTML.
+        style: CSS that this page needs besides that of every page.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f'<meta name="generator" content="{escape(MADE_BY)}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}{style}</style>\n'
+        f"</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n{content}"
+        f"<footer>made by {escape(MADE_BY)}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(heading: str, content: str) -> str:
+    """Returns HTML under a heading of plain text."""
+    return f"<section>\n<h2>{escape(heading)}</h2>\n{content}</section>\n"
+
+
+def figure(heading: str, caption: str, svg: str) -> str:
+    """Returns an SVG of :func:`render_svg` under a heading and a caption of plain text, which a screen reader reads."""
+    named = svg.replace('role="img"', f'role="img" aria-label="{escape(f"{heading}: {caption}")}"', 1)
+    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{named}</figure>\n"
+
+
+def swatch(colour: str) -> str:
+    """Returns a dot in a colour, to stand before the name of what has that colour in a figure."""
+    return f'<i style="background:{colour}"></i>'
+
+
+def line_swatch(index: int) -> str:
+    """Returns a piece of the line that number ``index`` of what is compared has in figures, to stand before a name."""
+    pattern = " ".join(str(2 * length) for length in dashes(index))
+    return (
+        f'<svg class="line" viewBox="0 0 36 8" aria-hidden="true"><line x1="0" y1="4" x2="36" y2="4" '
+        f'stroke="{colour(index)}" stroke-width="3" stroke-dasharray="{pattern or "none"}"/></svg>'
+    )
+
+
+def render_svg(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
+    """Returns as SVG, to stand in a page, what ``draw`` draws into a figure of this width and height."""
+    with matplotlib.rc_context(FIGURE_SETTINGS):
+        drawn = Figure(figsize=inches, layout="constrained")
+        draw(drawn)
+        text = io.StringIO()
+        FigureCanvasSVG(drawn).print_svg(text, metadata={"Date": None, "Creator": None})
+    return _for_page(text.getvalue())
+
+
+def _for_page(svg: str) -> str:
+    """Returns an SVG file's text as it can stand in a page, with text and axes in the page's own colour."""
+    svg = svg[svg.index("<svg") :]  # without the XML declaration, which cannot stand inside of HTML
+    return svg.replace(PAGE_COLOUR, "currentColor").replace("<svg ", '<svg role="img" ', 1)
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8883; --dim: #888; }
+body { margin: 0; font: 15px/1.5 system-ui, sans-serif; background: Canvas; color: CanvasText; }
+main { max-width: 1240px; margin: 0 auto; padding: 2rem 1.25rem; }
+h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 1.5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; font-weight: 600; margin: 2.25rem 0 .75rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { text-align: right; padding: .4rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { font-weight: 500; }
+tr:first-child th { color: var(--dim); font-weight: 400; vertical-align: bottom; white-space: normal; }
+th:first-child, td:first-child { padding-left: 0; }
+th:first-child { text-align: left; }
+strong { font-weight: 650; }
+i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .5em; }
+svg.line { width: 2.2em; height: .6em; margin-right: .5em; }
+.legend span { margin-right: 1.5em; white-space: nowrap; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.5rem 2rem; }
+figure { margin: 0; }
+figure svg { width: 100%; height: auto; font-family: inherit; }
+figcaption { color: var(--dim); font-size: .85rem; }
+figcaption b { color: CanvasText; font-weight: 600; margin-right: .4em; }
+details { border-top: 1px solid var(--line); padding: .6rem 0; }
+summary { cursor: pointer; font-weight: 500; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.25rem; font-size: .9rem; }
+dt { color: var(--dim); }
+dd { margin: 0; overflow-wrap: anywhere; }
+pre { font: .8rem/1.45 ui-monospace, monospace; background: #8881; padding: .8rem 1rem; overflow-x: auto; }
+footer { margin-top: 3rem; color: var(--dim); font-size: .8rem; }
+"""

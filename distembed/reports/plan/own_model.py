@@ -1,0 +1,186 @@
+"""Someone's own TorchRec model as ``distembed plan --model`` plans it, without a config.
+
+The function that makes it runs on the meta device, where tensors have shapes and no values: tables of any size take no
+memory, and no other device has to be there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.base.units import enumerate_names
+from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
+from distembed.optim.kinds import OPTIMIZERS, sparse_names, stateless_name
+from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.cluster import Cluster
+from distembed.planning.example_step import ExampleBatch, OnDevice, estimate_own_networks
+from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
+from distembed.planning.storage import TableStorage, whole_table_storage
+from distembed.reports.plan.own_options import NamedFunction, OwnStep
+from distembed.reports.plan.plannable import ModelOnCluster, Plannable
+from distembed.sharding import default_sharders
+from distembed.sharding.exchange import common_exchange
+
+_WITH_TABLES = (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    FeatureProcessedEmbeddingBagCollection,
+    BaseManagedCollisionEmbeddingCollection,
+)
+"""Modules of TorchRec that hold or wrap tables, of which only some can be planned."""
+_PLANNED = (
+    "EmbeddingBagCollection, EmbeddingCollection, CompositionalEmbeddingBagCollection and "
+    "CompositionalEmbeddingCollection"
+)
+
+
+@dataclass(frozen=True)
+class MadeModel:
+    """The model that a user's function returned."""
+
+    name: str  # name of the function, `package.module:function`
+    module: nn.Module  # the model, on the meta device
+    sharders: Sequence[ModuleSharder[Any]] | None  # sharders of its collections; None for the default sharders
+
+
+class OwnModel(Plannable):
+    """Someone's own model, with its step and optimizers; options that do not go with the model are refused."""
+
+    def __init__(self, made: MadeModel, step: OwnStep, plan: PlanConfig) -> None:
+        self.made, self.step = made, step
+        self.sharders = default_sharders(plan.host_memory) if made.sharders is None else made.sharders
+        # TorchRec's tables are described as the full tables that they are
+        self.tables = [table for own in embedding_modules(made.module).values() for table in table_configs(own)]
+        self.features = list(dict.fromkeys(feature for table in self.tables for feature in table.feature_names))
+        declared = declared_optimizers(made.module, self.sharders)
+        undeclared = step.sparse_optimizer or stateless_name()
+        super().__init__(plan, step.batch_size, undeclared if None in declared.values() else None)
+        for feature in step.ids_per_row:
+            one_of("--ids-per-row", feature, sorted(self.features))
+        if step.sparse_optimizer is not None and self.sparse_optimizer is None:
+            names = ", ".join(sorted({name for name in declared.values() if name is not None}))
+            raise UserError(
+                f"--sparse-optimizer is {step.sparse_optimizer!r}, and every table of the model declares its "
+                f"optimizer ({names}); leave it out."
+            )
+        # the optimizer that keeps most stands for all
+        sparse = largest_optimizer(declared.values(), step.sparse_optimizer)
+        is_fused = OPTIMIZERS[sparse].fused_class is not None
+        self.table_optimizers = TableOptimizers(sparse, step.dense_optimizer, is_fused)
+        self.smaller_tables = [name for name, own in declared.items() if (own or undeclared) != sparse]
+
+    def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
+        optimizers = self.table_optimizers
+        if OPTIMIZERS[optimizers.sparse].fused_needs_cuda and cluster.device.kind != "cuda":
+            known = ", ".join(name for name in sparse_names() if not OPTIMIZERS[name].fused_needs_cuda)
+            raise UserError(
+                f"FBGEMM has the optimizer {optimizers.sparse!r} of the tables on CUDA only, and --gpu is a "
+                f"{cluster.device.kind}; use one of {known}."
+            )
+        workload, notes = self._workload(cluster)
+        if self.smaller_tables:
+            notes.append(
+                f"all tables are counted with the states of {optimizers.sparse}, the largest that a table declares; "
+                f"{enumerate_names(self.smaller_tables)} have smaller states"
+            )
+        request = PlanRequest(self.made.module, self.sharders, cluster, workload, self.plan, optimizers)
+        plan_inputs = PlanInputs(
+            world_size=cluster.world_size,
+            local_world_size=cluster.ranks_per_node,
+            device_kind=cluster.device.kind,
+            batch_size=self.batch_size,
+            model={"function": self.made.name},
+            sparse_optimizer=optimizers.sparse,
+            dense_optimizer=optimizers.dense,
+            tables=table_plan_inputs(self.tables),
+            exchange=common_exchange(self.sharders).as_json(),
+        )
+        return ModelOnCluster(request, plan_inputs, notes)
+
+    def _workload(self, cluster: Cluster) -> tuple[Workload, list[str]]:
+        """Returns the step on a cluster, and a sentence for each fact about it that is unknown."""
+        step, num_rows = self.step, Workload(self.batch_size).rows_of_rank(cluster.world_size)
+        batch = None
+        if step.example is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # a function that draws torch's numbers makes the same batch each time
+                batch = ExampleBatch(step.example.call(num_rows), num_rows)
+        averages = cluster.world_size > 1
+        network, unknown = estimate_own_networks(self.made.module, batch, step.dense_optimizer, step.bf16, averages)
+        workload = Workload(self.batch_size, step.ids_per_row, network=network, bf16=step.bf16)
+        if batch is not None:
+            workload = replace(
+                workload,
+                ids_per_row={**batch.ids_per_row(), **step.ids_per_row},
+                multi_hot=batch.multi_hot(),
+                num_dense=max(0, batch.dense_numbers_per_row() - 1),  # labels are counted apart
+            )
+        notes = []
+        if unknown:
+            text = f"the memory of the networks' step and its time are not known: {unknown}; a share of each device "
+            notes.append(f"{text}is kept free for it")
+        unnamed = [feature for feature in self.features if feature not in workload.ids_per_row]
+        if unnamed:
+            notes.append(f"a row is taken to have one id of {enumerate_names(unnamed)}: --ids-per-row says otherwise")
+        return workload.on_machines_like_this(cluster.ranks_per_node), notes
+
+    def table_bytes(self) -> int:
+        optimizers = self.table_optimizers
+        return sum((whole_table_storage(table, optimizers) for table in self.tables), TableStorage()).total
+
+    def with_plan(self, plan: PlanConfig) -> "OwnModel":
+        return OwnModel(self.made, self.step, plan)
+
+    def with_batch_size(self, num_rows: int) -> "tuple[str, OwnModel]":
+        return f"--batch-size {num_rows}", OwnModel(self.made, replace(self.step, batch_size=num_rows), self.plan)
+
+    def with_sparse_optimizer(self, name: str) -> "tuple[str, OwnModel]":
+        step = replace(self.step, sparse_optimizer=name)
+        return f"--sparse-optimizer {name}", OwnModel(self.made, step, self.plan)
+
+
+def make_own_model(function: NamedFunction) -> MadeModel:
+    """Calls the function that makes a model, or a model and its sharders; refuses a model that no plan can place.
+
+    The function may take a ``device``.
+    """
+    with OnDevice("meta"):
+        made = function.call(**({"device": torch.device("meta")} if function.takes("device") else {}))
+    module, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    where = f"{function.option} {function.name}"
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{where} returns {_kind(made)}; return a torch.nn.Module, or a pair of it and its sharders.")
+    sharders = default_sharders() if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for sharder in sharders:
+        if not isinstance(sharder, ModuleSharder):
+            raise UserError(f"{where} returns {_kind(sharder)} among the sharders; return TorchRec's ModuleSharders.")
+    known = {sharder.module_type for sharder in default_sharders()}
+    sharded = {sharder.module_type for sharder in sharders}
+    for path, part in module.named_modules():
+        if not isinstance(part, _WITH_TABLES):
+            continue
+        kind = f"{where} makes {path or 'a model'!r}, a {type(part).__name__}"
+        if not any(isinstance(part, each) for each in known):
+            raise UserError(f"{kind}, which cannot be planned; collections that can are {_PLANNED}.")
+        if type(part) not in sharded:
+            raise UserError(f"{kind}, and no sharder takes it; return the model with one, as (model, [sharder, ...]).")
+    if not any(table_configs(collection) for collection in embedding_modules(module).values()):
+        raise UserError(
+            f"{where} makes a model without embedding tables to place; tables are those of {_PLANNED}, and layers such "
+            "as torch.nn.Embedding are on every rank whole."
+        )
+    return MadeModel(function.name, module, None if given is None else sharders)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,63 @@
+"""The files that ``distembed plan`` is asked to write; what can be known before anything is planned needs no torch."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distembed.base.errors import UserError
+from distembed.base.files import whole_file
+from distembed.base.outputs import require_file
+
+if TYPE_CHECKING:
+    from distembed.reports.plan.report import CapacityReport
+
+REPORT_SUFFIXES = (".html", ".png", ".svg")  # a page, or the chart alone
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """The files that the user asks for; None for the others."""
+
+    output: Path | None = None  # the plan, for `distembed train --plan`
+    compress: Path | None = None  # the config, compressed as little as the cluster asks for
+    report: Path | None = None  # page or chart of the plan; one that distembed made is replaced
+    overwrite: bool = False  # whether any file that is there is replaced
+
+    def requested(self) -> Iterator[tuple[str, Path]]:
+        """Yields the option and the file of each that was asked for."""
+        for option in ("output", "compress", "report"):
+            if (file := getattr(self, option)) is not None:
+                yield f"--{option}", file
+
+    def require_writable(self) -> None:
+        """Refuses files that could not be written, before there is anything to write, and two options with one file."""
+        option_by_file: dict[Path, str] = {}
+        for option, file in self.requested():
+            other = option_by_file.setdefault(file.absolute(), option)
+            if other != option:
+                raise UserError(f"{other} and {option} both name {file}; name two files.")
+            require_file(option, file, self.overwrite, may_replace_own=option == "--report")
+        if self.report is not None:
+            _require_known_suffix(self.report)
+
+
+def write_capacity_report(report: "CapacityReport", file: Path) -> None:
+    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all."""
+    from distembed.reports.plan.chart import render_chart  # matplotlib takes a second to load
+    from distembed.reports.plan.page import render_capacity_page
+
+    _require_known_suffix(file)
+    suffix = file.suffix.lower()[1:]
+    content = render_capacity_page(report).encode() if suffix == "html" else render_chart(report.assessment, suffix)
+    with whole_file(file) as temporary:
+        Path(temporary).write_bytes(content)
+
+
+def _require_known_suffix(file: Path) -> None:
+    if file.suffix.lower() not in REPORT_SUFFIXES:
+        found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
+        raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")
+    if os.path.isdir(file):
+        raise UserError(f"{file} is a folder; name a file.")

@@ -1,0 +1,220 @@
+"""The figures of a report of runs, as SVG text.
+
+Runs that differ in their seed alone have one colour; where there are more than there are colours, other dashes too.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+from distembed.reports.labels import LabelledPoint, draw_labels
+from distembed.reports.pages import PAGE_COLOUR, colour, dashes, render_svg
+from distembed.training.run_folder.record import MetricsLine, RunRecord, RunSummary
+
+MOST_POINTS = 600
+"""Number of points of a curve that are drawn at most: a long run would make a page of many megabytes."""
+
+
+MOST_MARKS = 40
+"""Number of evaluations of a run that are marked at most; between more, marks would cover the curve."""
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run as the figures show it.
+
+    Attributes:
+        record: What its folder holds.
+        summary: The run, summed up.
+        number: Number of the runs that differ from it in their seed alone, from 0, by which it has its colour.
+        label: What these are called in figures.
+    """
+
+    record: RunRecord
+    summary: RunSummary
+    number: int
+    label: str
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """The colour and the dashes of its lines."""
+        return {"color": colour(self.number), "dashes": dashes(self.number)}
+
+
+def loss_curve(runs: Sequence[ShownRun]) -> str:
+    """Draws the loss of the training windows (thin) and of the evaluations (marked) against rows read.
+
+    The scale leaves out each run's first tenth, beside whose losses the rest would be a flat line.
+    """
+
+    def scale(axes: Axes) -> None:
+        records = [run.record for run in runs]
+        late = [line.metric("loss") for run in records for line in run.train[math.ceil(len(run.train) / 10) :]]
+        late += [line.metric("logloss") for run in records for line in run.validation_evals()]
+        late = [loss for loss in late if not math.isnan(loss)]
+        if len(late) > 1 and max(late) > min(late):
+            margin = (max(late) - min(late)) / 10
+            axes.set_ylim(min(late) - margin, min(axes.get_ylim()[1], max(late) + 3 * margin))
+
+    has_logloss = any("logloss" in line.metrics for run in runs for line in run.record.evals)
+    return _curves(runs, "logloss" if has_logloss else "loss", "loss", "logloss", scale)
+
+
+def metric_curve(runs: Sequence[ShownRun], metric: str, label: str) -> str:
+    """Draws a metric of the training windows (thin) and of the evaluations (marked) against rows read."""
+    return _curves(runs, label, metric, metric)
+
+
+def throughput_curve(runs: Sequence[ShownRun]) -> str:
+    """Draws the rows a second of the training windows against rows read."""
+
+    def draw(axes: Axes) -> None:
+        for run in runs:
+            axes.plot(*_series(run.record.train, "samples_per_second"), **run.style)
+        _label_rows(axes, "rows a second")
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_ylim(bottom=0)
+
+    return _render(draw)
+
+
+def calibration_diagram(runs: Sequence[ShownRun]) -> str:
+    """Draws mean label against mean prediction by bins of rows; a calibrated model lies on the diagonal."""
+
+    def draw(axes: Axes) -> None:
+        highest = 0.0
+        for run in runs:
+            evaluation = run.record.evaluation
+            bins = evaluation.calibration_bins if evaluation else ()
+            points = [(each.predicted, each.observed) for each in bins]
+            predicted, observed = zip(*points, strict=True) if points else ((), ())
+            axes.plot(predicted, observed, marker="o", markersize=4, **run.style)
+            highest = max([highest, *(value for point in points for value in point if not math.isnan(value))])
+        end = min(1.0, highest * 1.05) or 1.0
+        axes.plot([0, end], [0, end], color=PAGE_COLOUR, alpha=0.4, linewidth=1, linestyle=(0, (4, 4)), zorder=1)
+        axes.set_xlabel("predicted rate")
+        axes.set_ylabel("observed rate")
+
+    return _render(draw)
+
+
+def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str:
+    """Draws how much worse a metric is for how many parameters fewer: a point a run.
+
+    Runs that differ in their seed alone are small points, and their mean is a large one that has their name.
+
+    Args:
+        runs: The runs.
+        metric: Name of the metric.
+        label: Text beside its axis.
+    """
+    places = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
+    known = [(run, x, y) for run, x, y in places if x > 0 and not math.isnan(y)]
+    by_number: dict[int, list[tuple[ShownRun, float, float]]] = {}
+    for place in known:
+        by_number.setdefault(place[0].number, []).append(place)
+    means = [
+        LabelledPoint(own[0][1], statistics.fmean(y for *_, y in own), own[0][0].label, colour(number))
+        for number, own in by_number.items()
+    ]
+
+    def draw(axes: Axes) -> None:
+        for run, x, y in known:
+            if len(by_number[run.number]) > 1:
+                axes.plot([x], [y], marker="o", markersize=4, linestyle="", color=colour(run.number), alpha=0.55)
+        for mean in means:
+            axes.plot([mean.x], [mean.y], marker="o", markersize=8, linestyle="", color=mean.colour)
+        axes.set_xscale("log")
+        axes.margins(y=0.15)
+        if known:
+            numbers = [x for _, x, _ in known]
+            axes.set_xlim(min(numbers) / 1.6, max(numbers) * 1.6)  # wide enough for a tick or two
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("parameters")
+        axes.set_ylabel(label)
+        draw_labels(axes, means, [(x, y) for _, x, y in known])
+
+    return _render(draw)
+
+
+def _curves(
+    runs: Sequence[ShownRun],
+    label: str,
+    train_metric: str,
+    eval_metric: str,
+    scale: Callable[[Axes], None] = lambda axes: None,
+) -> str:
+    """Draws a metric of training and one of the evaluations against rows read.
+
+    Evaluations are marked, above all lines, and their marks have an edge in the page's colour.
+
+    Args:
+        runs: The runs.
+        label: Text beside the vertical axis.
+        train_metric: Name of the metric in training windows.
+        eval_metric: Name of the metric in evaluations.
+        scale: Sets the limits of the axes once everything is drawn.
+    """
+
+    def draw(axes: Axes) -> None:
+        for run in runs:
+            evals = run.record.validation_evals()
+            alpha = 0.35 if evals else 1.0
+            axes.plot(*_series(run.record.train, train_metric), alpha=alpha, linewidth=0.8, **run.style)
+            marks: dict[str, Any] = {
+                "marker": "o",
+                "markersize": 5.5,
+                "markeredgecolor": PAGE_COLOUR,
+                "markeredgewidth": 0.7,
+            }
+            rows, values = _series(evals, eval_metric)
+            every = max(1, math.ceil(len(rows) / MOST_MARKS))
+            axes.plot(rows, values, zorder=3, markevery=((len(rows) - 1) % every, every), **marks, **run.style)
+        _label_rows(axes, label)
+        scale(axes)
+
+    return _render(draw)
+
+
+def _series(lines: Sequence[MetricsLine], metric: str) -> tuple[list[float], list[float]]:
+    """Returns rows read and values of at most :data:`MOST_POINTS` lines, the last one among them."""
+    stride = max(1, math.ceil(len(lines) / MOST_POINTS))
+    shown = lines[::-1][::stride][::-1]
+    return [line.metric("samples") for line in shown], [line.metric(metric) for line in shown]
+
+
+def _label_rows(axes: Axes, label: str) -> None:
+    """Labels the axes of a figure against rows read."""
+    axes.set_xlabel("rows read")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _render(draw: Callable[[Axes], None]) -> str:
+    """Returns what is drawn as SVG text, which says so where there is nothing yet."""
+
+    def draw_axes(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        draw(axes)
+        if not _has_points(axes):
+            axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
+
+    return render_svg(draw_axes, (5.6, 3.5))
+
+
+def _has_points(axes: Axes) -> bool:
+    """Returns whether anything but the dashed line below the others was drawn."""
+    return any(_finite(line.get_xdata()) and _finite(line.get_ydata()) and line.get_zorder() > 1 for line in axes.lines)
+
+
+def _finite(values: Any) -> bool:
+    """Returns whether any of matplotlib's values is finite."""
+    return any(math.isfinite(float(value)) for value in values)

@@ -1,0 +1,271 @@
+"""``distembed report``: one self-contained HTML file with the plots and the comparison of runs.
+
+Figures are SVG inside of the page, see :mod:`distembed.reports.pages`. Unfinished and killed runs are shown up to their
+last step.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distembed.base.errors import UserError
+from distembed.base.files import write_text
+from distembed.base.outputs import require_file
+from distembed.base.units import enumerate_names
+from distembed.reports import plots
+from distembed.reports.columns import ReportColumn, report_columns, reported_metrics
+from distembed.reports.config_differences import ConfigDifferences
+from distembed.reports.group_table import UNKNOWN, GroupTable
+from distembed.reports.pages import figure, line_swatch, page, section
+from distembed.reports.plots import ShownRun
+from distembed.reports.run_groups import RunGroup, group_runs, without_seed
+from distembed.training.run_folder.record import RunRecord, RunSummary, unique_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+MOST_NAMED = 8
+"""Number of lines of the comparison up to which points of figures carry names; of more they carry numbers."""
+_MOST_LABEL_CHARACTERS = 28
+
+
+def write_run_report(
+    runs: Sequence[Path], output: Path, overwrite: bool = False, baseline: str | None = None
+) -> list[RunSummary]:
+    """Writes the HTML file, whole or not at all.
+
+    Args:
+        runs: Run folders, in the order in which to show them.
+        output: The file to write; its folder is made where it is missing. A report that is there is replaced.
+        overwrite: Whether any other file is replaced, too.
+        baseline: Name of the run, or of the group of runs that differ in their seed alone, that the others are compared
+            with; None for none.
+
+    Returns:
+        One summary a run, in the same order.
+
+    Raises:
+        UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file, or is one that is
+            no report and not to be replaced; or there is no such baseline.
+        RunError: The file cannot be written.
+    """
+    if not runs:
+        raise UserError("report needs one run folder or more; give folders that `distembed train` made.")
+    resolved = [os.path.realpath(run) for run in runs]
+    twice = [str(run) for run, path in zip(runs, resolved, strict=True) if resolved.count(path) > 1]
+    if twice:
+        raise UserError(f"the same run is given more than once: {', '.join(twice)}.")
+    require_file("--output", output, overwrite, may_replace_own=True)
+    records = [RunRecord.read(run) for run in runs]
+    named = dict(zip(unique_names(records), records, strict=True))
+    summaries = [RunSummary.from_record(record, name) for name, record in named.items()]
+    write_text(output, render_run_report(named, summaries, baseline), make_folder=True)
+    return summaries
+
+
+def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseline: str | None = None) -> None:
+    """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any.
+
+    Raises:
+        UserError: There is no such baseline.
+    """
+    columns = [column for column in report_columns(summaries) if column.in_terminal]
+    rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
+    _print_table(["run", *(column.heading for column in columns)], rows, console)
+    if note := _dataset_note(summaries):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    metrics = [metric for metric in reported_metrics(summaries) if metric.in_terminal]
+    means = GroupTable.of(summaries, metrics, baseline)
+    if means is not None:
+        console.print()
+        _print_table(means.headings, means.rows, console)
+        console.print(means.note, markup=False, highlight=False)
+
+
+def _dataset_note(summaries: Sequence[RunSummary]) -> str:
+    """Returns a sentence where the ids of the runs' datasets stand for different values; empty where none is known."""
+    known = {run.info.id_fingerprint for run in summaries} - {None}
+    return f"The ids of the runs' datasets stand for different values ({len(known)} kinds)." if len(known) > 1 else ""
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="left" if heading == "status" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False, highlight=False)
+
+
+def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary], baseline: str | None = None) -> str:
+    """Returns the page's HTML.
+
+    Args:
+        named: Name -> what the folder of the run holds.
+        summaries: The same runs in the same order, summed up.
+        baseline: Name of the run or group that the others are compared with; None for none.
+
+    Raises:
+        UserError: There is no such baseline.
+    """
+    means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
+    groups = group_runs(summaries)
+    is_numbered = not _names_fit(groups)
+    shown = _shown_runs(named, groups, summaries, is_numbered)
+    sections = [
+        section("Comparison" if len(named) > 1 else "Result", _comparison(shown, is_numbered)),
+        "" if means is None else section("Means over seeds", _means(means)),
+        "" if len(named) == 1 else section("What differs", _differences(groups, is_numbered)),
+        section("Curves", _legend(groups, is_numbered) + _figures(shown)),
+        section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
+    ]
+    return page(f"distembed: {enumerate_names(list(named), most=6)}", "".join(sections), _STYLE)
+
+
+def _names_fit(groups: Sequence[RunGroup]) -> bool:
+    """Returns whether points of figures can carry the names of the groups."""
+    return len(groups) <= MOST_NAMED and all(len(group.name) <= _MOST_LABEL_CHARACTERS for group in groups)
+
+
+def _shown_runs(
+    named: dict[str, RunRecord], groups: Sequence[RunGroup], summaries: Sequence[RunSummary], is_numbered: bool
+) -> list[ShownRun]:
+    """Returns the runs with what tells them apart in figures: names, or numbers from 1, of their groups."""
+    group_numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
+    labels = [str(number) if is_numbered else group.name for number, group in enumerate(groups, start=1)]
+    numbered = [(run, group_numbers[run.name]) for run in summaries]
+    return [ShownRun(named[run.name], run, number, labels[number]) for run, number in numbered]
+
+
+def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
+    """Returns the table of one run a row."""
+    summaries = [run.summary for run in shown]
+    columns = report_columns(summaries)
+    headings = "".join(f"<th>{escape(column.heading)}</th>" for column in columns)
+    rows = []
+    for run in shown:
+        cells = "".join(_cell(column, run.summary, summaries) for column in columns)
+        number = f"{run.label} " if is_numbered else ""
+        rows.append(f'<tr><th scope="row">{line_swatch(run.number)}{number}{escape(run.summary.name)}</th>{cells}</tr>')
+    note = _dataset_note(summaries)
+    table = f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
+    return table + (f"<p>{escape(note)}</p>\n" if note else "")
+
+
+def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
+    """Returns the table of the settings in which runs differ, the seed aside, one group of runs a row."""
+    found = ConfigDifferences.of([without_seed(group.runs[0].config_yaml) for group in groups])
+    if not found.keys:
+        return f"<p>{'Nothing but the seed.' if len(groups) == 1 else 'No setting.'}</p>\n"
+    headings = "".join(f"<th>{escape(key)}</th>" for key in found.keys)
+    rows = "".join(
+        f'<tr><th scope="row">{_group_name(number, group, is_numbered)}</th>'
+        f"{''.join(f'<td>{escape(value or UNKNOWN)}</td>' for value in values)}</tr>"
+        for number, (group, values) in enumerate(zip(groups, found.values, strict=True))
+    )
+    others = f"<p>{found.num_others:,} further settings differ.</p>\n" if found.num_others else ""
+    return f'<div class="wide"><table class="settings"><tr><th>runs</th>{headings}</tr>{rows}</table></div>\n{others}'
+
+
+def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
+    """Returns the name of a group of runs behind its line, and its number where figures have numbers."""
+    return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{escape(group.name)}"
+
+
+def _means(means: GroupTable) -> str:
+    """Returns the table of one group of runs a row."""
+    headings = "".join(f"<th>{escape(heading)}</th>" for heading in means.headings)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in means.rows
+    )
+    return f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>\n<p>{escape(means.note)}</p>\n'
+
+
+def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]) -> str:
+    """Returns a run's cell, in bold face where it is the best of several."""
+    text = escape(column.text(run))
+    # metrics on different splits are not compared
+    comparable = len(summaries) > 1 and len({other.evaluated_on for other in summaries}) == 1
+    is_best = column.sort_key is not None and comparable and column.sort_key(run) == _lowest(column.sort_key, summaries)
+    return f"<td>{f'<strong>{text}</strong>' if is_best else text}</td>"
+
+
+def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary]) -> float:
+    """Returns the lowest known value of the runs; NaN where none is known."""
+    return min((found for run in summaries if not math.isnan(found := value(run))), default=math.nan)
+
+
+def _legend(groups: Sequence[RunGroup], is_numbered: bool) -> str:
+    """Returns the names of runs that differ in their seed alone beside their lines."""
+    runs = "".join(f"<span>{_group_name(i, group, is_numbered)}</span>" for i, group in enumerate(groups))
+    return f'<p class="legend">{runs}</p>\n'
+
+
+def _figures(shown: Sequence[ShownRun]) -> str:
+    """Returns the figures with their captions, which say the splits that were evaluated."""
+    summaries = [run.summary for run in shown]
+    metrics = reported_metrics(summaries)
+    headline = metrics[0]
+    validation = _splits(line.split for run in shown for line in run.record.validation_evals())
+    marked = f"Training windows thin, evaluations on {validation} marked." if validation else "Training windows."
+    final = _splits(run.evaluated_on for run in summaries)
+    figures = [
+        ("Loss", f"{marked} The first tenth may be cut off.", plots.loss_curve(shown)),
+        (headline.heading, marked, plots.metric_curve(shown, headline.name, headline.heading)),
+        ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(shown)),
+    ]
+    if any(metric.name == "calibration" for metric in metrics):
+        calibrated = _splits(run.record.evaluation.split for run in shown if run.record.evaluation is not None)
+        caption = (
+            f"Final evaluation{f' on {calibrated}' if calibrated else ''}; on the dashed line predictions are right."
+        )
+        figures.append(("Calibration", caption, plots.calibration_diagram(shown)))
+    if len(summaries) > 1:
+        cost = next((metric for metric in metrics if metric.name == "logloss"), headline)
+        better = "Higher" if cost.better == "higher" else "Lower"
+        caption = f"{f'On {final}; ' if final else ''}{better.lower() if final else better} and further left is better."
+        drawn = plots.parameters_against(shown, cost.name, cost.heading)
+        figures.append((f"Parameters against {cost.heading}", caption, drawn))
+    return f'<div class="figures">{"".join(figure(*each) for each in figures)}</div>\n'
+
+
+def _splits(names: Iterable[str]) -> str:
+    """Returns the names of splits, each once."""
+    return " and ".join(dict.fromkeys(name for name in names if name))
+
+
+def _run_details(run: RunRecord, name: str) -> str:
+    """Returns what is known of one run beside its metrics, folded away behind its name."""
+    info = run.info
+    facts = {
+        "folder": run.path,
+        "status": f"{info.status} ({info.error})" if info.error else info.status,
+        "started": info.started,
+        "finished": info.finished,
+        "seed": info.seed,
+        "ranks": info.world_size,
+        "batch size": info.batch_size,
+        "last step": run.train[-1].step if run.train else None,
+        "versions": ", ".join(f"{package} {version}" for package, version in info.versions.items()) or None,
+    }
+    rows = "".join(
+        f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value is not None
+    )
+    config = f"<details><summary>config</summary><pre>{escape(run.config_yaml)}</pre></details>"
+    return f"<details><summary>{escape(name)}</summary><dl>{rows}</dl>{config}</details>\n"
+
+
+_STYLE = """
+td:last-child, th:last-child { text-align: left; }
+td:nth-child(2), tr:first-child th:nth-child(2) { text-align: left; white-space: normal; min-width: 10rem; }
+table.settings td, table.settings tr:first-child th { text-align: left; }
+details details { border: 0; padding: .6rem 0 0; }
+"""

@@ -1,0 +1,201 @@
+"""Reads a dataset and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from distembed.base.errors import UserError
+from distembed.base.files import full_disk_explained
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.mirror import dataset_folder
+from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
+from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.reports.statistics.columns import GroupColumns
+from distembed.reports.statistics.ids import feature_statistics, id_counts
+from distembed.reports.statistics.numbers import NumberCounter
+from distembed.reports.statistics.values import CommonId, DatasetStatistics, EqualRows, RowsStatistics
+
+DEFAULT_MEMORY_BYTES = 2 << 30
+MOST_HASHES = 8_000_000
+"""Most rows that are compared, about."""
+_NUM_PARTS = 10
+_RESERVED_VALUES = {MISSING_ID: "missing", OUT_OF_VOCABULARY_ID: "out of vocabulary"}
+
+
+def dataset_statistics(
+    dataset: str | os.PathLike[str],
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> DatasetStatistics:
+    """Returns what the rows of a dataset are like.
+
+    Args:
+        dataset: Folder or URL of the dataset.
+        memory_bytes: Memory that counts of ids may take; the rest of them is in temporary files.
+        progress: Function that is called with the number of rows read, and of all rows.
+
+    Raises:
+        UserError: There is no such dataset, it has no rows at all, or a file of it is damaged.
+        RunError: The disk of temporary files is full.
+    """
+    folder = dataset_folder(dataset)
+    manifest = Manifest.load(folder)
+    if not manifest.splits:
+        raise UserError(f"{dataset} has no splits: there is nothing to count.")
+    train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
+    names = [train, *(name for name in manifest.splits if name != train)]
+    rows = _Rows(folder, manifest, names, progress or (lambda done, total: None))
+    full = f"the disk of temporary files, {tempfile.gettempdir()}, is full; set TMPDIR to a folder on another disk"
+    with (
+        full_disk_explained(lambda error: full),
+        tempfile.TemporaryDirectory() as scratch,
+        Database(Path(scratch), memory_bytes) as database,
+    ):
+        reserved = {each: len(reserved_ids(manifest, each.table_name)) for each in manifest.schema.categorical}
+        counted = feature_statistics(database, rows.sizes, reserved, rows.read(), rows.num_empty)
+        features = {
+            feature.name: dataclasses.replace(found, commonest=_with_values(manifest, folder, feature, found.commonest))
+            for feature, found in zip(reserved, counted, strict=True)
+        }
+    in_order = sorted(rows.periods) if manifest.schema.time is not None else list(rows.periods)
+    return DatasetStatistics(
+        dataset=str(dataset),
+        train=train,
+        splits={name: _rate(rows.sums[name]) for name in names},
+        periods={name: _rate(rows.periods[name]) for name in in_order},
+        features=features,
+        columns={
+            column: {name: counter.result() for name, counter in counters.items()}
+            for column, counters in rows.numbers.items()
+        },
+        equal_rows=rows.equal_rows(),
+        is_weighted=manifest.schema.weight is not None,
+        filled=_filled_columns(manifest),
+    )
+
+
+class _Rows:
+    """Reads all rows once, counts what takes little memory, and passes ids on."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, names: list[str], progress: Callable[[int, int], None]
+    ) -> None:
+        self._schema, self._progress = manifest.schema, progress
+        self._groups = {name: list_row_groups(folder, manifest, name) for name in names}
+        self.sizes = {name: manifest.splits[name].num_rows for name in names}
+        # number of rows, sum of the weights and of the weighted labels, by split and by period
+        self.sums = {name: np.zeros(3) for name in names}
+        self.periods: dict[str, NDArray[np.float64]] = {}
+        per_row = dict.fromkeys(self._schema.dense, 1.0)
+        per_row |= dict.fromkeys(self._schema.dense_sequences, max(1.0, self._schema.mean_list_length))
+        self.numbers = {
+            column: {name: NumberCounter(int(self.sizes[name] * length)) for name in names}
+            for column, length in per_row.items()
+        }
+        self.num_empty = {feature.name: Counter[str]() for feature in self._schema.categorical}
+        self._hashes = {name: [np.zeros(0, np.uint64)] for name in names}
+        self._one_in = max(1, -(-sum(self.sizes.values()) // MOST_HASHES))
+
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """Yields the counts of the ids of each row group."""
+        total = sum(self.sizes.values())
+        num_read = 0
+        for split, (name, groups) in enumerate(self._groups.items()):
+            for group in groups:
+                columns = GroupColumns(group, self._schema)
+                self._add(name, columns)
+                yield from self._id_counts(split, name, columns)
+                num_read += columns.num_rows
+                self._progress(num_read, total)
+
+    def _id_counts(self, split: int, name: str, columns: GroupColumns) -> Iterator[pa.RecordBatch]:
+        labels = columns.doubles(self._schema.label, math.nan)
+        for number, feature in enumerate(self._schema.categorical):
+            ids, lengths = columns.ids[feature.name]
+            if lengths is not None:
+                self.num_empty[feature.name][name] += int((lengths == 0).sum())
+            own = labels if lengths is None else np.repeat(labels, lengths)
+            yield id_counts(number, split, ids, own, feature.num_embeddings)
+
+    def _add(self, split: str, columns: GroupColumns) -> None:
+        """Counts what takes no ids of the next rows of a split."""
+        weights = columns.doubles(self._schema.weight, 1.0)
+        sums = np.stack([np.ones(columns.num_rows), weights, weights * columns.doubles(self._schema.label, math.nan)])
+        for period, rows in self._periods(split, columns):
+            self.periods[period] = self.periods.get(period, 0.0) + sums[:, rows].sum(1)
+        self.sums[split] += sums.sum(1)
+        for name, counters in self.numbers.items():
+            counters[split].add(columns.numbers[name][0])
+        self._hashes[split].append(columns.hashes[columns.hashes % np.uint64(self._one_in) == 0])
+
+    def _periods(self, split: str, columns: GroupColumns) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+        """Yields each period that the next rows of a split lie in, and which rows these are."""
+        places = np.arange(columns.num_rows) + int(self.sums[split][0])
+        days = columns.days
+        periods = places * _NUM_PARTS // self.sizes[split] if days is None else days
+        for period in np.unique(periods).tolist():
+            date = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=0 if days is None else period)
+            yield f"{split} {period + 1}/{_NUM_PARTS}" if days is None else date.date().isoformat(), periods == period
+
+    def equal_rows(self) -> EqualRows:
+        """Returns how many rows are equal to others.
+
+        Rows are compared by hashes, all of them or those in a share of all hashes, which equal rows have together.
+        Among 10 million hashes two different rows are taken for equal with a probability of 3 in a million.
+        """
+        hashes = [np.concatenate(own) for own in self._hashes.values()]
+        _, places, counts = np.unique(np.concatenate(hashes), return_inverse=True, return_counts=True)
+        train, *others = np.split(places, np.cumsum([len(own) for own in hashes])[:-1])
+        is_in_training = np.zeros(len(counts), bool)
+        is_in_training[train] = True
+        _, *names = self._hashes
+        shares = {
+            name: float(is_in_training[own].mean()) if len(own) else 0.0
+            for name, own in zip(names, others, strict=True)
+        }
+        return EqualRows((len(places) - len(counts)) * self._one_in, shares, 1 / self._one_in)
+
+
+def _rate(sums: NDArray[np.float64]) -> RowsStatistics:
+    """Returns the statistics of rows, given their number, weights and weighted labels."""
+    num_rows, weights, labels = sums.tolist()
+    return RowsStatistics(int(num_rows), labels / weights if weights > 0 and not math.isnan(labels) else None)
+
+
+def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
+    """Returns the columns of numbers whose missing values the preparation replaced; none where that is not known."""
+    if manifest.preparation.get("source") not in (TABLE, CRITEO):
+        return ()
+    dense = TableSchema.of_manifest(manifest).dense
+    return tuple(name for name in manifest.schema.dense if name in dense and dense[name].missing == "zero")
+
+
+def _with_values(
+    manifest: Manifest, folder: Path, feature: CategoricalFeature, commonest: Sequence[CommonId]
+) -> tuple[CommonId, ...]:
+    """Returns ids of a feature with the values that they stand for."""
+    values: dict[int, str] = {}
+    if (vocabulary := manifest.vocabularies.get(feature.table_name)) is not None:
+        path = manifest.require_unchanged(folder, vocabulary.file)
+        wanted = pc.field("id").isin([each.id for each in commonest])
+        keys = pq.read_table(path, columns=["id", "key"], filters=wanted)
+        form = "{:08x}" if keys["key"].type == pa.uint32() else "{}"
+        values = dict(zip(keys["id"].to_pylist(), map(form.format, keys["key"].to_pylist()), strict=True))
+    values |= {number: _RESERVED_VALUES[number] for number in reserved_ids(manifest, feature.table_name)}
+    return tuple(dataclasses.replace(each, value=values.get(each.id)) for each in commonest)

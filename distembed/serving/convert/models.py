@@ -1,0 +1,211 @@
+"""A whole model between stock and compositional: tables are fitted or composed, everything else is copied.
+
+Both models have the same modules at the same paths, with a compositional collection where the other has TorchRec's::
+
+    stock                                    compositional
+    sparse.embedding_bags.C1.weight  ---->   sparse.embedding_bags.C1__p0.weight, ...C1__p1.weight    fitted
+    over.0.weight                    ---->   over.0.weight                                            copied
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distembed.base.errors import UserError
+from distembed.base.names import nearest
+from distembed.base.units import enumerate_lines
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs, weight_names_of_table
+from distembed.embedding.tables import CompositionalTables
+from distembed.serving.convert.stock_checkpoint import StockCheckpoint
+from distembed.serving.convert.tables import FitError, fit_table, full_vectors, require_fit
+
+_MOST_SHOWN = 10
+
+
+@torch.no_grad()
+def from_stock(
+    model: nn.Module,
+    stock: Mapping[str, Tensor] | Path | str,
+    counts: Mapping[str, Tensor] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> list[FitError]:
+    """Fills a compositional model from the weights of a stock one; its tables are fitted, all else is copied.
+
+    Args:
+        model: The compositional model, not sharded, with its weights on the CPU; wrap it in
+            ``DistributedModelParallel`` afterwards. Nothing of it is changed where an error is raised before the first
+            table is fitted.
+        stock: The stock model's state dict with whole tensors, or the path of a checkpoint, as for
+            :class:`~distembed.serving.convert.stock_checkpoint.StockCheckpoint`, which reads one table at a time. All
+            names may have a common prefix, such as ``model.``.
+        counts: How often each id occurs, by the name of the table; ids of other tables weigh the same.
+        names: What the stock model calls modules and tensors that have other names there, by their names in this model
+            with full tables, such as ``{"sparse": "embeddings.ebc"}``: a name, or the beginning of one up to a dot.
+
+    Returns:
+        How far each compositional table is from the full one, in the order of the model's tables.
+
+    Raises:
+        UserError: Tensors are missing or left over, have other shapes, or a table cannot be fitted; or ``counts`` names
+            a table that is not there.
+    """
+    source = stock if isinstance(stock, Mapping) else StockCheckpoint(stock)
+    collections = embedding_modules(model)
+    tables = full_table_names(collections)
+    _require_counts(counts or {}, [table for _, table in tables.values()])
+    for _, table in tables.values():
+        require_fit(table)
+    live = {name: value for name, value in model.state_dict().items() if name not in _weights_of_tables(collections)}
+    found = stock_names([*tables, *live], source, names or {}, beside=source is not stock)
+    differing = [
+        f"{name}: {tuple(source[found[name]].shape)} there, {tuple(value.shape)} in this model"
+        for name, value in live.items()
+        if source[found[name]].shape != value.shape
+    ]
+    if differing:
+        raise UserError(f"tensors of the stock model have other shapes:{enumerate_lines(differing, _MOST_SHOWN)}")
+    for name, value in live.items():
+        value.copy_(source[found[name]])
+    errors = []
+    for name, (path, table) in tables.items():
+        fitted = fit_table(table, source[found[name]], (counts or {}).get(table.name))
+        for weight, values in zip(_live_weights(collections[path], table), fitted.weights, strict=True):
+            weight.copy_(values)
+        errors.append(fitted.error)
+    return errors
+
+
+@torch.no_grad()
+def to_stock(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict of the stock model that a compositional model is, with full tables.
+
+    A stock model with the same modules loads it by ``load_state_dict``, and gives the same outputs. What was a stock
+    model with full tables before is exact to the bit. All of the full tables are in memory at once.
+
+    Args:
+        model: The compositional model, not sharded, with its weights on the CPU.
+
+    Raises:
+        UserError: A table gives several vectors an id (feature generation), which no stock table does.
+    """
+    collections = embedding_modules(model)
+    own = _weights_of_tables(collections)
+    stock = {name: value.clone() for name, value in model.state_dict().items() if name not in own}
+    for name, (path, table) in full_table_names(collections).items():
+        stock[name] = full_vectors(table, _live_weights(collections[path], table))
+    return stock
+
+
+def full_table_names(
+    collections: Mapping[str, EmbeddingModule],
+) -> dict[str, tuple[str, CompositionalEmbeddingConfig]]:
+    """Returns the name that each compositional table's full weight has in a stock model, with its collection and table.
+
+    Args:
+        collections: The collections of a model by their paths; tables of TorchRec's own are copied like networks.
+    """
+    found = {}
+    for path, module in collections.items():
+        if isinstance(module, CompositionalTables):
+            for table in table_configs(module):
+                holder = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
+                found[f"{path}.{holder}.{table.name}.weight".lstrip(".")] = (path, table)
+    return found
+
+
+def stock_names(
+    wanted: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], beside: bool
+) -> dict[str, str]:
+    """Returns what the stock model calls each tensor.
+
+    Args:
+        wanted: The names in this model with full tables.
+        stock: The stock model's tensors.
+        names: Other names, as for :func:`from_stock`.
+        beside: Whether other tensors than the model's may be there, in modules that this model does not have.
+
+    Raises:
+        UserError: Tensors are missing there or left over; the error names the nearest for each.
+    """
+    _require_used(names, wanted)
+    renamed = {name: _renamed(name, names) for name in wanted}
+    prefixes = {key.removesuffix(name) for name in list(renamed.values())[:1] for key in stock if _ends(key, name)}
+    whole = [prefix for prefix in prefixes if all(prefix + name in stock for name in renamed.values())]
+    prefix = min(whole or prefixes or {""}, key=len)
+    found = {name: prefix + other for name, other in renamed.items()}
+    missing = [name for name in found if found[name] not in stock]
+    if missing:
+        lines = []
+        for name in missing:
+            near = nearest(found[name], stock)
+            lines.append(f"{found[name]}" + (f", which may be {near} there" if near else ""))
+        raise UserError(
+            f"the stock model has no{enumerate_lines(lines, _MOST_SHOWN)}\nGive both models the same modules at the "
+            "same paths and their tables the same names, or say what is called otherwise there (names)."
+        )
+    modules = {other.partition(".")[0] for other in renamed.values()}
+    over = [
+        key
+        for key in set(stock).difference(found.values())
+        # beside the model, a checkpoint holds its optimizer, which a name alone does not tell from a module
+        if key.startswith(prefix) and (not beside or key.removeprefix(prefix).partition(".")[0] in modules)
+    ]
+    if over:
+        raise UserError(
+            "the stock model has tensors for which this model has no place:"
+            f"{enumerate_lines(sorted(over), _MOST_SHOWN)}\nGive both models the same modules."
+        )
+    return found
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Returns a name with the longest beginning replaced that has another in the stock model."""
+    begins = [own for own in names if name == own or name.startswith(f"{own}.")]
+    if not begins:
+        return name
+    longest = max(begins, key=len)
+    return names[longest] + name[len(longest) :]
+
+
+def _require_used(names: Mapping[str, str], wanted: Sequence[str]) -> None:
+    """Raises a :class:`UserError` where a renaming begins no name."""
+    for own in names:
+        if not any(name == own or name.startswith(f"{own}.") for name in wanted):
+            near = nearest(own, wanted)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise UserError(f"names has {own!r}, with which no tensor of this model begins.{hint}")
+
+
+def _require_counts(counts: Mapping[str, Tensor], tables: Sequence[CompositionalEmbeddingConfig]) -> None:
+    """Raises a :class:`UserError` where counts are given for a table that is not there."""
+    known = [table.name for table in tables]
+    for name in counts:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise UserError(f"counts names table {name!r}, which is no compositional table of the model.{hint}")
+
+
+def _ends(key: str, name: str) -> bool:
+    return key == name or key.endswith(f".{name}")
+
+
+def _weights_of_tables(collections: Mapping[str, EmbeddingModule]) -> set[str]:
+    """Returns the names of all weights of compositional tables in the model's state dict."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in collections.items()
+        if isinstance(module, CompositionalTables)
+        for table in table_configs(module)
+        for name in weight_names_of_table(module, table)
+    }
+
+
+def _live_weights(module: EmbeddingModule, table: CompositionalEmbeddingConfig) -> list[Tensor]:
+    """Returns the weights of a table's partitions."""
+    assert isinstance(module, CompositionalTables)
+    return module.weights(table.name)

@@ -1,0 +1,107 @@
+"""The tensors of a stock model's checkpoint, read one at a time; nothing that it holds is executed.
+
+It is a folder that ``torch.distributed.checkpoint`` wrote, of any plan on any number of ranks, or a file of
+``torch.save`` with plain tensors. Checkpoints of distembed's own runs are such folders too.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from distembed.base.errors import UserError, one_line
+from distembed.base.ranks import Collectives
+from distembed.checkpoints.metadata import parse_metadata
+from distembed.checkpoints.shards import TensorShards
+from distembed.checkpoints.store import METADATA_FILE
+from distembed.checkpoints.transfer import read_tensors
+
+
+class StockCheckpoint(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by their names; what lies in nested dictionaries is named ``outer.inner``.
+
+    A tensor of a folder is read when it is asked for, so that memory holds one table at a time; the tensors of a file
+    are mapped into memory.
+
+    Args:
+        path: A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``.
+
+    Raises:
+        UserError: There is no such checkpoint, or it holds more than tensors and plain values.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._metadata: Metadata | None = None
+        self._sizes: dict[str, TensorStorageMetadata] = {}
+        self._loaded: dict[str, Tensor] = {}
+        if self.path.is_dir():
+            self._metadata = _read_metadata(self.path)
+            entries = self._metadata.state_dict_metadata
+            self._sizes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        else:
+            self._loaded = dict(_flat(_read_file(self.path)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._metadata is None:
+            return self._loaded[name]
+        entry = self._sizes[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_tensors(str(self.path), self._metadata, {name: TensorShards.from_value(tensor)}, Collectives.alone())
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes or self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._sizes or self._loaded)
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Returns what a folder's metadata say.
+
+    Raises:
+        UserError: It has none, or they are not those of a checkpoint.
+    """
+    try:
+        return parse_metadata((folder / METADATA_FILE).read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {METADATA_FILE}; give a folder that torch.distributed.checkpoint.save wrote, or a file "
+            "of torch.save."
+        ) from None
+    except Exception as error:  # a file that is none may fail to read in any way
+        raise UserError(
+            f"{folder / METADATA_FILE} is not that of a checkpoint of tensors ({one_line(error)}); nothing of it was "
+            "executed. Write it with torch.distributed.checkpoint.save."
+        ) from error
+
+
+def _read_file(file: Path) -> Any:
+    """Returns what a file of ``torch.save`` holds.
+
+    Raises:
+        UserError: It is not there, or holds more than tensors and plain values.
+    """
+    if not file.exists():
+        raise UserError(f"{file} is not there; give a folder of torch.distributed.checkpoint, or a file of torch.save.")
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a file that is none may fail to read in any way
+        raise UserError(
+            f"{file} holds more than tensors and plain values, or is no file of torch.save ({type(error).__name__}); "
+            "nothing of it was executed. Save a state dict of whole tensors, or write it with "
+            "torch.distributed.checkpoint.save where tables are sharded."
+        ) from error
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of nested dictionaries by their dotted names."""
+    if isinstance(values, Tensor):
+        yield prefix, values
+    elif isinstance(values, Mapping):
+        for key, inner in values.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))

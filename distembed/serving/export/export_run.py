@@ -1,0 +1,270 @@
+"""Exports a trained run: makes its programs, writes them with what their inputs mean, and checks that they score alike.
+
+Memory: the trained model, its tables once more as they are stored, and once more while they are checked; time is that
+of writing and reading the tables, and of scoring the rows that are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distembed.base.errors import UserError
+from distembed.base.files import require_free_space, write_json
+from distembed.base.names import one_of
+from distembed.base.units import format_bytes
+from distembed.base.version import __version__
+from distembed.data.dataset.kept import keep_dataset
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.staging import staged_folder
+from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.serving.export.batches import SplitRows, made_up_batch
+from distembed.serving.export.compiling import compile_network, require_compiler
+from distembed.serving.export.exportable import Check, Exportable
+from distembed.serving.export.exporters import EXPORTERS
+from distembed.serving.export.programs import BATCH, ProgramInputs, save_program
+from distembed.serving.export.raw_values import Change, feature_changes, number_changes
+from distembed.serving.export.sample import write_sample
+from distembed.serving.export.score_program import ScoredModel
+from distembed.serving.export.shards import divide_tables
+from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.export.vocabularies import write_vocabularies
+from distembed.serving.model_folder.manifest import (
+    MANIFEST_NAME,
+    CompiledProgram,
+    ExportedFeature,
+    ExportedNumber,
+    ExportedProgram,
+    ExportedTable,
+    ExportManifest,
+    Parity,
+    Precision,
+)
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.training.trained_run import TrainedRun
+
+NETWORK = "network.pt2"
+EXAMPLE_NAME = "serving_example.py"
+"""A program that scores raw rows with torch alone, which lies beside this file and in every exported folder."""
+SAMPLE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a run is exported.
+
+    Attributes:
+        precision: How the numbers of its tables are stored.
+        materialise: Which tables are stored as the vector of each id.
+        server_bytes: Memory for tables of one server, over which they are divided into shards; None for one server.
+        overwrite: Whether an exported model that is there is replaced.
+        metric_rows: So many of the first rows of a split are scored for the metric.
+        num_best: Number of items that are recommended for a row, by models that do.
+        compile: Whether the program is compiled too, for the processor of this machine.
+
+    Raises:
+        UserError: A name is unknown, or there is no compiler.
+    """
+
+    precision: Precision = "fp32"
+    materialise: Materialise = "auto"
+    server_bytes: int | None = None
+    overwrite: bool = False
+    metric_rows: int = 200_000
+    num_best: int = 10
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("--precision", self.precision, ("fp32", "fp16", "int8"))
+        one_of("--materialise", self.materialise, ("auto", "never", "always"))
+        if self.compile:
+            require_compiler()
+
+    @property
+    def storage(self) -> TableStorage:
+        """How the tables are stored."""
+        return TableStorage(self.precision, self.materialise)
+
+
+def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str | None = None) -> ExportManifest:
+    """Writes the folder of an exported model, which appears whole or not at all.
+
+    Args:
+        run: The run.
+        output: The folder.
+        options: How it is exported.
+        data: The dataset whose rows scores are compared on; the run's own unless given, where it still is.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        UserError: The run's task or model has no programs, the folder exists, or a table does not fit a server.
+        RunError: It scores otherwise than the trained model, or cannot be written.
+    """
+    exporter = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
+    with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
+        whole = load_whole_model(_in_float32(run), torch.device("cpu"))
+        model = exporter.make(whole, run.manifest, options.num_best)
+        storage = options.storage
+        require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
+        shards = _shards(model, storage, options.server_bytes)
+        if shards and options.compile:
+            raise UserError("--compile makes one program with all tables, and --server-memory divides them; give one.")
+        programs = _save_programs(folder, model, storage, shards, whole)
+        keep_dataset(folder, run.dataset, run.manifest, links=False)
+        vocabularies = write_vocabularies(
+            folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
+        )
+        manifest = ExportManifest(
+            task=run.config.task.name,
+            model=run.config.model.name,
+            step=whole.step,
+            precision=options.precision,
+            network=programs[0],
+            shards=programs[1:],
+            features=_features(model, vocabularies, feature_changes(run.manifest)),
+            numbers=_numbers(run.manifest) if model.takes_numbers else (),
+            tables=_tables(model.tables, storage, shards),
+            parity=Parity(0, 0.0),
+            versions={"distembed": __version__, "torch": torch.__version__},
+            checksums={},
+            recommends=model.recommends,
+        )
+        check = exporter.check(whole, model, load_programs(folder, manifest), options.precision)
+        rows = SplitRows.find(data or run.config.data.require_path())
+        parity = _compare(folder, manifest, model, check, rows, options.metric_rows)
+        manifest = dataclasses.replace(manifest, parity=parity)
+        if options.compile:
+            inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+            compiled = compile_network(folder, manifest.network, inputs)
+            manifest = dataclasses.replace(manifest, compiled=compiled)
+            check = exporter.check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
+            manifest = _compare_compiled(manifest, compiled, check, rows, options.metric_rows)
+        manifest = dataclasses.replace(manifest, checksums=_checksums(folder))
+        write_json(folder / MANIFEST_NAME, manifest.to_json())
+    return manifest
+
+
+def _in_float32(run: TrainedRun) -> TrainedRun:
+    """Returns a run whose networks compute in float32, as those of exported models do."""
+    train = dataclasses.replace(run.config.train, precision="fp32")
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
+
+
+def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) -> list[list[str]]:
+    """Returns the tables of each shard; none where one server has them all.
+
+    Raises:
+        UserError: A table does not fit a server, or they cannot be divided.
+    """
+    sizes = {table.name: storage.bytes(table) for table in model.tables}
+    if server_bytes is None or sum(sizes.values()) <= server_bytes:
+        return []
+    if model.recommends is not None:
+        raise UserError(
+            f"the tables take {format_bytes(sum(sizes.values()))}, more than --server-memory, and those of a model "
+            "that recommends items are not divided. Give more memory, or store them with --precision int8."
+        )
+    return divide_tables(sizes, server_bytes)
+
+
+def _save_programs(
+    folder: Path, model: Exportable, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
+) -> list[ExportedProgram]:
+    """Writes the programs, and returns the network's and those of the shards."""
+    sizes = {table.name: storage.bytes(table) for table in model.tables}
+    inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+    if not shards:
+        save_program(model.whole_program(storage), inputs, folder / NETWORK)
+        features = [feature.name for feature in model.features]
+        return [ExportedProgram(NETWORK, list(inputs.tensors), model.outputs, features, sum(sizes.values()))]
+    assert isinstance(model, ScoredModel), "only such tables are divided"
+    network, programs = model.sharded_programs(shards, storage)
+    saved = []
+    vectors = []
+    for number, (program, names) in enumerate(zip(programs, shards, strict=True)):
+        file = f"tables/shard-{number:05d}.pt2"
+        own = model.shard_inputs(made_up_batch(whole.blueprint.batch_schema, 5), program)
+        save_program(program, own, folder / file)
+        with torch.no_grad():
+            vectors.append(program(*own.tensors.values()))
+        features = [feature.name for feature in program.features]
+        saved.append(
+            ExportedProgram(file, list(own.tensors), ["vectors"], features, sum(sizes[name] for name in names))
+        )
+    tensors = {"vectors": torch.cat(vectors, dim=1)} | {k: v for k, v in inputs.tensors.items() if k == "dense"}
+    save_program(network, ProgramInputs(tensors, {name: {0: BATCH} for name in tensors}), folder / NETWORK)
+    return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
+
+
+def _features(
+    model: Exportable, vocabularies: Mapping[str, str], changes: Mapping[str, Change]
+) -> list[ExportedFeature]:
+    tables = {name: table for table in model.tables for name in table.feature_names}
+    return [
+        ExportedFeature(
+            each.name,
+            tables[each.name].name,
+            tables[each.name].num_embeddings,
+            each.is_list,
+            vocabularies.get(each.name),
+            changes.get(each.name, {}),
+        )
+        for each in model.features
+    ]
+
+
+def _numbers(manifest: Manifest) -> list[ExportedNumber]:
+    return [ExportedNumber(name, change) for name, change in number_changes(manifest).items()]
+
+
+def _tables(
+    tables: Sequence[CompositionalEmbeddingConfig], storage: TableStorage, shards: Sequence[Sequence[str]]
+) -> list[ExportedTable]:
+    places = {name: number for number, names in enumerate(shards) for name in names}
+    return [
+        ExportedTable(table.name, storage.form(table), storage.bytes(table), places.get(table.name, 0))
+        for table in tables
+    ]
+
+
+def _compare(
+    folder: Path, manifest: ExportManifest, model: Exportable, check: Check, rows: SplitRows | None, metric_rows: int
+) -> Parity:
+    """Compares the outputs of what was written with the trained model's, and writes the sample."""
+    batch = check.sample(rows, SAMPLE_ROWS)
+    parity = check.on_sample(batch)
+    write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
+    shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
+    if rows is None:
+        return parity
+    metric, exported, trained = check.on_split(rows, metric_rows)
+    return dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
+
+
+def _compare_compiled(
+    manifest: ExportManifest, compiled: CompiledProgram, check: Check, rows: SplitRows | None, metric_rows: int
+) -> ExportManifest:
+    """Compares the outputs of the compiled program with the trained model's; returns the manifest that says how."""
+    parity = check.on_sample(check.sample(rows, SAMPLE_ROWS))
+    if rows is not None:
+        check.on_split(rows, metric_rows)
+    compared = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
+    return dataclasses.replace(manifest, compiled=compared)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a folder, by its path there."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        with path.open("rb") as file:
+            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

@@ -1,0 +1,226 @@
+"""The programs of models that give a number for each row: clicks and ratings.
+
+They are the run's own model, whose networks are copied, with tables as they are stored in the place of its embedding
+collections, and the task's score at the end. All of it computes in float32, also where the run was trained in bf16.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, Schema
+from distembed.data.reader import Batch
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.modules import embedding_modules
+from distembed.models import Model
+from distembed.serving.export.batches import plain_inputs
+from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures
+from distembed.serving.export.programs import ProgramInputs
+from distembed.serving.export.table_groups import TableStorage
+from distembed.tasks import Task
+
+_FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
+
+
+class ScoreProgram(nn.Module):
+    """Maps ids and numbers of rows to scores [batch], with all tables within.
+
+    Args:
+        model: The model, without its embedding collections.
+        task: The task.
+        features: The features that the model reads.
+    """
+
+    def __init__(self, model: Model, task: Task, features: Sequence[PlainFeature]) -> None:
+        super().__init__()
+        self.model = model
+        self._task, self._features = task, features
+
+    def forward(
+        self,
+        values: Int64[Tensor, " ids"],
+        lengths: Int64[Tensor, "features batch"],
+        dense: Float[Tensor, "batch numbers"] | None = None,
+    ) -> Float[Tensor, " batch"]:
+        """Returns the score of each row."""
+        numbers = torch.empty(lengths.shape[1], 0) if dense is None else dense
+        fields = {SPARSE_FEATURES: PlainFeatures(self._features, values, lengths), DENSE_FEATURES: numbers}
+        return self._task.score(self.model(*[fields[name] for name in self.model.batch_fields]))
+
+
+class VectorScoreProgram(nn.Module):
+    """Maps the vectors and numbers of rows to scores [batch], where shards have the tables.
+
+    Args:
+        model: The model, with :class:`GivenVectors` in the place of its embedding collection.
+        task: The task.
+    """
+
+    def __init__(self, model: Model, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(
+        self, vectors: Float[Tensor, "batch columns"], dense: Float[Tensor, "batch numbers"] | None = None
+    ) -> Float[Tensor, " batch"]:
+        """Returns the score of each row."""
+        numbers = torch.empty(vectors.shape[0], 0) if dense is None else dense
+        fields = {SPARSE_FEATURES: vectors, DENSE_FEATURES: numbers}
+        return self._task.score(self.model(*[fields[name] for name in self.model.batch_fields]))
+
+
+class GivenVectors(nn.Module):
+    """Takes the place of an embedding collection whose vectors come from shards.
+
+    Args:
+        shards: The tables of each shard, in the order in which their vectors stand side by side.
+    """
+
+    def __init__(self, shards: Sequence[FeatureVectors]) -> None:
+        super().__init__()
+        self._keys = [key for shard in shards for key in shard.keys]
+        self._dims = [dim for shard in shards for dim in shard.dims]
+
+    def forward(self, vectors: Float[Tensor, "batch columns"]) -> KeyedTensor:
+        """Returns the vectors of all shards by their keys."""
+        return KeyedTensor(self._keys, self._dims, vectors)
+
+
+class ShardProgram(nn.Module):
+    """Maps the ids of a shard's features to their vectors [batch, columns].
+
+    Attributes:
+        features: The features, in the order of ``lengths``.
+
+    Args:
+        features: The features, in the order of ``lengths``.
+        vectors: Their tables.
+    """
+
+    def __init__(self, features: Sequence[PlainFeature], vectors: FeatureVectors) -> None:
+        super().__init__()
+        self.vectors = vectors
+        self.features = features
+
+    def forward(
+        self, values: Int64[Tensor, " ids"], lengths: Int64[Tensor, "features batch"]
+    ) -> Float[Tensor, "batch columns"]:
+        """Returns the vectors of each row's features, side by side."""
+        return self.vectors.vectors(PlainFeatures(self.features, values, lengths))
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A trained model that gives a number for each row, and what programs are made of.
+
+    Attributes:
+        model: The model with its weights.
+        task: Its task.
+        collections: Its embedding collections, by their paths.
+        features: The features that they read, in the dataset's order.
+        takes_numbers: Whether the model is given numbers.
+        outputs: Names of what its programs return.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ("prediction",)
+    recommends: ClassVar[None] = None
+
+    model: Model
+    task: Task
+    collections: Mapping[str, CompositionalEmbeddingBagCollection]
+    features: Sequence[PlainFeature]
+    takes_numbers: bool
+
+    @classmethod
+    def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
+        """Returns a model as programs are made of it.
+
+        Raises:
+            UserError: The model takes fields of a batch that programs do not have, or it has other collections.
+        """
+        others = [name for name in model.batch_fields if name not in _FIELDS]
+        if others:
+            raise UserError(
+                f"{type(model).__name__} takes {', '.join(others)} of a batch, and exported models take "
+                f"{', '.join(sorted(_FIELDS))} alone."
+            )
+        collections: dict[str, CompositionalEmbeddingBagCollection] = {}
+        for path, module in embedding_modules(model).items():
+            if not isinstance(module, CompositionalEmbeddingBagCollection):
+                raise UserError(
+                    f"{path} of the model is a {type(module).__name__}; models that give a number for each row are "
+                    "exported with CompositionalEmbeddingBagCollection alone."
+                )
+            collections[path] = module
+        read = {name for module in collections.values() for table in module.tables() for name in table.feature_names}
+        features = [PlainFeature(each.name, each.multi_hot) for each in schema.categorical if each.name in read]
+        takes_numbers = DENSE_FEATURES in model.batch_fields and len(schema.dense) > 0
+        return cls(model, task, collections, features, takes_numbers)
+
+    @property
+    def tables(self) -> list[CompositionalEmbeddingBagConfig]:
+        """The tables of all collections."""
+        return [table for module in self.collections.values() for table in module.tables()]
+
+    def inputs(self, batch: Batch) -> ProgramInputs:
+        """Returns the inputs of the whole program for the rows of a batch."""
+        return plain_inputs(batch, self.features, self.takes_numbers)
+
+    def shard_inputs(self, batch: Batch, program: ShardProgram) -> ProgramInputs:
+        """Returns the inputs of a shard's program for the rows of a batch."""
+        return plain_inputs(batch, program.features, takes_numbers=False)
+
+    def whole_program(self, storage: TableStorage) -> ScoreProgram:
+        """Returns the program that has all tables."""
+        stored = {
+            path: self._vectors(module, [table.name for table in module.tables()], storage)
+            for path, module in self.collections.items()
+        }
+        return ScoreProgram(self._with_collections(stored), self.task, self.features)
+
+    def sharded_programs(
+        self, shards: Sequence[Sequence[str]], storage: TableStorage
+    ) -> tuple[VectorScoreProgram, list[ShardProgram]]:
+        """Returns the program of the network, and one of each shard's tables.
+
+        Args:
+            shards: Names of the tables of each shard.
+            storage: How they are stored.
+
+        Raises:
+            UserError: The model has several embedding collections.
+        """
+        if len(self.collections) != 1:
+            raise UserError(
+                f"the model has {len(self.collections)} embedding collections ({', '.join(self.collections)}), and the "
+                "tables of one can be divided into shards; export it without --server-memory."
+            )
+        ((path, module),) = self.collections.items()
+        vectors = [self._vectors(module, names, storage) for names in shards]
+        programs = []
+        for own in vectors:
+            read = {name for table in own.tables for name in table.feature_names}
+            programs.append(ShardProgram([each for each in self.features if each.name in read], own))
+        return VectorScoreProgram(self._with_collections({path: GivenVectors(vectors)}), self.task), programs
+
+    def _vectors(
+        self, module: CompositionalEmbeddingBagCollection, names: Sequence[str], storage: TableStorage
+    ) -> FeatureVectors:
+        tables = [table for table in module.tables() if table.name in names]
+        weights = {table.name: module.weights(table.name) for table in tables}
+        return FeatureVectors(tables, weights, {each.name: each for each in self.features}, storage)
+
+    def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
+        """Returns a copy of the model with other modules in the place of its collections, which are not copied."""
+        places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
+        return copy.deepcopy(self.model, places).eval()

@@ -1,0 +1,139 @@
+"""Compiled programs: the network of an exported model as machine code, made by AOTInductor.
+
+A compiled program is a shared library: its code can do anything that the process may which loads it. It is loaded only
+on request, by a user who trusts its maker; ``network.pt2`` is read as data
+(:mod:`~distembed.serving.model_folder.program_check`). It holds the weights, and runs only with the torch and on the
+processor that it was made with.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.serving.model_folder.inputs import require_same_rows
+from distembed.serving.model_folder.manifest import ExportManifest
+
+_DTYPES = {"values": torch.int64, "lengths": torch.int64, "dense": torch.float32}
+_REMEDY = "export the run with --compile on this machine, or use the program that is not compiled"
+
+
+def processor_name() -> str:
+    """Returns the name of this machine's processor, such as ``AMD EPYC 7B13``, or of its family."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [
+        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == "model name"
+    ]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def load_compiled(folder: Path, manifest: ExportManifest) -> Any:
+    """Returns the compiled program of a folder, which is code of whoever made it.
+
+    Raises:
+        UserError: There is none, it is of another processor or torch, or it cannot be loaded.
+    """
+    compiled = manifest.compiled
+    if compiled is None:
+        raise UserError(f"{folder} has no compiled program; export the run with --compile.")
+    here = {
+        "processor": (compiled.processor, processor_name()),
+        "vector instructions": (compiled.instructions, torch.backends.cpu.get_cpu_capability()),
+        "torch": (manifest.versions.get("torch"), torch.__version__),
+    }
+    for name, (made, found) in here.items():
+        if made != found:
+            raise UserError(f"{compiled.file} was compiled for the {name} {made}, and this is {found}; {_REMEDY}.")
+    try:
+        sizes = {"lengths": len(manifest.features), "dense": len(manifest.numbers)}
+        return CompiledNetwork(folder / compiled.file, {name: sizes.get(name) for name in manifest.network.inputs})
+    except RuntimeError as error:
+        raise UserError(f"{compiled.file} cannot be loaded: {error}; {_REMEDY}.") from error
+
+
+class CompiledNetwork:
+    """A compiled program, called like one that is not.
+
+    Machine code takes what lies in memory for granted, so that inputs are looked at before.
+
+    Args:
+        file: The file.
+        sizes: Of each input by its name, in their order, the number of its features or numbers; None of ``values``.
+    """
+
+    def __init__(self, file: Path, sizes: Mapping[str, int | None]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._package = torch._inductor.aoti_load_package(str(file))
+        self._sizes = sizes
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Returns the outputs of each row.
+
+        Raises:
+            ValueError: Inputs are of other types or shapes, or of different numbers of rows.
+        """
+        named = dict(zip(self._sizes, inputs, strict=True))
+        for name, size in self._sizes.items():
+            _require_kind(name, named[name], size)
+        require_same_rows(list(named), inputs)
+        num_rows = named["lengths"].shape[1]
+        if not num_rows:
+            # code that is compiled for any number of rows reads past the end where there are none and several lists
+            named = {name: _of_one_row(name, named) for name in named}
+        outputs = self._package(*(own.contiguous() for own in named.values()))
+        found = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if not num_rows:
+            found = [own[:0] for own in found]
+        return found[0] if len(found) == 1 else found
+
+
+def _require_kind(name: str, tensor: Tensor, size: int | None) -> None:
+    """Raises a ValueError where an input is of another type or shape than the program takes."""
+    shape = {"values": (None,), "lengths": (size, None), "dense": (None, size)}[name]
+    is_like = tensor.dim() == len(shape) and all(
+        wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype != _DTYPES[name] or not is_like:
+        shown = ", ".join("any" if wanted is None else str(wanted) for wanted in shape)
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}, and the program takes {_DTYPES[name]} [{shown}]"
+        )
+
+
+def _of_one_row(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Returns an input of one row, with the id 1 of each feature."""
+    num_features = len(inputs["lengths"])
+    shape = {"values": (num_features,), "lengths": (num_features, 1)}.get(name)
+    return torch.ones(shape or (1, inputs[name].shape[1]), dtype=_DTYPES[name])
+
+
+def _try(file: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+    """Runs a compiled program on some rows, on the first of them, and on none."""
+    inputs = {name: torch.tensor(own, dtype=_DTYPES[name]).view(shapes[name]) for name, own in values.items()}
+    program = CompiledNetwork(file, {name: None for name in inputs})
+    lengths, rows = inputs["lengths"], range(inputs["lengths"].shape[1])
+    pieces = inputs["values"].split(lengths.flatten().tolist())
+    with torch.inference_mode():
+        for num_rows in (len(rows), 1, 0):
+            own = [pieces[line * len(rows) + row] for line in range(len(lengths)) for row in range(num_rows)]
+            some = {"values": torch.cat([inputs["values"][:0], *own]), "lengths": lengths[:, :num_rows]}
+            if "dense" in inputs:
+                some["dense"] = inputs["dense"][:num_rows]
+            program(*some.values())
+
+
+if __name__ == "__main__":
+    _try(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.stdin.read()))

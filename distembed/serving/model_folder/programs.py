@@ -1,0 +1,97 @@
+"""The programs of an exported model, loaded: plain tensors -> scores, also where shards have the tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.export.pt2_archive._package import load_pt2
+
+from distembed.serving.model_folder.compiled import load_compiled
+from distembed.serving.model_folder.inputs import require_same_rows
+from distembed.serving.model_folder.manifest import ExportManifest
+from distembed.serving.model_folder.program_check import require_plain_program
+
+Program = Callable[..., Any]
+"""A loaded program: tensors -> a tensor, or several."""
+
+
+def load_program(file: Path) -> Program:
+    """Returns the program of a file, which brings no code with it.
+
+    It raises ValueError for inputs of different numbers of rows.
+
+    Raises:
+        UserError: It is damaged, or holds more than plain tensors and operators of PyTorch.
+    """
+    program = read_program(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module: Any = program.module(check_guards=False)
+    module.validate_inputs = False  # solves equations of sizes at every call: half a millisecond
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+    module.register_forward_pre_hook(lambda _, inputs: require_same_rows(names, inputs))
+    loaded: Program = module
+    return loaded
+
+
+def read_program(file: Path) -> torch.export.ExportedProgram:
+    """Returns the operations of a program, which brings no code with it; errors as of :func:`load_program`."""
+    require_plain_program(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # not torch.export.load: where this fails, that goes on with formats of earlier versions, which are pickled
+        return load_pt2(str(file)).exported_programs["model"]
+
+
+def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False) -> Program:
+    """Returns the whole model of a folder: ids, lengths and numbers -> its outputs, with all shards in this process.
+
+    Args:
+        folder: The folder.
+        manifest: Its manifest.
+        compiled: Whether to take the compiled program, which is code of whoever made it.
+
+    Raises:
+        UserError: A program is damaged, holds more than it may, or is not there.
+    """
+    if compiled:
+        return load_compiled(folder, manifest)
+    network = load_program(folder / manifest.network.file)
+    if not manifest.shards:
+        return network
+    places = {feature.name: place for place, feature in enumerate(manifest.features)}
+    shards = [load_program(folder / shard.file) for shard in manifest.shards]
+    return ShardedProgram(network, shards, [[places[name] for name in shard.features] for shard in manifest.shards])
+
+
+class ShardedProgram:
+    """Shards of tables and the network behind them, called like a program that has all tables.
+
+    Args:
+        network: Vectors, numbers -> outputs.
+        shards: Ids and lengths of a shard's features -> their vectors.
+        features: Places of each shard's features, in the order of ``lengths``.
+    """
+
+    def __init__(self, network: Program, shards: Sequence[Program], features: Sequence[Sequence[int]]) -> None:
+        self._network, self._shards, self._features = network, shards, features
+
+    def __call__(
+        self,
+        values: Int64[Tensor, " ids"],
+        lengths: Int64[Tensor, "features batch"],
+        *dense: Float[Tensor, "batch numbers"],
+    ) -> Any:
+        """Returns the outputs of each row."""
+        pieces = values.split(lengths.sum(1).tolist())
+        vectors = [
+            shard(torch.cat([pieces[place] for place in places]), lengths[places])
+            for shard, places in zip(self._shards, self._features, strict=True)
+        ]
+        return self._network(torch.cat(vectors, dim=1), *dense)

@@ -1,0 +1,99 @@
+"""Reads the folder of an exported model: its manifest, and whether its files are as they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.base.files import read_folder_json, read_json, require_inside
+from distembed.serving.model_folder.manifest import FORMAT, MANIFEST_NAME, ExportManifest
+from distembed.serving.model_folder.programs import Program
+
+SAMPLE_NAME = "sample.json"
+_REMEDY = "make it with `distembed export RUN --output FOLDER`"
+_DAMAGED = "copy the folder again, or export the run again"
+_MOST_DIFFERENCE = 1e-4
+"""Largest difference of a score, or relative to one above 1, to what the machine computed that exported the model."""
+
+
+def read_manifest(folder: Path) -> ExportManifest:
+    """Returns the manifest of an exported model.
+
+    Raises:
+        UserError: There is none, it is of a later version, or it was damaged or changed.
+    """
+    file = folder / MANIFEST_NAME
+    values = read_folder_json(file, "exported model", _REMEDY)
+    if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] > FORMAT:
+        raise UserError(
+            f"{file} has format {values['format']}, and this distembed knows {FORMAT}: install a later one."
+        )
+    try:
+        manifest = TypeAdapter(ExportManifest).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file} is no manifest of an exported model: {where}: {first['msg']}; {_DAMAGED}.") from error
+    compiled = () if manifest.compiled is None else (manifest.compiled,)
+    for program in (manifest.network, *manifest.shards, *compiled):
+        if require_inside(program.file, "a program", file) not in manifest.checksums:
+            raise UserError(f"{file} has no checksum of {program.file}; {_DAMAGED}.")
+    return manifest
+
+
+def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
+    """Makes sure that all files are as they were written.
+
+    Raises:
+        UserError: A file is missing, or is not as it was written.
+    """
+    for name, checksum in manifest.checksums.items():
+        path = folder / require_inside(name, "a checksum", folder / MANIFEST_NAME)
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{path} of the exported model cannot be read: {error}; {_DAMAGED}.") from error
+        if found != checksum:
+            raise UserError(f"{path} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
+
+
+def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> float:
+    """Scores the sample and returns the largest difference to what the exporting machine computed.
+
+    Raises:
+        UserError: The scores differ by more than rounding does.
+    """
+    sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
+    with torch.inference_mode():
+        found = program(*sample_inputs(sample, manifest))
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    worst = 0.0
+    for name, output in zip(manifest.network.outputs, outputs, strict=True):
+        if output.dtype != torch.float32:
+            continue
+        wanted = np.array(sample["outputs"][name], np.float64)
+        difference = np.abs(output.numpy() - wanted) / np.maximum(1, np.abs(wanted))
+        difference = difference[np.isfinite(wanted)]
+        worst = float(np.max(difference, initial=worst))  # NaN is the largest of all
+    if not worst <= _MOST_DIFFERENCE:
+        raise UserError(
+            f"{folder} scores otherwise here than where it was exported: by up to {worst:.3g} in {SAMPLE_NAME}, and "
+            f"{_MOST_DIFFERENCE:g} is rounding. Use torch {manifest.versions.get('torch')}, of which it is."
+        )
+    return worst
+
+
+def sample_inputs(sample: dict[str, Any], manifest: ExportManifest) -> list[Tensor]:
+    """Returns the inputs of the whole program for the rows of the sample."""
+    names = ["values", "lengths", *(["dense"] if "dense" in manifest.network.inputs else [])]
+    dtypes = {"values": torch.int64, "lengths": torch.int64, "dense": torch.float32}
+    return [torch.tensor(sample[name], dtype=dtypes[name]) for name in names]

@@ -1,0 +1,200 @@
+"""Negative items: drawn where the batch lies, never among those that a row excludes, and repeatable.
+
+Each drawn item is a function of (seed, step, number of the row in the global batch, slot), so a run draws the same ones
+on any number of ranks and after a resume: the words are those of SplitMix64, as for replaced ids
+(``sse/random_words.py``), with ``row * slots + slot`` as their number.
+
+A draw is exact and takes one word: no draw is rejected and drawn again. Items have whole weights, laid end to end, of
+which those that a user excludes are taken out; a number u below what is left is moved past those in front of it::
+
+    items      | 0 | 1  1  1 | 2 | 3  3 | 4 |      cumulative  0 1 4 5 7 8
+    user has         ^^^^^^^       ^^^^             left over  8 - 3 - 2 = 3; before item 1: 1, before item 3: 2
+    left over  | 0 |           2 |        4 |      u = 2 is past both: 2 + 3 + 2 = 7 is item 4
+
+How many of the user's items are in front is one binary search among the keys ``user * total + left over before it`` of
+all pairs. Trade-off: 8 bytes a pair beside those of :class:`UserItems`. A draw favours some items by at most
+``total / 2^63`` of their probability, which is below 2^-22.
+
+A user who excludes every item has no negatives: its draws are item 0, which :meth:`NegativeDraws.has_items` tells.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.data.splitmix import GOLDEN_GAMMA
+from distembed.partitions.hashing import mix64
+from distembed.sse.random_words import place_key, stream_key
+from distembed.tasks.catalogue.user_items import UserItems
+
+_MOST_TOTAL_BITS = 40
+_KEY_BITS = 62
+
+
+def item_weights(counts: Int64[Tensor, " items"], exponent: float, reserved: Sequence[int]) -> Float[Tensor, " items"]:
+    """Returns in proportion to what items are drawn: ``max(count, 1) ** exponent``, and 0 for reserved ids.
+
+    Args:
+        counts: How often each item occurs, such as :meth:`UserItems.users_of_items`.
+        exponent: 0 draws items uniformly, 1 by their frequency.
+        reserved: Ids that stand for no item.
+    """
+    weights = counts.clamp(min=1).double() ** exponent
+    weights[list(reserved)] = 0.0
+    return weights
+
+
+class NegativeDraws:
+    """Draws negative items.
+
+    Args:
+        weights: Weight of each item, 0 or more, of :func:`item_weights`.
+        excluded: Items that are not drawn for a user, on the device on which to draw; None to exclude none.
+        seed: Seed of the run.
+        name: Name of the draws; another name gives other items.
+
+    Attributes:
+        users_without_items: The users who exclude all items that have a weight, ascending.
+
+    Raises:
+        UserError: No item has a weight.
+    """
+
+    def __init__(
+        self, weights: Float[Tensor, " items"], excluded: UserItems | None, seed: int, name: str = "negatives"
+    ) -> None:
+        self._key = stream_key(seed, "negatives", name)
+        self._excluded = excluded if excluded is not None and len(excluded.keys) else None
+        num_users = 1 if excluded is None else excluded.num_users
+        self._cumulative = _cumulative_units(weights, num_users)
+        self.total = int(self._cumulative[-1])
+        if self.total == 0:
+            raise UserError(f"none of {len(weights)} items has a weight above 0: there is no item to draw.")
+        self._first_item = _first_of_uniform(self._cumulative)
+        self.users_without_items = torch.zeros(0, dtype=torch.int64)
+        if self._excluded is not None:
+            device = self._excluded.keys.device
+            self._cumulative = self._cumulative.to(device)
+            self._left_before, self._left = _left_over(self._cumulative, self._excluded)
+            self.users_without_items = (self._left <= 0).nonzero().flatten()
+
+    def draw(self, step: int, first_row: int, users: Int64[Tensor, " rows"], slots: int) -> Int64[Tensor, "rows slots"]:
+        """Returns items for the rows of some users, on their device, none of which is excluded for its user.
+
+        Args:
+            step: Number of the step over all epochs.
+            first_row: Number of the first row among the rows of the step on all ranks.
+            users: User of each row.
+            slots: Number of items of each row. Several may be the same; 0 for a user who has no negatives.
+        """
+        if self._excluded is None:
+            return self.draw_for_all(step, first_row, len(users), slots)
+        numbers = self._numbers(first_row, len(users), slots)
+        return self.draw_numbered(step, numbers, users.unsqueeze(1).expand(-1, slots))
+
+    def draw_numbered(
+        self, step: int, numbers: Int64[Tensor, "*shape"], users: Int64[Tensor, "*shape"]
+    ) -> Int64[Tensor, "*shape"]:
+        """Returns items like :meth:`draw`, for rows of unequally many slots.
+
+        Args:
+            step: Number of the step over all epochs.
+            numbers: Number of each item among all that the step draws on all ranks; no two are the same.
+            users: User of each item.
+        """
+        words = self._words(step, numbers)
+        if self._excluded is None:
+            return self._items(words % self.total)
+        left = words % self._left[users].clamp(min=1)
+        keys = users * self.total + left
+        num_until = torch.searchsorted(self._left_before, keys, right=True)
+        # the last excluded item in front: all of the user's weights up to it are passed over
+        last = (num_until - 1).clamp(min=0)
+        items = self._excluded.keys[last] - users * self._excluded.num_items
+        is_past = num_until > self._excluded.offsets[users]
+        end = self._cumulative[torch.where(is_past, items, 0) + 1]
+        passed = end - (self._left_before[last] - users * self.total)
+        drawn = self._items(left + torch.where(is_past, passed, 0))
+        # past all items of a user without negatives lies the end of the catalogue, which is no item
+        return torch.where(self.has_items(users), drawn, 0) if len(self.users_without_items) else drawn
+
+    def has_items(self, users: Int64[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Returns whether there is an item to draw for each user."""
+        return torch.ones_like(users, dtype=torch.bool) if self._excluded is None else self._left[users] > 0
+
+    def draw_for_all(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
+        """Returns items for rows that exclude none, such as those that all rows of a batch have in common."""
+        return self._items(self._words(step, self._numbers(first_row, num_rows, slots)) % self.total)
+
+    def log_probabilities(
+        self, items: Int64[Tensor, "rows slots"], users: Int64[Tensor, " rows"] | None = None
+    ) -> Float[Tensor, "rows slots"]:
+        """Returns the logarithm of each item's probability; -inf for one that is never drawn, or has no such user.
+
+        Args:
+            items: Any items; one that its user excludes counts as if it were not excluded.
+            users: User of each row, for items of :meth:`draw`; None for those of :meth:`draw_for_all`.
+        """
+        units = (self._cumulative[items + 1] - self._cumulative[items]).double()
+        if users is None or self._excluded is None:
+            return (units / self.total).log().float()
+        left = self._left[users].unsqueeze(1)
+        return torch.where(left > 0, units / left.clamp(min=1), 0.0).log().float()
+
+    def _numbers(self, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
+        """Returns the number of each slot of each row among all slots of a step."""
+        numbers = torch.arange(first_row * slots, (first_row + num_rows) * slots, device=self._cumulative.device)
+        return numbers.view(num_rows, slots)
+
+    def _words(self, step: int, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+        """Returns 63 random bits for each number of a step."""
+        state = int((self._key ^ place_key(step, 0)).view(np.int64))
+        return mix64(numbers * _GOLDEN_GAMMA + state) & (2**63 - 1)
+
+    def _items(self, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+        if self._first_item is not None:
+            return numbers + self._first_item
+        return torch.searchsorted(self._cumulative[1:], numbers, right=True)
+
+
+_GOLDEN_GAMMA = GOLDEN_GAMMA - 2**64  # as an int64
+
+
+def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64[Tensor, " items_plus_1"]:
+    """Returns where each item's whole weight begins, and where the last one's ends, such that keys fit into 62 bits.
+
+    Whole weights are taken as they are if they fit; others are rounded, those above 0 to 1 at least.
+    """
+    most = 2.0 ** min(_MOST_TOTAL_BITS, _KEY_BITS - num_users.bit_length())
+    total = float(weights.sum())
+    units = weights.double()
+    if total > most or bool((units != units.round()).any()):
+        units = torch.where(units > 0, (units * (most / 2 / total)).round().clamp(min=1), 0)
+    return torch.cat([weights.new_zeros(1, dtype=torch.long), units.long().cumsum(0)])
+
+
+def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
+    """Returns the first item that has a weight, if it and all behind it have the weight 1; else None."""
+    first = len(cumulative) - 1 - int(cumulative[-1])
+    is_uniform = first >= 0 and int(cumulative[first]) == 0 and bool((cumulative[first:].diff() == 1).all())
+    return first if is_uniform else None
+
+
+def _left_over(
+    cumulative: Int64[Tensor, " items_plus_1"], excluded: UserItems
+) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " users"]]:
+    """Returns for each pair ``user * total`` and what is left before its item; and what is left of each user."""
+    total = cumulative[-1]
+    lengths = excluded.offsets.diff()
+    users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)
+    items = excluded.keys - users * excluded.num_items
+    # running sums wrap around and come back: those of a user are differences of two
+    taken = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])
+    taken_before_user = taken[excluded.offsets]
+    left = total - taken_before_user.diff()
+    left_before = cumulative[items] - (taken[:-1] - taken_before_user[users])
+    return users * total + left_before, left

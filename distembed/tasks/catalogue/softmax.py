@@ -1,0 +1,256 @@
+"""Exact softmax cross-entropy over a catalogue, whose scores are never in memory at once, nor its vectors gathered.
+
+The loss of query h with target t is ``log(sum_i exp(h . u_i + b_i)) - (h . u_t + b_t)``. The queries of all ranks are
+gathered, each rank goes over its share of the items tile by tile, and what comes out is added up over the ranks::
+
+               items of the rank's share
+               | chunk 0 | chunk 1 | chunk 2 |
+    queries 0  |  tile   |  tile   |  tile   |  ->  log of the sum of exponentials, score of the target
+    queries 1  |  tile   |  tile   |  tile   |  ->  (all ranks' together: logsumexp of those of the ranks)
+
+Backward makes each tile again (Milakov and Gimelshein, 2018, for sums piece by piece). With ``p = exp(score - log of
+the sum)``, less 1 at the target, and g the gradient of each query's loss, the gradient of the queries is ``g p U``,
+that of a chunk's vectors ``(g p)^T H``, and that of their biases the sums of ``g p``. The price is one product in four,
+the gain memory for one tile in place of all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.embedding.share import ReadChunk, TableShare
+from distembed.models.catalogue import Catalogue
+from distembed.tasks.catalogue.products import products
+from distembed.tasks.catalogue.rank_rows import RankRows
+
+_EXCLUDED = -1e30
+"""A bias with which an item's exponential is 0; it is finite, so that no difference of two is not a number."""
+
+
+@dataclass(frozen=True)
+class SoftmaxItems:
+    """The items that a softmax goes over, and in how large tiles.
+
+    Attributes:
+        share: This rank's share of their vectors.
+        num_excluded: How many items, from the first on, have no part in the softmax.
+        items_at_once: Most items of a tile.
+        queries_at_once: Most queries of a tile.
+    """
+
+    share: TableShare
+    num_excluded: int = 0
+    items_at_once: int = 4096
+    queries_at_once: int = 256
+
+    @classmethod
+    def on(cls, device: torch.device, share: TableShare, num_excluded: int) -> "SoftmaxItems":
+        """Returns the items with tiles for a device: what a processor's cache holds, or what keeps CUDA busy."""
+        return cls(share, num_excluded, *((8192, 2048) if device.type == "cuda" else (4096, 256)))
+
+
+def catalogue_cross_entropy(
+    catalogue: Catalogue, vectors: Float[Tensor, "queries dim"], targets: Int64[Tensor, " queries"]
+) -> Float[Tensor, " queries"]:
+    """Returns the loss of each query over all items of a catalogue but its reserved ones; all ranks call it.
+
+    A number that is added to all scores of a query, such as
+    :attr:`Queries.offsets <distembed.models.queries.Queries.offsets>`, does not change the loss.
+
+    Args:
+        catalogue: The items and their biases.
+        vectors: This rank's queries; it may have none.
+        targets: The item that each query should choose, none of them reserved.
+
+    Raises:
+        UserError: The table is not trained by gradients of all of its rows.
+    """
+    items = SoftmaxItems.on(vectors.device, catalogue.share(), catalogue.num_reserved)
+    return cross_entropy(vectors, targets, catalogue.bias, items)
+
+
+def cross_entropy(
+    vectors: Float[Tensor, "queries dim"],
+    targets: Int64[Tensor, " queries"],
+    bias: Float[Tensor, " items"] | None,
+    items: SoftmaxItems,
+) -> Float[Tensor, " queries"]:
+    """Returns the loss of each of this rank's queries; all ranks call it, those without a query too.
+
+    Gradients are those of a loss that is a rank's share of the mean over all ranks' rows times the number of ranks, as
+    the trainer has it: sharded weights get the gradient of the mean, the bias and replicated weights one whose mean
+    over the ranks is that.
+
+    Args:
+        vectors: This rank's queries, in the dtype of products; on a CPU these are in float32, which is faster there.
+        targets: The item that each query should choose, none of them excluded.
+        bias: The bias of all items, the same on all ranks; None for none.
+        items: The items.
+
+    Raises:
+        UserError: Gradients are asked for, and a fused kernel updates the table's weights.
+    """
+    weights = [own.weight for own in items.share.weights]
+    if torch.is_grad_enabled() and not all(weight.requires_grad for weight in weights):
+        raise UserError(
+            f"a softmax over table {items.share.table.name!r} has gradients in all of its rows, and the table is "
+            "placed with a fused kernel, which takes those of looked-up rows; give the table dense_gradient=True."
+        )
+    losses: Tensor = _CrossEntropy.apply(vectors, targets, bias, items, *weights)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, vectors: Tensor, targets: Tensor, bias: Tensor | None, items: SoftmaxItems, *weights: Tensor
+    ) -> Tensor:
+        ranks = RankRows.of(len(vectors), vectors.device, items.share)
+        dtype = torch.float32 if vectors.device.type == "cpu" else vectors.dtype
+        queries = _Queries(ranks.gather(vectors.to(dtype)), ranks.gather(targets), ranks)
+        log_sum, scores = _forward(queries, bias, items)
+        ctx.items, ctx.ranks, ctx.dtype = items, ranks, vectors.dtype
+        ctx.save_for_backward(queries.vectors, queries.targets, log_sum, bias)
+        return ranks.own(log_sum - scores).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        vectors, targets, log_sum, bias = ctx.saved_tensors
+        items, ranks, share = ctx.items, ctx.ranks, ctx.items.share
+        own_gradients = ranks.gather(gradients[0].float())
+        of_queries, of_bias, of_weights = _backward(
+            _Queries(vectors, targets, ranks), own_gradients, log_sum, bias, items
+        )
+        for own, total in zip(share.weights, of_weights, strict=True):
+            if not own.is_replicated:
+                total.div_(share.world_size)
+        own_weights = [total.to(own.weight.dtype) for own, total in zip(share.weights, of_weights, strict=True)]
+        return ranks.sum_own(of_queries).to(ctx.dtype), None, of_bias, None, *own_weights
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """The queries of all ranks.
+
+    Attributes:
+        vectors: Their vectors.
+        targets: The item that each should choose.
+        ranks: Whose they are.
+    """
+
+    vectors: Float[Tensor, "queries dim"]
+    targets: Int64[Tensor, " queries"]
+    ranks: RankRows
+
+
+class _Tiles:
+    """The tiles of all queries and this rank's items.
+
+    Args:
+        queries: The queries.
+        shift: What is subtracted from all scores of each; None for nothing.
+        bias: The bias of all items, or None.
+        items: The items.
+    """
+
+    def __init__(self, queries: _Queries, shift: Tensor | None, bias: Tensor | None, items: SoftmaxItems) -> None:
+        self._queries, self._bias, self._items = queries, bias, items
+        self._products = products(queries.vectors, shift, items.queries_at_once * items.items_at_once)
+
+    def chunks(self, with_gradients: bool) -> Iterator[tuple[ReadChunk, "Iterator[_Tile]"]]:
+        """Yields this rank's chunks of items with their tiles; all ranks call it, and get equally many chunks."""
+        for number in range(self._items.share.num_chunks(self._items.items_at_once)):
+            read = self._items.share.read(number, self._items.items_at_once, with_gradients)
+            yield read, self._tiles(read)
+
+    def _tiles(self, read: ReadChunk) -> "Iterator[_Tile]":
+        ids = read.chunk_ids.ids
+        if not len(ids):
+            return
+        bias = torch.zeros(len(ids), device=ids.device) if self._bias is None else self._bias.detach()[ids].float()
+        if self._items.num_excluded:
+            bias = bias.masked_fill(ids < self._items.num_excluded, _EXCLUDED)
+        places, is_here = read.chunk_ids.places(self._queries.targets)
+        prepared = self._products.items(read.vectors, bias)
+        for start in range(0, len(self._queries.vectors), self._items.queries_at_once):
+            rows = slice(start, start + self._items.queries_at_once)
+            scores = self._products.scores(rows, prepared)
+            yield _Tile(rows, scores, places[rows].unsqueeze(1), is_here[rows].unsqueeze(1))
+
+    def add_products(
+        self, tile: "_Tile", vectors: Tensor, factors: Tensor, of_queries: Tensor, of_items: Tensor
+    ) -> None:
+        """Adds what a tile of gradients is in its queries and items.
+
+        Args:
+            tile: The tile, with gradients in the place of scores.
+            vectors: The vectors of its items.
+            factors: For each query of all, what is multiplied with the items' gradients.
+            of_queries: To the rows of the tile's queries is added.
+            of_items: To these rows, of the tile's items, is added.
+        """
+        self._products.add(of_items, tile.scores.T, factors[tile.rows])
+        self._products.add(of_queries[tile.rows], tile.scores, vectors)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The scores of some queries with a chunk's items.
+
+    Attributes:
+        rows: The queries among all.
+        scores: The scores, which lie where those of the next tile will be.
+        places: Where the target of each query is among the items.
+        is_here: Whether it is among them.
+    """
+
+    rows: slice
+    scores: Float[Tensor, "queries ids"]
+    places: Int64[Tensor, "queries 1"]
+    is_here: Bool[Tensor, "queries 1"]
+
+
+def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tuple[Tensor, Tensor]:
+    """Returns the log of the sum of exponentials, in float64, and the target's score of each query, of all ranks."""
+    log_sum = torch.full(queries.targets.shape, -torch.inf, dtype=torch.float64, device=queries.vectors.device)
+    of_target = torch.zeros_like(log_sum)
+    for _, tiles in _Tiles(queries, None, bias, items).chunks(with_gradients=False):
+        for tile in tiles:
+            of_target[tile.rows] += tile.scores.gather(1, tile.places).mul_(tile.is_here).squeeze(1)
+            highest = tile.scores.amax(1)
+            # the largest of the softmax is 1 / sum(exp(score - highest)): one pass over the tile, and no other tensor
+            share = torch.softmax(tile.scores, 1, out=tile.scores).amax(1)
+            log_sum[tile.rows] = log_sum[tile.rows].logaddexp((highest - share.log()).double())
+    if queries.ranks.group is None:
+        return log_sum, of_target
+    both = torch.stack([log_sum, of_target])
+    of_ranks = both.new_empty(len(queries.ranks.counts), *both.shape)
+    dist.all_gather(list(of_ranks.unbind()), both, group=queries.ranks.group)
+    return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+
+
+def _backward(
+    queries: _Queries, gradients: Tensor, log_sum: Tensor, bias: Tensor | None, items: SoftmaxItems
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Returns what the gradients of all ranks' losses are in all queries, the bias and this rank's weights."""
+    of_queries = torch.zeros_like(queries.vectors, dtype=torch.float32)
+    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    of_weights = [torch.zeros_like(own.weight, dtype=torch.float32) for own in items.share.weights]
+    # the last column sums the gradients of a bias
+    factors = torch.cat([queries.vectors.float(), torch.ones_like(gradients).unsqueeze(1)], 1) * gradients.unsqueeze(1)
+    tiles_of_all = _Tiles(queries, log_sum.float(), bias, items)
+    for read, tiles in tiles_of_all.chunks(with_gradients=True):
+        of_items = torch.zeros(len(read.vectors), factors.shape[1], device=factors.device)
+        for tile in tiles:
+            tile.scores.exp_().scatter_add_(1, tile.places, -tile.is_here.float())
+            tiles_of_all.add_products(tile, read.vectors, factors, of_queries, of_items)
+        items.share.add_gradients(read, of_items[:, :-1], of_weights)
+        if of_bias is not None:
+            of_bias[read.chunk_ids.ids] = of_items[:, -1]
+    return of_queries.mul_(gradients.unsqueeze(1)), of_bias, of_weights

@@ -1,0 +1,323 @@
+"""What a config amounts to: every embedding table and dense layer, counted without making any table."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from distembed.base.units import format_bytes
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full
+from distembed.models import ModelInputs
+from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
+from distembed.tasks import batch_schema
+from distembed.training.config import Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class DescribedTable:
+    """An embedding table of a model.
+
+    Attributes:
+        config: The table, which counts its parameters and bytes itself.
+        reason_full: Why the table is full although a scheme is set for its feature; None where it is compressed, or no
+            scheme is set.
+    """
+
+    config: CompositionalEmbeddingConfig
+    reason_full: str | None = None
+
+    @property
+    def partitions(self) -> str:
+        """The equations from an id x to its rows."""
+        equations = self.config.scheme.description
+        return equations if self.config.pre_hash is None else f"{equations}, x = hash(value)"
+
+    @property
+    def composition(self) -> str | None:
+        """The name of the composition; None for a table of one partition, where nothing is composed."""
+        return self.config.combine.name if len(self.config.scheme.num_rows) > 1 else None
+
+    @property
+    def compression(self) -> float:
+        """The number of parameters of the full table over that of this one."""
+        return self.config.num_embeddings * self.config.embedding_dim / self.config.num_parameters
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are rows as they are, without a partition and a hash."""
+        return self.config.scheme.name == "naive" and self.config.pre_hash is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the table in plain values: ``dims`` are the numbers in a row of each partition, ``bytes`` of weights.
+
+        ``vectors`` is the number of vectors that an id gives. There is a ``data_type`` where it is not fp32.
+        """
+        table = self.config
+        half = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
+        return {
+            "name": table.name,
+            "scheme": table.scheme.name,
+            "partitions": self.partitions,
+            "composition": self.composition,
+            "num_embeddings": table.num_embeddings,
+            "rows": list(table.scheme.num_rows),
+            "dim": table.embedding_dim,
+            "dims": [part.dim for part in table.partition_tables()],
+            "vectors": table.num_vectors,
+            "pooling": getattr(table, "pooling", None),
+            "id_policy": table.id_policy,
+            "hash_seed": None if table.pre_hash is None else table.pre_hash.seed,
+            "parameters": table.num_parameters,
+            "bytes": table.memory_bytes,
+            "compression": self.compression,
+            "complementary": table.scheme.is_complementary(),
+            "ids_per_row": table.scheme.ids_per_row,
+            "full_because": self.reason_full,
+            **half,
+        }
+
+
+@dataclass(frozen=True)
+class DescribedLayer:
+    """A parameter of a model's networks.
+
+    Attributes:
+        name: The parameter's path in the model.
+        shape: The parameter's shape.
+        num_parameters: How many numbers it has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_parameters: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the layer in plain values."""
+        return {"name": self.name, "shape": list(self.shape), "parameters": self.num_parameters}
+
+
+@dataclass(frozen=True)
+class TiedOutput:
+    """A table of a model's input whose vectors are its output too.
+
+    Attributes:
+        table: The table, which an output of its own would have as well.
+    """
+
+    table: CompositionalEmbeddingConfig
+
+    @property
+    def text(self) -> str:
+        """What is said of it in a line."""
+        return (
+            f"tied: the output reuses table {self.table.name!r}; untied it would add {self.table.num_parameters:,} "
+            f"parameters ({format_bytes(self.table.memory_bytes)} of weights)"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the table's name, and what an output of its own would add in parameters and in bytes of weights."""
+        table = self.table
+        return {
+            "table": table.name,
+            "untied_parameters": table.num_parameters,
+            "untied_bytes": table.memory_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model's embedding tables and dense layers, with their totals.
+
+    Attributes:
+        model: The model's name in the config.
+        tables: The embedding tables, in the model's order.
+        dense_layers: The parameters outside of embedding collections, in the model's order; output biases among them.
+        tied_outputs: The tables that are input and output.
+    """
+
+    model: str
+    tables: tuple[DescribedTable, ...]
+    dense_layers: tuple[DescribedLayer, ...]
+    tied_outputs: tuple[TiedOutput, ...] = ()
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """The number of parameters of all embedding tables."""
+        return sum(table.config.num_parameters for table in self.tables)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The bytes of the weights of all embedding tables, without optimizer state."""
+        return sum(table.config.memory_bytes for table in self.tables)
+
+    @property
+    def embedding_rows(self) -> int:
+        """The number of rows of all embedding tables."""
+        return sum(sum(table.config.scheme.num_rows) for table in self.tables)
+
+    @property
+    def full_embedding_rows(self) -> int:
+        """The number of rows that the tables would have if none were compressed."""
+        return sum(table.config.num_embeddings for table in self.tables)
+
+    @property
+    def full_embedding_bytes(self) -> int:
+        """The bytes of the weights that the tables would have if none were compressed."""
+        tables = [table.config for table in self.tables]
+        return sum(own.num_embeddings * own.embedding_dim * own.bytes_per_number for own in tables)
+
+    @property
+    def num_dense_parameters(self) -> int:
+        """The number of parameters of all dense layers."""
+        return sum(layer.num_parameters for layer in self.dense_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of the whole model."""
+        return self.num_embedding_parameters + self.num_dense_parameters
+
+    def full_table_lines(self) -> list[str]:
+        """Returns a line for each reason for which tables are full although a scheme is set, with their names."""
+        names: dict[str, list[str]] = {}
+        for table in self.tables:
+            if table.reason_full:
+                names.setdefault(table.reason_full, []).append(table.config.name)
+        return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the description in plain values."""
+        return {
+            "model": self.model,
+            "tables": [table.as_json() for table in self.tables],
+            "dense": [layer.as_json() for layer in self.dense_layers],
+            "tied_outputs": [output.as_json() for output in self.tied_outputs],
+            "embedding_parameters": self.num_embedding_parameters,
+            "embedding_bytes": self.embedding_bytes,
+            "dense_parameters": self.num_dense_parameters,
+            "parameters": self.num_parameters,
+        }
+
+
+def describe(config: Config) -> Description:
+    """Counts the parameters and bytes of a config's model.
+
+    Raises:
+        UserError: The dataset cannot be read, or a table cannot be made as it is set.
+    """
+    schema = batch_schema(config.task, config.data.load_schema())
+    features = {feature.name: feature for feature in schema.categorical}
+    inputs = ModelInputs.from_config(schema, config.embedding)
+    tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())
+    tied: tuple[TiedOutput, ...] = ()
+    if isinstance(config.model, CountedModelConfig) and tables:
+        shapes = config.model.dense_shapes(inputs)
+    else:
+        tables, shapes, tied = _built(config.model, inputs)
+    return Description(
+        config.model.name,
+        tuple(DescribedTable(table, _reason_full(table, features, config)) for table in tables),
+        tuple(DescribedLayer(name, shape, math.prod(shape)) for name, shape in shapes.items()),
+        tied,
+    )
+
+
+def tied_outputs(model: "nn.Module") -> tuple[TiedOutput, ...]:
+    """Returns the tables that are input and output of a model."""
+    from distembed.models.catalogue import Catalogue
+
+    catalogues = (module for module in model.modules() if isinstance(module, Catalogue))
+    return tuple(TiedOutput(catalogue.table) for catalogue in catalogues if catalogue.is_tied)
+
+
+def _built(
+    model_config: ModelConfig, inputs: ModelInputs
+) -> tuple[list[CompositionalEmbeddingConfig], Shapes, tuple[TiedOutput, ...]]:
+    """Returns the tables, the shapes of the dense layers and the tied tables of a model, which is built for that."""
+    from distembed.embedding.modules import embedding_modules, table_configs
+
+    model = model_config.build(inputs)
+    collections = embedding_modules(model).values()
+    in_collections = {id(weight) for module in collections for weight in module.parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in in_collections
+    }
+    return [table for module in collections for table in table_configs(module)], shapes, tied_outputs(model)
+
+
+def _reason_full(
+    table: CompositionalEmbeddingConfig, features: Mapping[str, CategoricalFeature], config: Config
+) -> str | None:
+    """Returns why a table is full although a scheme is set for its feature; None where it is not, or none is set."""
+    feature = features.get(table.feature_names[0])
+    if feature is None or table.scheme.name != "naive":
+        return None
+    return reason_to_stay_full(feature, config.embedding.for_table(feature.name))
+
+
+def print_description(description: Description, console: Console) -> None:
+    """Prints the embedding tables, the partitions of those that are compressed, the dense layers and the totals."""
+    console.print(_embedding_rows(description))
+    for line in description.full_table_lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    compressed = [table for table in description.tables if not table.is_plain]
+    if compressed:
+        console.print(_partition_rows(compressed))
+    console.print(_dense_rows(description))
+    for output in description.tied_outputs:
+        console.print(output.text, highlight=False, soft_wrap=True)
+    console.print(
+        f"{description.num_parameters:,} parameters: {description.num_embedding_parameters:,} in embedding tables "
+        f"({format_bytes(description.embedding_bytes)} of weights), {description.num_dense_parameters:,} dense",
+        highlight=False,
+    )
+
+
+def _embedding_rows(description: Description) -> Table:
+    """Returns a row for every embedding table."""
+    rows = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
+        rows.add_column(column, justify="right")
+    for described in description.tables:
+        table, scheme = described.config, described.config.scheme
+        rows.add_row(
+            table.name,
+            scheme.name + ("" if scheme.is_complementary() else f" ({scheme.ids_per_row:.3g} ids a row)"),
+            described.composition or "-",
+            f"{table.num_embeddings:,}",
+            " + ".join(f"{num_rows:,}" for num_rows in scheme.num_rows),
+            str(table.embedding_dim),
+            f"{table.num_parameters:,}",
+            format_bytes(table.memory_bytes),
+            f"{described.compression:.2f}x",
+        )
+    return rows
+
+
+def _partition_rows(tables: list[DescribedTable]) -> Table:
+    """Returns a row for every table, with the equations from an id to its rows."""
+    rows = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
+    for table in tables:
+        rows.add_row(table.config.name, escape(table.partitions))
+    return rows
+
+
+def _dense_rows(description: Description) -> Table:
+    """Returns a row for every dense layer."""
+    title = f"dense layers of {description.model}"
+    rows = Table("parameter", title=title, title_justify="left", box=SIMPLE_HEAD)
+    rows.add_column("shape", justify="right")
+    rows.add_column("parameters", justify="right")
+    for layer in description.dense_layers:
+        rows.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{layer.num_parameters:,}")
+    return rows

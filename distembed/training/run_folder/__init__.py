@@ -1,0 +1,1 @@
+"""The folder of a run: the process that owns it, the files that it writes, and reading them back."""

@@ -1,0 +1,331 @@
+"""Reading a run folder back: whole, still going on, or left by a killed process.
+
+:mod:`distembed.training.run_folder.folder` lists the files. Only ``run.json`` and ``config.yaml`` have to be there;
+they are written first. A last line of metrics that was cut short, and values that are no numbers, are left out.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distembed.base.errors import UserError
+from distembed.base.files import read_json, read_regular_file
+from distembed.tasks.reported_metrics import ReportedMetric, parse_metrics
+
+_REQUIRED = ("run.json", "config.yaml")
+_MOST_METRICS_BYTES = 1 << 34
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What ``run.json`` says of a run; None, an empty mapping or NaN where it does not.
+
+    Attributes:
+        name: The run's name.
+        status: ``finished``, ``interrupted``, ``failed``, or ``unfinished`` for a run that is not known to have ended:
+            it may be going on, or may have been killed.
+        error: Why the run was interrupted or failed.
+        started: When the run was started last, in UTC.
+        finished: When it ended, in UTC.
+        seed: Seed of the training.
+        world_size: Number of ranks.
+        batch_size: Number of rows in a batch over all ranks.
+        versions: Package -> version that the run used.
+        schemes: Partition scheme -> number of tables that have it.
+        parameters: Number of parameters of the whole model.
+        embedding_bytes: Bytes of the weights of all embedding tables.
+        embedding_rows: Rows of all embedding tables.
+        full_embedding_bytes: Bytes of the weights that the tables would have if none were compressed.
+        full_embedding_rows: Rows that they would have then.
+        metrics: What reports show of the run's evaluations, the task's headline metric first.
+        id_fingerprint: Checksum of what the ids of the run's dataset stand for.
+    """
+
+    name: str | None
+    status: str
+    error: str | None
+    started: str | None
+    finished: str | None
+    seed: int | None
+    world_size: int | None
+    batch_size: int | None
+    versions: Mapping[str, str]
+    schemes: Mapping[str, int]
+    parameters: float
+    embedding_bytes: float
+    embedding_rows: float
+    full_embedding_bytes: float
+    full_embedding_rows: float
+    metrics: Sequence[ReportedMetric]
+    id_fingerprint: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "RunInfo":
+        """Reads ``run.json``.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        values = read_json_object(path)
+        for key in ("schemes", "versions"):
+            if not isinstance(values.get(key) or {}, Mapping):
+                raise UserError(f"{path}: {key} is {values[key]!r} instead of an object; the run folder is damaged.")
+        status = str(values.get("status", "running"))
+        return cls(
+            name=_text(values, "name"),
+            status="unfinished" if status == "running" else status,
+            error=_text(values, "error"),
+            started=_text(values, "started"),
+            finished=_text(values, "finished"),
+            seed=_count(values, "seed"),
+            world_size=_count(values, "world_size"),
+            batch_size=_count(values, "batch_size"),
+            versions=values.get("versions") or {},
+            schemes=values.get("schemes") or {},
+            parameters=_number(values, "parameters"),
+            embedding_bytes=_number(values, "embedding_bytes"),
+            embedding_rows=_number(values, "embedding_rows"),
+            full_embedding_bytes=_number(values, "full_embedding_bytes"),
+            full_embedding_rows=_number(values, "full_embedding_rows"),
+            metrics=parse_metrics(values.get("metrics")),
+            id_fingerprint=_text(values, "id_fingerprint"),
+        )
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """A bin of the rows of an evaluation, by rising prediction.
+
+    Attributes:
+        predicted: Mean prediction of the bin's rows.
+        observed: Mean label of the bin's rows.
+    """
+
+    predicted: float
+    observed: float
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """What was measured at one step: in a window of training, or in an evaluation.
+
+    Attributes:
+        kind: ``train`` or ``eval``; empty for the final evaluation's own file.
+        split: The split that was evaluated; empty for a window of training.
+        step: Number of training steps taken until then; None where the line does not say.
+        metrics: Name -> value of every finite number, among them ``samples``, the number of rows read until then.
+        calibration_bins: Predictions against labels; empty but for the final evaluation.
+    """
+
+    kind: str
+    split: str
+    step: int | None
+    metrics: Mapping[str, float]
+    calibration_bins: Sequence[CalibrationBin] = ()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "MetricsLine":
+        """Reads a line of ``metrics.jsonl`` or the object of ``evaluation.json``."""
+        return cls(
+            kind=_text(values, "kind") or "",
+            split=_text(values, "split") or "",
+            step=_count(values, "step"),
+            metrics={name: number for name in values if not math.isnan(number := _number(values, name))},
+            calibration_bins=[
+                CalibrationBin(_number(each, "predicted"), _number(each, "observed"))
+                for each in values.get("calibration_bins") or ()
+                if isinstance(each, Mapping)
+            ],
+        )
+
+    def metric(self, name: str) -> float:
+        """Returns the metric's value; NaN where it is unknown."""
+        return self.metrics.get(name, math.nan)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder holds.
+
+    Attributes:
+        path: The folder.
+        info: What ``run.json`` says.
+        config_yaml: The resolved config.
+        train: Windows of training, in the order of steps.
+        evals: Evaluations, in the order of steps.
+        evaluation: The final evaluation; None where the run has not come to it.
+    """
+
+    path: Path
+    info: RunInfo
+    config_yaml: str
+    train: Sequence[MetricsLine]
+    evals: Sequence[MetricsLine]
+    evaluation: MetricsLine | None
+
+    @classmethod
+    def read(cls, path: Path) -> "RunRecord":
+        """Reads a run folder.
+
+        Raises:
+            UserError: ``path`` is no run folder, in which case the error says what is missing, or it is damaged.
+        """
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder. Give folders that `distembed train` made.")
+        missing = [name for name in _REQUIRED if not (path / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{path} is no run: it has no {' and no '.join(missing)}. Give folders that `distembed train` made."
+            )
+        lines = _read_metrics(path / "metrics.jsonl")
+        final = path / "evaluation.json"
+        evaluation = read_json_object(final) if final.exists() else {}
+        return cls(
+            path=path,
+            info=RunInfo.read(path / "run.json"),
+            config_yaml=(path / "config.yaml").read_text(encoding="utf-8", errors="replace"),
+            train=[line for line in lines if line.kind == "train"],
+            evals=[line for line in lines if line.kind == "eval"],
+            evaluation=MetricsLine.parse(evaluation) if evaluation else None,
+        )
+
+    def validation_evals(self) -> list[MetricsLine]:
+        """Returns the evaluations during training: those on another split than the final one."""
+        final_split = (self.evaluation.split if self.evaluation else "") or "test"
+        return [line for line in self.evals if line.split != final_split]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in one row of the comparison.
+
+    Attributes:
+        name: The run's name, which no other run of the report has.
+        path: The run folder.
+        info: What ``run.json`` says.
+        config_yaml: The resolved config.
+        evaluation: The final evaluation, or the last one during training; None where there was none yet.
+        samples_per_second: Median over the logged windows of training; NaN where there are none.
+        training_seconds: Seconds of training alone, without evaluations and checkpoints; NaN where none are known.
+    """
+
+    name: str
+    path: Path
+    info: RunInfo
+    config_yaml: str
+    evaluation: MetricsLine | None
+    samples_per_second: float
+    training_seconds: float
+
+    @classmethod
+    def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
+        """Returns a run's summary under a name that no other run of the report has."""
+        speeds = [line.metrics["samples_per_second"] for line in record.train if "samples_per_second" in line.metrics]
+        return cls(
+            name=name,
+            path=record.path,
+            info=record.info,
+            config_yaml=record.config_yaml,
+            evaluation=record.evaluation or (record.evals[-1] if record.evals else None),
+            samples_per_second=statistics.median(speeds) if speeds else math.nan,
+            training_seconds=max(
+                (each.metrics["seconds"] for each in record.train if "seconds" in each.metrics), default=math.nan
+            ),
+        )
+
+    @property
+    def evaluated_on(self) -> str:
+        """The split that the metrics were computed on; empty where there are none."""
+        return self.evaluation.split if self.evaluation else ""
+
+    def metric(self, name: str) -> float:
+        """Returns a metric of the evaluation; NaN where it is unknown."""
+        return self.evaluation.metric(name) if self.evaluation else math.nan
+
+
+def unique_names(records: Sequence[RunRecord]) -> list[str]:
+    """Returns a name for each run: its own, and as many of its parent folders as it takes to differ from the others."""
+    paths = [record.path.absolute() for record in records]
+    names = [record.info.name or path.name for record, path in zip(records, paths, strict=True)]
+    for depth in range(2, max((len(path.parts) for path in paths), default=0)):
+        if len(set(names)) == len(names):
+            break
+        names = [
+            "/".join(path.parts[-depth:]) if names.count(name) > 1 else name
+            for name, path in zip(names, paths, strict=True)
+        ]
+    return names
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """Returns the object that a JSON file of a run folder holds.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    value = read_json(path, "the run folder is damaged")
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {type(value).__name__} instead of a JSON object; the run folder is damaged.")
+    return value
+
+
+def last_metrics(path: Path) -> Mapping[str, Any] | None:
+    """Returns the object on the last whole line of ``metrics.jsonl``; None where there is none."""
+    return next(reversed(list(_metrics_objects(path))), None)
+
+
+def _read_metrics(path: Path) -> list[MetricsLine]:
+    """Returns the whole lines of ``metrics.jsonl`` in the order of steps; none where there is no such file."""
+    return sorted(map(MetricsLine.parse, _metrics_objects(path)), key=lambda line: line.metric("step"))
+
+
+def read_metrics_lines(path: Path) -> list[str]:
+    """Returns the lines of ``metrics.jsonl``; none where there is no such file.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        return read_regular_file(path, _MOST_METRICS_BYTES).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; the run folder is damaged.") from error
+
+
+def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects on the whole lines of ``metrics.jsonl`` in their order; none where there is no such file."""
+    for line in read_metrics_lines(path):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # a killed process leaves half a line
+        if isinstance(values, dict):
+            yield values
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    """Returns a value as a float; NaN where it is missing, null, infinite or no number."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
+
+
+def _count(values: Mapping[str, Any], key: str) -> int | None:
+    """Returns a value as an integer; None where it is missing or no number."""
+    number = _number(values, key)
+    return None if math.isnan(number) else int(values[key])
+
+
+def _text(values: Mapping[str, Any], key: str) -> str | None:
+    """Returns a value as text; None where it is missing, null or empty."""
+    value = values.get(key)
+    return None if value in (None, "") else str(value)
