@@ -50,9 +50,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
+from distembed.embedding.batches import with_ids
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.settings import LookupKernel
-from distembed.embedding.variable_batches import with_ids
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_proxy, is_traced, one_node, require_in_program
 from distembed.composition import Composition
+from distembed.embedding.batches import require_integers
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import map_ids
 from distembed.embedding.pooling import pool
 from distembed.embedding.settings import IdPolicy, Pooling
-from distembed.embedding.tables import empty_weight, initialise
-from distembed.embedding.whole_batches import require_integers
+from distembed.embedding.tables import empty_weight, initialise, refuse_torchscript
 from distembed.partitions import KeyedHash, Partition
 
 
@@ -142,15 +142,8 @@ class CompositionalEmbeddingBag(nn.Module):
         return self.table.combine.embed(weights, rows).to(self.weights[0].dtype)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses ``torch.jit.script``, which calls this first.
-
-        Raises:
-            UserError: Always.
-        """
-        raise UserError(
-            "torch.jit.script does not take CompositionalEmbeddingBag; use torch.export or torch.compile, or "
-            "CompositionalEmbeddingBagCollection, which TorchScript takes."
-        )
+        """Refuses ``torch.jit.script``, which calls this first."""
+        refuse_torchscript(self)
 
     def extra_repr(self) -> str:
         """Returns the module's settings, for its ``repr``."""

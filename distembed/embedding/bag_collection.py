@@ -16,10 +16,10 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_proxy, is_traced, one_node
+from distembed.embedding.batches import bags_of_rows, require_bags_for_rows
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
-from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows
 
 
 class CompositionalEmbeddingBagCollection(
@@ -94,12 +94,6 @@ class CompositionalEmbeddingBagCollection(
             pooled.append(own if bags is None else own.index_select(0, bags[feature.name]))
         require_bags_for_rows(features)
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Returns what ``torch.jit.script`` compiles in the collection's place."""
-        from distembed.embedding.scripting import scripted_bags
-
-        return scripted_bags(self)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""

@@ -12,9 +12,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_proxy, one_node
+from distembed.embedding.batches import bags_of_rows, jagged_vectors
 from distembed.embedding.config import CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
-from distembed.embedding.variable_batches import bags_of_rows, jagged_vectors
 
 
 class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):
@@ -73,12 +73,6 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
             own = None if bags is None else bags[feature.name]
             outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, own)
         return outputs
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Returns what ``torch.jit.script`` compiles in the collection's place."""
-        from distembed.embedding.scripting import scripted_sequences
-
-        return scripted_sequences(self)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""

@@ -20,9 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_traced, require_in_program
+from distembed.embedding.batches import require_integers, require_whole, with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
-from distembed.embedding.variable_batches import with_ids
-from distembed.embedding.whole_batches import require_integers, require_whole
 
 _LARGEST_UNSIGNED = 2**64 - 1
 _SIGN_BIT = 2**63
@@ -52,7 +51,7 @@ class IdMapper:
 
         Raises:
             UserError: An id is refused, the ids are no integers, or the batch is not whole, as
-                :func:`distembed.embedding.whole_batches.require_whole` says.
+                :func:`distembed.embedding.batches.require_whole` says.
         """
         require_whole(features)
         values = features.values()

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -15,12 +15,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.tracing import is_traced
+from distembed.embedding.batches import lengths_by_feature
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
-from distembed.embedding.missing_sharder import LookupModules, NeedsSharder
-from distembed.embedding.quantizing import QuantizedByName
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
-from distembed.embedding.variable_batches import lengths_by_feature
+from distembed.embedding.torchrec_calls import KnowsTorchRec, LookupModules
 from distembed.sse import require_forward_pass
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
@@ -47,7 +46,7 @@ class EmbeddedFeature(Generic[TableT]):
     weights: Float[Tensor, " ids"] | None
 
 
-class CompositionalTables(QuantizedByName, NeedsSharder, Generic[TableT]):
+class CompositionalTables(KnowsTorchRec, Generic[TableT]):
     """Base of the collections.
 
     Attributes:
@@ -156,6 +155,10 @@ class CompositionalTables(QuantizedByName, NeedsSharder, Generic[TableT]):
                 vectors = table.combine.embed(self.weights(table.name), rows)
                 yield EmbeddedFeature(table, name, vectors, ids[i], lengths[i], key_weights[i])
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses ``torch.jit.script``, which calls this first."""
+        refuse_torchscript(self)
+
     def tables(self) -> list[TableT]:
         """Returns the compositional tables, in order."""
         return list(self._tables)
@@ -164,6 +167,11 @@ class CompositionalTables(QuantizedByName, NeedsSharder, Generic[TableT]):
     def device(self) -> torch.device:
         """The device of the weights, which may have moved since they were made."""
         return next(self.parameters()).device
+
+
+def refuse_torchscript(module: nn.Module) -> NoReturn:
+    """Raises the error of ``torch.jit.script`` of a module, which names the ways that work."""
+    raise UserError(f"torch.jit.script does not compile a {type(module).__name__}; use torch.export or torch.compile.")
 
 
 def empty_weight(part: PartitionTable, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -24,13 +24,13 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
-from distembed.embedding.config import perturbation
-from distembed.embedding.variable_batches import (
+from distembed.embedding.batches import (
     bags_of_rows,
     require_bags_for_rows,
     with_equal_numbers_of_bags,
     without_gaps,
 )
+from distembed.embedding.config import perturbation
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import make_sharding

@@ -20,15 +20,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
-from distembed.embedding.collection import CompositionalEmbeddingCollection
-from distembed.embedding.config import perturbation
-from distembed.embedding.variable_batches import (
+from distembed.embedding.batches import (
     bags_of_rows,
     jagged_vectors,
     lengths_by_feature,
     with_equal_numbers_of_bags,
     without_gaps,
 )
+from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.config import perturbation
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding

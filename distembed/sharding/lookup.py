@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.embedding.variable_batches import with_ids
+from distembed.embedding.batches import with_ids
 from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
 from distembed.sharding.table_slice import PartitionSlice
 

@@ -44,9 +44,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
+from distembed.embedding.batches import with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.embedding.variable_batches import with_ids
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,

@@ -24,11 +24,11 @@ from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import enumerate_names
 from distembed.data.single_ids import has_single_ids as has_marked_ids
+from distembed.embedding.batches import with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
-from distembed.embedding.variable_batches import with_ids
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
 from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula

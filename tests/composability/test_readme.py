@@ -8,7 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-MOST_REFUSALS = 3
+MOST_REFUSALS = 4
 
 
 def table_rows() -> list[list[str]]:
@@ -40,7 +40,7 @@ def test_each_row_names_tests_that_exist(cells: list[str]) -> None:
         assert name in defined_functions(file), f"{file.name} has no {name}"
 
 
-def test_each_operation_stands_once_and_at_most_three_are_refused() -> None:
+def test_each_operation_stands_once_and_at_most_four_are_refused() -> None:
     rows = table_rows()
     operations = [cells[0] for cells in rows]
     assert len(set(operations)) == len(operations)

@@ -20,7 +20,7 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
-from tests.embedding.test_whole_batches import BAD_BATCHES
+from tests.embedding.test_batches import BAD_BATCHES
 from tests.ranks import run_on_ranks
 
 NAMES = ["f", "g"]

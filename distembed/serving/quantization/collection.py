@@ -5,7 +5,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.embedding.variable_batches import jagged_vectors
+from distembed.embedding.batches import jagged_vectors
 from distembed.serving.quantization.tables import QuantizedTables
 
 

@@ -17,7 +17,7 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.embedding.whole_batches import require_whole
+from distembed.embedding.batches import require_whole
 
 F = ["f", "g"]
 THREE = torch.tensor([1, 2, 3])

@@ -1,9 +1,9 @@
-"""Answers TorchRec where it shards a model and has no sharder for a compositional collection of it.
+"""Errors in place of silence where TorchRec shards or quantises a model without knowing compositional collections.
 
-``DistributedModelParallel`` leaves modules without a sharder to DDP, which puts all tables on every rank;
-``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask a module for its children
-only if they have not sharded it, which is when the collection looks at its callers. Modules around a collection, such
-as feature processors, use TorchRec's sharder of its own collections by default: it asks for parameters and configs.
+``DistributedModelParallel`` leaves a module without a sharder to DDP, and ``shard_modules`` leaves it as it is: all of
+its tables would be on every rank. ``quantize_embeddings`` would leave it in float32. These functions never call the
+collection for that, so the collection looks at its callers: both sharding functions ask an unsharded module for its
+children, TorchRec's own sharders ask for parameters and configs, and quantising sets ``qconfig``.
 """
 
 import sys
@@ -20,13 +20,13 @@ _WALKING_FUNCTIONS = {
     "torchrec.distributed.model_parallel": "_shard_modules_impl",
     "torchrec.distributed.shard": "_replace",
 }
-"""TorchRec's functions that walk over a model and shard its modules, by their own module."""
+"""TorchRec's functions that visit all modules of a model and shard them, by their own module."""
 _SHARDED_COLLECTIONS = ("torchrec.distributed.embeddingbag", "torchrec.distributed.embedding")
 """Where TorchRec shards its own collections."""
 
 
-class NeedsSharder(nn.Module):
-    """A collection that several ranks shard by a sharder of its own."""
+class KnowsTorchRec(nn.Module):
+    """A collection that raises where TorchRec would replicate it or leave it unquantised without a word."""
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields child modules by their names.
@@ -40,12 +40,41 @@ class NeedsSharder(nn.Module):
         return super().named_children()
 
     def _require_own_sharder(self) -> None:
-        """Raises if the caller, which is a method of the collection, was called by TorchRec's sharder of its own."""
+        """Raises if the calling method of the collection was called by TorchRec's sharder of its own collections."""
         _refuse_stock_sharder(sys._getframe(2))
+
+    @property
+    def qconfig(self) -> Any:
+        """The dtypes of weights and outputs that ``torch.ao.quantization`` has set, or None.
+
+        Raises:
+            AttributeError: It has set nothing.
+        """
+        try:
+            return self.__dict__["_qconfig"]
+        except KeyError:
+            raise AttributeError("qconfig") from None
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        # of other types than it was told, quantize_embeddings sets None; so may others, which leave tables deliberately
+        if value is None and _is_quantizing_embeddings():
+            raise UserError(
+                f"TorchRec's functions that quantise know its own collections, and would leave {type(self).__name__} "
+                "in its dtype. Give quantize_inference_model "
+                "quantization_mapping=distembed.serving.quantization.QUANTIZATION_MAPPING, or quantize_embeddings "
+                "additional_qconfig_spec_keys=list(distembed.serving.quantization.MODULE_MAPPING) and "
+                "additional_mapping=distembed.serving.quantization.MODULE_MAPPING."
+            )
+        self.__dict__["_qconfig"] = value
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del self.__dict__["_qconfig"]
 
 
 class LookupModules(nn.ModuleDict):
-    """The modules that hold the partitions' vectors, which TorchRec's planner asks for parameters."""
+    """The modules that hold the partitions' vectors; TorchRec's planner asks it for parameters."""
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters by their names.
@@ -60,7 +89,6 @@ class LookupModules(nn.ModuleDict):
 
 
 def _refuse_stock_sharder(caller: FrameType) -> None:
-    """Raises if a caller of a collection is TorchRec's sharder of its own collections."""
     if caller.f_globals.get("__name__") not in _SHARDED_COLLECTIONS:
         return
     kind = "Bag" if caller.f_globals["__name__"].endswith("bag") else ""
@@ -77,15 +105,15 @@ def _refuse_stock_sharder(caller: FrameType) -> None:
 def _require_sharder(module: nn.Module, caller: FrameType) -> None:
     """Raises unless TorchRec was given a sharder for a module, or need not shard it.
 
-    It need not on a single rank, without a process group (copies for inference), and within a module that is already
-    wrapped in DDP or FSDP, which replicate or shard it deliberately.
+    A single rank, copies for inference without a process group, and modules within DDP or FSDP need no sharder.
     """
     given = caller.f_locals
     if "self" in given:
         envs, sharders, entry = given["self"]._env, given["self"]._sharder_map, "DistributedModelParallel"
     else:
         envs, sharders, entry = given["env"], given["sharder_map"], "shard_modules"
-    world_size = max(_num_ranks(env) for env in (envs.values() if isinstance(envs, dict) else [envs]))
+    groups = [env.process_group for env in (envs.values() if isinstance(envs, dict) else [envs])]
+    world_size = max(1 if group is None else group.size() for group in groups)
     if world_size == 1 or _is_wrapped(caller):
         return
     if type(module) in sharders:
@@ -94,27 +122,18 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
             f"tables would be put on each of the {world_size} ranks; make the plan of this model with this sharder. "
             "To replicate the tables deliberately, plan them data_parallel."
         )
+    own = f"CompositionalEmbedding{'Bag' if isinstance(module, EmbeddingBagCollectionInterface) else ''}Collection"
+    name = type(module).__name__
+    sharder = f"{own}Sharder()" if name == own else f"<a subclass of {own}Sharder whose module_type is {name}>"
     raise UserError(
-        f"{entry} has no sharder for {type(module).__name__} and would put all of its tables on each of the "
-        f"{world_size} ranks; give it sharders=[{_sharder_text(module)}, ...] of distembed.sharding. To replicate the "
-        "tables deliberately, plan them data_parallel with that sharder."
+        f"{entry} has no sharder for {name} and would put all of its tables on each of the {world_size} ranks; give it "
+        f"sharders=[{sharder}, ...] of distembed.sharding. To replicate the tables deliberately, plan them "
+        "data_parallel with that sharder."
     )
 
 
-def _sharder_text(module: nn.Module) -> str:
-    """Returns the call that makes a collection's sharder; that of a subclass is a subclass too."""
-    kind = "Bag" if isinstance(module, EmbeddingBagCollectionInterface) else ""
-    own, name = f"CompositionalEmbedding{kind}Collection", type(module).__name__
-    return f"{own}Sharder()" if name == own else f"<a subclass of {own}Sharder whose module_type is {name}>"
-
-
-def _num_ranks(env: Any) -> int:
-    """Returns how many ranks a sharding environment joins by a process group."""
-    return 1 if env.process_group is None else int(env.process_group.size())
-
-
 def _is_wrapped(caller: FrameType | None) -> bool:
-    """Returns whether a module over which TorchRec walks is wrapped in DDP or FSDP."""
+    """Returns whether a module that TorchRec visits is wrapped in DDP or FSDP."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -123,4 +142,14 @@ def _is_wrapped(caller: FrameType | None) -> bool:
         if isinstance(walked, DistributedDataParallel | FullyShardedDataParallel):
             return True
         caller = caller.f_back
+    return False
+
+
+def _is_quantizing_embeddings() -> bool:
+    inference = sys.modules.get("torchrec.inference.modules")
+    frame: FrameType | None = None if inference is None else sys._getframe()
+    while frame is not None:
+        if frame.f_code is inference.quantize_embeddings.__code__:  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
     return False
