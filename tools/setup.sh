@@ -146,6 +146,9 @@ pip_install() { "$VENV/bin/python" -m pip install --no-user --no-compile --no-wa
 make_venv() {
     local python
     python=$(find_python)
+    if [[ -L $VENV ]]; then
+        fail "$VENV is a link to $(readlink $VENV), whose environment would be removed. Remove the link, then run this again."
+    fi
     if [[ -e $VENV && ! -e $MARK && -n $(ls -A $VENV) ]]; then
         fail "$VENV exists and was not made by tools/setup.sh. Move it away, then run this again."
     fi

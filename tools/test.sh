@@ -3,6 +3,7 @@
 #
 #   tools/test.sh                            everything but the tests marked slow or slurm
 #   tools/test.sh tests/data -k reader -x    only pytest, with these arguments
+#   tools/test.sh --changed [COMMIT]         the tests that a change touches: everything since main, or since COMMIT
 #   tools/test.sh -m slow                    the slow ones
 #   DISTEMBED_TRIO=2.11 tools/test.sh        on the other tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
 #
@@ -26,6 +27,12 @@ fi
 if [[ -d ../shared/data ]]; then
     export DISTEMBED_MOVIELENS_MF=${DISTEMBED_MOVIELENS_MF-$PWD/../shared/data}
     export DISTEMBED_BEAUTY=${DISTEMBED_BEAUTY-$PWD/../shared/data}
+fi
+
+if [[ ${1-} == --changed ]]; then
+    mapfile -t touched < <(.venv/bin/python tools/changed_tests.py "${2:-main}")
+    ((${#touched[@]})) || { echo "No test is touched."; exit 0; }
+    set -- "${touched[@]}"
 fi
 
 failed=()

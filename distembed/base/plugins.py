@@ -212,7 +212,7 @@ def _explained(error: Exception, plugin: str) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     if not isinstance(error, UserError):
         text = f"{type(error).__name__}: {text}"
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

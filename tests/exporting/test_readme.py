@@ -33,7 +33,7 @@ def test_the_examples_run_as_they_stand_there(tmp_path: Path, monkeypatch: pytes
             done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
             assert (done.returncode, done.stdout) == (0, ""), done.stderr
     script = "".join(blocks("python"))
-    environment = {**os.environ, "PYTHONPATH": str(README.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(README.parents[3])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     score, difference = re.fullmatch(r"tensor\(\[([\d.]+)\].*\)\n([\d.e-]+)\n", done.stdout, re.DOTALL).groups()
     assert 0 < float(score) < 1 and float(difference) <= 1e-6

@@ -319,7 +319,7 @@ prepare_graph([sys.argv[1]], sys.argv[2], NodeIds(num_embeddings=10), progress=h
 def test_killed_at_any_time_there_is_no_output_and_the_next_run_cleans_up(tmp_path: Path, stage: str) -> None:
     file, output = write(tmp_path / "edges.csv", table_of([1], [2])), tmp_path / "out"
     command = [sys.executable, "-c", HANG_AND_PREPARE, str(file), str(output), stage]
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "hanging\n"

@@ -47,7 +47,7 @@ def judge(facts: Facts) -> list[Finding]:
     wrong_versions = {found.subject for found in versions if found.status == "wrong"}
     return [
         check_python(facts.python_version, tested),
-        Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
+        Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[2]}"),
         name_trio(facts.installed),
         *versions,
         *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),

@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from distembed.base.errors import UserError, one_line
@@ -89,7 +90,7 @@ def _run(what: str, function: Callable[..., Any], *arguments: Any, **named: Any)
         raise
     except (Exception, SystemExit) as error:
         # the last line of the user's own that led to the error
-        installed = (*sysconfig.get_paths().values(), os.path.dirname(os.path.dirname(__file__)), "<")
+        installed = (*sysconfig.get_paths().values(), str(Path(__file__).parents[2]), "<")
         frames = [own for own in traceback.extract_tb(error.__traceback__) if not own.filename.startswith(installed)]
         places: list[tuple[str | None, int | None]] = [(own.filename, own.lineno) for own in frames]
         if isinstance(error, SyntaxError):
