@@ -46,7 +46,7 @@ def serve_command(
     from distembed.base.units import parse_bytes
 
     body_bytes = parse_bytes("--max-body", max_body)
-    from distembed.serving.server.app import ServerSettings
+    from distembed.serving.server.batching import ServerSettings
     from distembed.serving.server.serve import serve
 
     settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes, max_rows)

@@ -1,9 +1,9 @@
-"""Raw rows of recommenders: users to rank items for, and sequences of items whose next one is asked for."""
+"""Raw rows of recommenders: users to rank items for, and sequences of items to continue."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.dataset.schema import ITEM, USER, Schema
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.vocabulary import FIRST_ID
@@ -24,73 +24,96 @@ from distembed.data.table.schema import TableSchema
 from distembed.serving.row_decoder import DecodedRows
 
 
-class _NamedRows:
-    """Decodes rows of some features of a dataset of users and items.
+class _FeatureRows:
+    """Decodes rows of some features of a dataset of users and items; the first feature decides which rows are good."""
 
-    Args:
-        folder: Folder of the dataset, or of what a run keeps of it.
-        manifest: Its manifest.
-        features: Names of the features that rows have.
-    """
+    _reason: str
 
-    def __init__(self, folder: Path, manifest: Manifest, features: Collection[str]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str]) -> None:
         whole = raw_schema(manifest)
         kept = {name: each for name, each in whole.categorical.items() if name in features}
         self.schema: TableSchema = dataclasses.replace(whole, label=None, dense={}, categorical=kept)
         self._parser = TableParser(self.schema)
         self.columns = self._parser.columns
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
-        self._records = RecordLayout.from_schema(manifest.schema)
+        self._feature = features[0]
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
         """Returns the ids of raw values of a feature."""
         return self._encoder.ids_of(feature, values)
 
     def _encoded(self, table: pa.Table) -> Block:
+        """Returns the rows of a table, whose lists of items have the items of the dataset alone."""
         parsed = self._parser.parse(table)
         assert not parsed.rejected, "every text is a value"
-        return self._encoder.encode(parsed)
+        block = self._encoder.encode(parsed)
+        lists = {}
+        for name, items in block.jagged.items():
+            is_known = items.values >= FIRST_ID
+            rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
+            lengths = np.bincount(rows, minlength=len(items.lengths))
+            lists[name] = Jagged.from_lengths(items.values[is_known], lengths)
+        return Block(block.records, lists)
 
-    def _known(self, reason: str, table: pa.Table, block: Block, is_good: NDArray[np.bool_]) -> DecodedRows:
-        """Returns the rows that are good, and the others as rejected ones."""
-        names = self._parser.columns.names
+    def _good_and_bad(self, table: pa.Table, block: Block, is_good: NDArray[np.bool_]) -> DecodedRows:
+        texts = table[self._feature]
         rejected = [
-            RejectedRow(
-                row, reason, " ".join(str(table[name][row].as_py()) for name in names).encode(), " ".join(names)
-            )
+            RejectedRow(row, self._reason, str(texts[row].as_py()).encode(), self._feature)
             for row in np.flatnonzero(~is_good).tolist()
         ]
         return DecodedRows(is_good, block.gather(np.flatnonzero(is_good)), tuple(rejected))
 
 
-class UserRowDecoder(_NamedRows):
-    """Decodes rows with a user each; one that the dataset has not is malformed, since nothing is known of it."""
+class UserRowDecoder(_FeatureRows):
+    """Decodes rows with a user each; a user that the dataset does not have is malformed."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder, manifest, (USER,))
+    _reason = "user"
+
+    def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str] = (USER,)) -> None:
+        super().__init__(folder, manifest, features)
+        self._place = [each.name for each in RecordLayout.from_schema(manifest.schema).single].index(USER)
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`~distembed.serving.row_decoder.RowDecoder.decode` says."""
         block = self._encoded(table)
-        place = [feature.name for feature in self._records.single].index(USER)
-        return self._known("user", table, block, block.records[:, place] >= FIRST_ID)
+        return self._good_and_bad(table, block, block.records[:, self._place] >= FIRST_ID)
 
 
-class SequenceRowDecoder(_NamedRows):
-    """Decodes rows with a list of items each, the earliest first; whose they are is not looked at.
+class UserItemsRowDecoder(UserRowDecoder):
+    """Decodes rows with a user each, and a list of items that are not to be recommended, which a table may lack.
 
-    Items that the dataset has not are left out, and a row without any other is malformed.
-
-    Raises:
-        UserError: The dataset has numbers or other values beside the items, which raw rows would need for each item.
+    Attributes:
+        batch_schema: The columns of decoded rows: the user, and the list of items.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        features = {each.name: each for each in manifest.schema.categorical}
+        items = dataclasses.replace(features[ITEM], multi_hot=True)
+        self.batch_schema = Schema(label=None, dense=(), categorical=(features[USER], items))
+        super().__init__(folder, dataclasses.replace(manifest, schema=self.batch_schema), (USER, ITEM))
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`~distembed.serving.row_decoder.RowDecoder.decode` says."""
+        return super().decode(table if ITEM in table.column_names else table.append_column(ITEM, pa.nulls(len(table))))
+
+
+class SequenceRowDecoder(_FeatureRows):
+    """Decodes rows with a list of items each, the earliest first; columns other than the items are ignored.
+
+    Items that the dataset does not have are left out, and a row without any other item is malformed.
+
+    Raises:
+        UserError: The dataset has other values for each item, which raw rows would need too.
+    """
+
+    _reason = "sequence"
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         schema = manifest.schema
-        beside = [each.name for each in schema.categorical if each.multi_hot and each.name != ITEM]
-        if beside or schema.dense_sequences:
+        others = [each.name for each in schema.categorical if each.multi_hot and each.name != ITEM]
+        if others or schema.dense_sequences:
             raise UserError(
-                f"the dataset has {', '.join((*beside, *schema.dense_sequences))} beside the items of a sequence, and "
+                f"the dataset has {', '.join((*others, *schema.dense_sequences))} beside the items of a sequence, and "
                 "raw sequences are of items alone: prepare the rows, and predict them by --split."
             )
         super().__init__(folder, manifest, (ITEM,))
@@ -98,8 +121,4 @@ class SequenceRowDecoder(_NamedRows):
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`~distembed.serving.row_decoder.RowDecoder.decode` says."""
         block = self._encoded(table)
-        items = block.jagged[ITEM]
-        is_known = items.values >= FIRST_ID
-        rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
-        known = Jagged.from_lengths(items.values[is_known], np.bincount(rows, minlength=len(items.lengths)))
-        return self._known("sequence", table, Block(block.records, {ITEM: known}), known.lengths > 0)
+        return self._good_and_bad(table, block, block.jagged[ITEM].lengths > 0)

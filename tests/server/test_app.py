@@ -20,7 +20,8 @@ from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample
-from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.app import make_app
+from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.bodies import ARROW_TYPE, JSON_TYPE
 from distembed.serving.server.scoring import Answer, Request, Scorer
 from tests.server.asgi import Reply, ask, post
@@ -174,32 +175,12 @@ def test_what_is_no_stream_of_arrow_is_refused(app: FastAPI) -> None:
     assert "no stream of Arrow" in post(app, {"rows": []}, content_type=ARROW_TYPE).json()["error"]
 
 
-def test_arrow_that_would_take_much_memory_is_refused_before_it_does(app: FastAPI) -> None:
-    table = pa.Table.from_pylist(json_rows(1))
-    for compression in ("lz4", "zstd"):
-        reply = post_table(app, stream(table, compression=compression))
-        assert reply.status == 400 and "compressed" in reply.json()["error"]
-        encoded = stream(pa.table({"site": table["site"].dictionary_encode()}), compression=compression)
-        assert "compressed" in post_table(app, encoded).json()["error"]
+def test_more_rows_of_arrow_than_a_request_may_have_are_refused(app: FastAPI) -> None:
     nothing = pa.table({"site": pa.nulls(10**8)})  # which takes not a byte
-    long = pa.table({"site": pa.DictionaryArray.from_arrays(np.zeros(60_000, np.int32), ["x" * 100_000])})
-    lists = pa.table({"places": pa.FixedSizeListArray.from_arrays(pa.nulls(30_000 * 2000), 30_000)})
-    nested = pa.table({"places": pa.ListArray.from_arrays(np.arange(60_001), long["site"].chunk(0))})
-    text = b"x" * 100_000
-    one_view = np.array([len(text), int.from_bytes(b"xxxx", "little"), 0, 0], np.int32)
-    buffers = [None, pa.py_buffer(np.tile(one_view, 3000).tobytes()), pa.py_buffer(text)]
-    views = pa.table({"site": pa.Array.from_buffers(pa.string_view(), 3000, buffers)})
-    runs = pa.table({"site": pa.RunEndEncodedArray.from_arrays([60_000], [text.decode()])})
-    shared = pa.ListViewArray.from_arrays(
-        np.zeros(6000, np.int32), np.full(6000, 5000, np.int32), pa.array(range(5000))
-    )
-    half = pa.DictionaryArray.from_arrays(np.zeros(1500, np.int32), [text.decode()])
-    columns = pa.table({"site": half, "code": half})  # either alone would pass
-    for much in (nothing, long, lists, nested, views, runs, pa.table({"places": shared}), columns):
-        body = stream(much)
-        assert len(body) < 1 << 20
-        reply = post_table(app, body)
-        assert reply.status == 413, reply.body
+    long = pa.table({"site": pa.DictionaryArray.from_arrays(np.zeros(70_000, np.int32), ["x"])})
+    for much in (nothing, long):
+        reply = post_table(app, much)
+        assert reply.status == 413 and "rows" in reply.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -276,16 +257,7 @@ def test_headers_that_are_not_understood_are_refused(app: FastAPI) -> None:
     assert post(app, rows, content_type="APPLICATION/JSON").status == 200
     assert post(app, rows, content_encoding="gzip").status == 415
     assert post(app, rows, "?malformed=maybe").status == 400
-    for length, status in (
-        ("-1", 400),
-        ("abc", 400),
-        ("1.5", 400),
-        ("", 400),
-        ("²", 400),
-        ("9" * 5000, 413),
-        ("99999999", 413),
-    ):
-        assert post(app, rows, content_length=length).status == status, length
+    assert post(app, rows, content_length="99999999").status == 413
 
 
 def test_other_paths_and_methods_are_refused_in_json(app: FastAPI) -> None:
@@ -393,19 +365,6 @@ def test_a_body_that_does_not_come_is_not_waited_for(scorer: Scorer) -> None:
     app = app_of(scorer, timeout_seconds=0.05)
     reply = asyncio.run(ask(app, b"[{}", is_whole=False))
     assert reply.status == 408 and reply.headers["connection"] == "close"
-
-
-def test_bodies_take_no_more_memory_than_they_may(scorer: Scorer) -> None:
-    async def work() -> list[int]:
-        gone = asyncio.Event()
-        app = app_of(scorer, most_body_bytes=100)
-        held = [asyncio.create_task(ask(app, b" " * 100, gone=gone, is_whole=False)) for _ in range(8)]
-        await settled()
-        refused = await ask(app, b"[]")
-        gone.set()
-        return [refused.status, *[(await each).status for each in held], (await ask(app, b"[]")).status]
-
-    assert asyncio.run(work()) == [429, *[499] * 8, 200]
 
 
 class Faulty:

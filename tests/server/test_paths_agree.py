@@ -23,7 +23,8 @@ from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
 from distembed.serving.row_decoder import batches_of
-from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.app import make_app
+from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.scoring import Scorer
 from distembed.training.trained_run import find_trained_run
 from tests.server.asgi import post

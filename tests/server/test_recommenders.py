@@ -12,7 +12,8 @@ import distembed
 from distembed import LoadedModel
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.app import make_app
+from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.bodies import ARROW_TYPE
 from distembed.serving.server.scoring import Scorer
 from tests.interactions import NUM_ITEMS, prepare

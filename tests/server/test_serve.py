@@ -20,7 +20,8 @@ from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import ServerSettings, make_app
+from distembed.serving.server.app import make_app
+from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.bodies import ARROW_TYPE
 from distembed.serving.server.scoring import Scorer
 from distembed.serving.server.serve import serve

@@ -94,7 +94,7 @@ def test_missing_columns_are_named_with_what_they_may_be(scorer: Scorer) -> None
     cases: list[tuple[list[dict[str, Any]], str]] = [
         ([lacking], "has no column 'site'"),
         ([{**lacking, "sites": 1}], "Did you mean 'sites' for 'site'?"),
-        ([{}], "has no column"),
+        ([{}], "not one column"),
         ([{str(number): 1 for number in range(5000)}], "has no column"),
     ]
     for rows, text in cases:

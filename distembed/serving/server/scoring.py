@@ -1,11 +1,10 @@
-"""Scores the rows of several requests at once: raw values -> ids and numbers -> the program -> each request's own."""
+"""Scores the rows of several requests at once: raw values -> ids and numbers -> the program -> an answer a request."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,26 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.prepare.vocabulary import FIRST_ID
+from distembed.data.reader.decode import Block
+from distembed.serving.export.batches import plain_tensors
+from distembed.serving.export.feature_vectors import PlainFeature
 from distembed.serving.given_rows import given_rows, missing_columns
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program
-from distembed.serving.row_decoder import BadRow, bad_rows, decode_rows
-from distembed.serving.server.outputs import Outputs, ProgramOutputs
-from distembed.serving.server.raw_rows import raw_rows
+from distembed.serving.recommender_rows import SequenceRowDecoder, UserItemsRowDecoder
+from distembed.serving.row_decoder import BadRow, RowDecoder, TableRowDecoder, bad_rows, batches_of, decode_rows
 
-DATASET_FOLDER = "dataset"
-_MOST_NAMES = 1000
-"""Columns of a request that are looked at for what a missing one may have been named."""
+Outputs = Mapping[str, NDArray[Any] | pa.Array]
+"""A column for each output by its name: float32, NaN for a bad row; or a list for each row, null for a bad one."""
+_DATASET_FOLDER = "dataset"
+_ITEMS = "items"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The rows of a request: as JSON has them, or a table.
-
-    Attributes:
-        rows: The rows, each with its values by column.
-        table: The rows as a table, where they came so.
-    """
+    """The rows of a request: JSON's rows, each with its values by column, or a table."""
 
     rows: Sequence[dict[str, Any]] = ()
     table: pa.Table | None = None
@@ -49,12 +48,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said to a request.
+    """The answer to a request.
 
     Attributes:
-        outputs: A column for each output of the model, with a value for each row; missing ones for bad rows.
+        outputs: A column for each output of the model, with a value for each row.
         bad: The rows that cannot be scored.
-        problem: What is wrong with the request as a whole, such as a missing column; None for nothing.
+        problem: Why the whole request cannot be scored, for example a missing column; None where it can.
     """
 
     outputs: Outputs = field(default_factory=dict)
@@ -72,59 +71,47 @@ class Scorer:
         most_rows: Most rows that the program is given at once.
 
     Raises:
-        UserError: Raw rows cannot be decoded, as the dataset was made elsewhere.
+        UserError: Raw rows cannot be decoded, since the dataset was not prepared by distembed.
     """
 
     def __init__(self, folder: Path, manifest: ExportManifest, program: Program, most_rows: int) -> None:
         self.manifest = manifest
         self._program, self._most_rows = program, most_rows
-        self._rows = raw_rows(folder / DATASET_FOLDER, Manifest.load(folder / DATASET_FOLDER), manifest)
-        self._columns = self._rows.columns
-        self._needed = [name for name in self._columns.kinds if name not in self._rows.optional]
-        self._outputs = ProgramOutputs(folder, manifest)
+        dataset = Manifest.load(folder / _DATASET_FOLDER)
+        self._decoder = _decoder(folder / _DATASET_FOLDER, dataset, manifest.task)
+        self._schema = getattr(self._decoder, "batch_schema", dataset.schema)
+        self._needed = [USER] if manifest.task == "ranking" else list(self._decoder.columns.kinds)
+        self._features = [PlainFeature(feature.name, feature.is_list) for feature in manifest.features]
+        self._takes_numbers = "dense" in manifest.network.inputs
+        vocabularies = {feature.name: feature.vocabulary for feature in manifest.features}
+        self._recommends = _ITEMS in manifest.network.outputs
+        file = vocabularies.get(ITEM) if self._recommends else None
+        self._items = None if file is None else _raw_values(folder / file)
 
     def score(self, requests: Sequence[Request]) -> list[Answer]:
-        """Returns an answer for each request; what is wrong with one changes nothing for the others."""
-        answers: list[Answer | None] = [self._refusal(request) for request in requests]
-        joined = [
-            (place, request)
-            for place, request in enumerate(requests)
-            if request.table is None and answers[place] is None and request.num_rows
-        ]
-        if joined:
-            found = self._score_rows([row for _, request in joined for row in request.rows])
-            start = 0
-            for place, request in joined:
-                answers[place] = _part(found, start, request.num_rows)
-                start += request.num_rows
-        for place, request in enumerate(requests):
-            if answers[place] is None:
-                answers[place] = self._score_alone(request)
-        return [answer for answer in answers if answer is not None]
+        """Returns an answer for each request; a fault in one changes nothing for the others.
 
-    def _refusal(self, request: Request) -> Answer | None:
-        """Returns what is wrong with the columns of a request of JSON."""
-        if request.table is not None:
-            return None
-        missing = missing_columns(request.rows, self._needed) if request.rows else []
-        if not missing:
-            return None
-        names = dict.fromkeys(islice((name for row in request.rows for name in row), _MOST_NAMES))
-        present = [name for name in self._columns.kinds if name not in missing]  # or not needed
-        try:
-            self._columns.require(
-                pa.schema([(name, pa.null()) for name in dict.fromkeys((*names, *present))]), "the request"
-            )
-        except UserError as error:
-            return Answer(problem=str(error))
-        raise AssertionError(f"{missing} are missing")
+        Rows of JSON are decoded and scored together. A table is scored alone, since its columns have types; so is a
+        request that lacks a column, whose error names the columns that are there.
+        """
+        joined = [place for place, request in enumerate(requests) if self._can_be_joined(request)]
+        answers: dict[int, Answer] = {}
+        if joined:
+            found = self._score_rows([row for place in joined for row in requests[place].rows])
+            start = 0
+            for place in joined:
+                answers[place] = _part(found, start, requests[place].num_rows)
+                start += requests[place].num_rows
+        return [answers.get(place) or self._score_alone(request) for place, request in enumerate(requests)]
+
+    def _can_be_joined(self, request: Request) -> bool:
+        return len(request.rows) > 0 and not missing_columns(request.rows, self._needed)
 
     def _score_alone(self, request: Request) -> Answer:
-        """Returns the answer to a request of Arrow, or without rows."""
         if not request.num_rows:
-            return Answer(self._outputs.columns({}, np.empty(0, bool)))
+            return Answer(self._columns({}, np.empty(0, bool)))
         try:
-            return self._score_rows(request.table)
+            return self._score_rows(request.rows if request.table is None else request.table)
         except UserError as error:
             return Answer(problem=str(error))
 
@@ -132,28 +119,57 @@ class Scorer:
         """Returns the answer to rows.
 
         Raises:
-            UserError: A table lacks a column, or one is of a type that has no such values.
+            UserError: The rows lack a column, or a table has a column of a type that the schema does not take.
         """
-        raw = given_rows(rows, self._columns)
-        table = raw.table
-        for name in self._rows.optional - set(table.column_names):
-            table = table.append_column(name, pa.nulls(table.num_rows))
-        raw = dataclasses.replace(raw, table=table)
-        decoded = decode_rows(self._rows.decode, raw)
-        outputs = self._run(self._rows.inputs(decoded.block, self._most_rows))
-        return Answer(self._outputs.columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._columns))
+        raw = given_rows(rows, self._decoder.columns)
+        decoded = decode_rows(self._decoder.decode, raw)
+        outputs = self._run(decoded.block)
+        return Answer(self._columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._decoder.columns))
 
-    def _run(self, batches: Iterable[Sequence[Tensor]]) -> dict[str, NDArray[Any]]:
-        """Returns the outputs of the program for all rows of batches; nothing where there is none."""
+    def _run(self, block: Block) -> dict[str, NDArray[Any]]:
+        """Returns the program's outputs for decoded rows; nothing where there are no rows."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
-            for inputs in batches:
-                outputs = self._program(*inputs)
+            for batch in batches_of(self._schema, block, self._most_rows):
+                outputs = self._program(*plain_tensors(batch, self._features, self._takes_numbers).values())
                 found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
             name: torch.cat([outputs[place] for outputs in found]).numpy()
             for place, name in enumerate(self.manifest.network.outputs if found else ())
         }
+
+    def _columns(self, outputs: Mapping[str, NDArray[Any]], is_good: NDArray[np.bool_]) -> Outputs:
+        """Returns a column for each output, from the outputs ``[good]`` or ``[good, k]`` of the good rows."""
+        column = self._list_column if self._recommends else _number_column
+        return {name: column(name, outputs.get(name), is_good) for name in self.manifest.network.outputs}
+
+    def _list_column(self, name: str, values: NDArray[Any] | None, is_good: NDArray[np.bool_]) -> pa.Array:
+        if values is None:
+            ids = pa.int64() if self._items is None else pa.string()
+            return pa.nulls(len(is_good), pa.list_(ids if name == _ITEMS else pa.float32()))
+        # where there are fewer items than are recommended, ids are -1 and scores -inf
+        is_none = values < 0 if name == _ITEMS else ~np.isfinite(values)
+        flat = pa.array(values.reshape(-1), mask=is_none.reshape(-1))
+        if name == _ITEMS and self._items is not None:
+            flat = self._items.take(flat)
+        offsets = np.concatenate([[0], np.cumsum(is_good)]).astype(np.int32) * np.int32(values.shape[1])
+        return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pa.array(~is_good))
+
+
+def _decoder(folder: Path, dataset: Manifest, task: str) -> RowDecoder:
+    """Returns the decoder of a task's raw rows."""
+    if task == "ranking":
+        return UserItemsRowDecoder(folder, dataset)
+    return (SequenceRowDecoder if task == "next_item" else TableRowDecoder)(folder, dataset)
+
+
+def _number_column(_: str, values: NDArray[Any] | None, is_good: NDArray[np.bool_]) -> NDArray[Any]:
+    if values is not None and is_good.all():
+        return values
+    spread = np.full(len(is_good), np.nan, np.float32 if values is None else values.dtype)
+    if values is not None:
+        spread[is_good] = values
+    return spread
 
 
 def _part(answer: Answer, start: int, num_rows: int) -> Answer:
@@ -161,3 +177,9 @@ def _part(answer: Answer, start: int, num_rows: int) -> Answer:
     rows = range(start, start + num_rows)
     bad = [BadRow(each.row - start, each.field, each.reason) for each in answer.bad if each.row in rows]
     return Answer({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
+
+
+def _raw_values(file: Path) -> pa.Array:
+    """Returns raw values by their ids; null for the ids that stand for no value."""
+    with file.open(encoding="utf-8") as lines:
+        return pa.array([*[None] * FIRST_ID, *(str(json.loads(line)) for line in lines)], pa.string())
