@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 
 BEFORE = {"full": 30, "small": 20, "qr": 103, "cat": 57, "parts": 64, "mlp": 90, "radix": 60, "crt": 70, "hash": 90}

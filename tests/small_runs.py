@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import yaml
 from torch.multiprocessing import ProcessExitedException
 
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from tests.processes import run_processes
 from tests.ranks import free_port

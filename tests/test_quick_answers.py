@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu")

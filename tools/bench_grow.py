@@ -32,7 +32,7 @@ from rich.table import Table
 
 from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
-from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
+from distembed.data.prepare.table.preparation import CriteoOptions, prepare_criteo
 from distembed.training.config import load_config
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.run import train_run

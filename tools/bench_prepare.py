@@ -37,8 +37,8 @@ from rich.table import Table
 
 from distembed.base.files import write_json
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from distembed.data.hashing import mix64_array
 from distembed.data.prepare import synthesize_criteo
-from distembed.data.splitmix import mix64_array
 
 SPLITS = ("train", "validation", "test")
 PEERS = Path(__file__).parent / "peers"

@@ -35,7 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.files import write_json
 from distembed.base.ranks import process_group
 from distembed.base.units import format_bytes
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.tasks.base import BatchPosition

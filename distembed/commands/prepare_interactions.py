@@ -12,7 +12,7 @@ from distembed.commands.shared import console, note
 
 if TYPE_CHECKING:
     from distembed.data.prepare.interactions import InteractionColumns, InteractionFiles, Preparation
-    from distembed.data.prepare.progress import ProgressCallback
+    from distembed.data.prepare.options import ProgressCallback
 
 app = typer.Typer()
 

@@ -12,8 +12,7 @@
 Only ``reader/`` needs torch, and it is imported by itself, so that preparing data starts at once.
 """
 
-from distembed.data.dataset.creation import create_manifest
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 
 __all__ = ["SCHEMAS", "CategoricalFeature", "Manifest", "Schema", "create_manifest"]

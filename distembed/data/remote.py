@@ -56,15 +56,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def file_system(
     url: str, refusal: str = "can be neither read nor written; give a URL that fsspec knows"
 ) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL or a local path, and the path within it.
-
-    Args:
-        url: The URL.
-        refusal: What is said of a URL that fsspec does not know, and what to do.
-
-    Raises:
-        UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
-    """
+    """Returns fsspec's file system for a URL or a local path, and the path within it."""
     import fsspec
 
     try:
@@ -125,9 +117,6 @@ def list_remote(url: str) -> list[RemoteFile]:
     """Returns the files that a URL stands for, by name: those that a pattern matches, those in a folder, or one file.
 
     Files whose name begins with a point or an underscore are left out of folders, as other readers of datasets do.
-
-    Args:
-        url: URL of a file or folder, or with ``*`` and ``[...]`` in it.
     """
     files, path = _fresh_file_system(url)
     if "*" in path or "[" in path:
@@ -172,11 +161,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def fetch(url: str, path: Path) -> None:
-    """Copies a remote file to a local one, which appears whole or not at all.
-
-    Raises:
-        RunError: The local file cannot be written.
-    """
+    """Copies a remote file to a local one, which appears whole or not at all."""
     with open_remote(url) as source, whole_file(path) as temporary, open(temporary, "wb") as target:
         shutil.copyfileobj(source, target, _COPY_BYTES)
 

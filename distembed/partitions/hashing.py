@@ -17,7 +17,7 @@ from jaxtyping import Int64
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
-from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
+from distembed.data.hashing import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 from distembed.partitions.base import require_positive
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import RawRows
-from distembed.data.table.given_values import given_column
+from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.raw_columns import TableColumns
+from distembed.data.table.values import given_column
 
 _KINDS = (
     "a list of dictionaries, one a row; a dictionary of columns, each a list or an array; a pandas DataFrame; an Arrow "

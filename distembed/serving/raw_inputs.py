@@ -21,11 +21,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.prepare.rejected_rows import RejectedRows
+from distembed.data.dataset.records import Block
+from distembed.data.prepare.row_source import RejectedRows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.reader.decode import Block
+from distembed.data.table.blocks import RejectedRow
 from distembed.serving.row_decoder import RowDecoder, decode_rows
 
 _BLOCK_BYTES = 4 << 20

@@ -28,11 +28,11 @@ import pyarrow as pa
 from distembed.base.errors import UserError
 from distembed.base.files import whole_file
 from distembed.base.ranks import Collectives, Ranks
+from distembed.data.dataset.records import Block
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader import Batch
-from distembed.data.reader.assemble import BatchAssembler
-from distembed.data.reader.decode import Block
-from distembed.data.reader.prefetch import Prefetcher
+from distembed.data.reader.batch import BatchAssembler
+from distembed.data.reader.reader import Prefetcher
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
 from distembed.serving.requests import unknown_columns
 from distembed.training.build import TrainingState

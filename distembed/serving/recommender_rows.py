@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.records import Jagged
 from distembed.data.dataset.schema import ITEM, USER, Schema
-from distembed.data.jagged import Jagged
-from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.reader.decode import Block, RecordLayout
+from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
 from distembed.data.table.schema import TableSchema
+from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.row_decoder import DecodedRows
 
 

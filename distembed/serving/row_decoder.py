@@ -13,12 +13,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.records import Block
 from distembed.data.dataset.schema import Schema
-from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.reader import Batch
-from distembed.data.reader.assemble import BatchAssembler
-from distembed.data.reader.decode import Block
+from distembed.data.reader.batch import BatchAssembler
+from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
 from distembed.data.table.raw_columns import TableColumns, as_lists, one_array, plain_array

@@ -16,7 +16,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.data.splitmix import GOLDEN_GAMMA, mix64_array
+from distembed.data.hashing import GOLDEN_GAMMA, mix64_array
 
 Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]

@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
-from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.auc import grouped_auc
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid

@@ -28,8 +28,8 @@ from distembed.data.dataset.schema import (
     SPARSE_FEATURES,
     USER,
 )
-from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
 from distembed.models.sequences import feature_lengths, feature_values
 from distembed.sse import IdPerturbation

@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
-from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader import Batch, BatchShares
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights

@@ -14,7 +14,7 @@ from torch import Tensor
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.table.vocabularies import raw_values, take_values
+from distembed.data.table.vocabulary import raw_values, take_values
 from distembed.models.queries import Queries
 from distembed.tasks.base import Outputs, Rows
 from distembed.tasks.catalogue import RankedItems

@@ -26,7 +26,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.config import NextItemConfig, RankingConfig, TaskConfig
 
 SEEN_ITEMS = "seen_items"

@@ -13,7 +13,7 @@ from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStor
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.mirror import is_remote_dataset
-from distembed.data.dataset.verification import verify_dataset
+from distembed.data.dataset.row_groups import verify_dataset
 from distembed.data.remote import is_url
 from distembed.graph.folder import GRAPH_FILE
 from distembed.graph.verification import verify_graph

@@ -1,6 +1,6 @@
 """Runs a model over every row of a split once, on all ranks, and gathers the outputs of its task on rank 0.
 
-Each rank decodes and scores rows that follow each other (:mod:`distembed.data.reader.shares`), so that rank after rank
+Each rank decodes and scores rows that follow each other (:mod:`distembed.data.reader.order`), so that rank after rank
 is the order of the split.
 """
 

@@ -12,7 +12,6 @@ from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.verification import missing_checksums_note as dataset_note
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
@@ -42,8 +41,8 @@ class LoadedRun:
 
     def notes(self) -> list[str]:
         """Returns what the user should know of what was loaded, a sentence each; for rank 0."""
-        found = (checkpoint_note(self.checkpoint), dataset_note(self.dataset))
-        return [text for text in found if text is not None]
+        note = checkpoint_note(self.checkpoint)
+        return [] if note is None else [note]
 
 
 @contextmanager

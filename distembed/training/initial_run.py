@@ -13,8 +13,7 @@ from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.checkpoints.store import LAST_FILE, CheckpointStore, place_and_name, storage_errors
-from distembed.data.dataset.grown_vocabulary import require_grown_from
-from distembed.data.dataset.kept import kept_dataset
+from distembed.data.dataset.kept import kept_dataset, require_grown_from
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import EmbeddingConfig

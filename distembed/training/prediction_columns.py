@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.table.vocabularies import raw_values, take_values
+from distembed.data.table.vocabulary import raw_values, take_values
 from distembed.tasks.base import Task
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
-from distembed.data.dataset.grown_vocabulary import has_same_ids
-from distembed.data.dataset.kept import kept_dataset
+from distembed.data.dataset.kept import has_same_ids, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan

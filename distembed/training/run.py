@@ -12,7 +12,6 @@ from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import id_fingerprint
-from distembed.data.dataset.verification import missing_checksums_note
 from distembed.embedding import assignment_checksums
 from distembed.graph.verification import missing_checksums_note as graph_note
 from distembed.sse.config import graph_fingerprints, graph_paths
@@ -101,9 +100,8 @@ def train_run(
 
 
 def _missing_checksums(config: Config) -> list[str]:
-    """Returns a note for the dataset and each graph that older versions made without checksums."""
-    graphs = map(graph_note, graph_paths(config.sse))
-    return [f"note: {text}" for text in (missing_checksums_note(config.data.require_path()), *graphs) if text]
+    """Returns a note for each graph that older versions made without checksums."""
+    return [f"note: {text}" for text in map(graph_note, graph_paths(config.sse)) if text]
 
 
 def run_info(config: Config, start: RunStart) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from distembed.base.errors import UserError
 from distembed.base.outputs import require_folder
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.graph.prepare.value_ids import require_same_ids
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan

@@ -7,13 +7,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from distembed.base.errors import RunError, UserError
-from distembed.data.dataset.creation import CREATED_ELSEWHERE
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import CREATED_ELSEWHERE, Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.dataset.row_groups import list_row_groups, require_whole
 from distembed.data.dataset.schema import ITEM
-from distembed.data.dataset.verification import require_whole
-from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks import TaskConfig
 from distembed.tasks.config import LabelTaskConfig, NextItemConfig
 from distembed.training.config import Config

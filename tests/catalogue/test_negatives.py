@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.tasks.catalogue.negatives import NegativeDraws, _cumulative_units, item_weights
 from distembed.tasks.catalogue.user_items import UserItems

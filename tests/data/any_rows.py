@@ -14,18 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.blocks import (
+from distembed.data.hashing import text_keys
+from distembed.data.prepare.row_source import Part, RawInput
+from distembed.data.table.blocks import (
     BlockLayout,
     IdColumn,
     KeyColumn,
     NumberColumn,
     ParsedBlock,
-    Part,
-    RawInput,
     RejectedRow,
     code_dtype,
 )
-from distembed.data.table.text_keys import text_keys
 
 Row = dict[str, Any]
 """A value by column; None, or NaN of numbers, is a missing one."""

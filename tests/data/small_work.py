@@ -10,8 +10,8 @@ from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME
-from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.options import ResourceLimits
+from distembed.data.prepare.staging import Destination
 from distembed.data.prepare.work import Advance, resumable_work
 
 TASKS = [f"part-{number}" for number in range(7)]

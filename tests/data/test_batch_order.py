@@ -8,7 +8,8 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.data import Schema, create_manifest
-from distembed.data.reader import BatchOrder, BatchReader, epoch_part, order
+from distembed.data.reader import BatchOrder, BatchReader, order
+from distembed.data.reader import reader as reading
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of, take
 
 
@@ -16,7 +17,7 @@ from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, 
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes windows so small that a hundred rows fill many, and several batches are made at once."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 8)
-    monkeypatch.setattr(epoch_part, "_ROWS_AT_ONCE", 24)
+    monkeypatch.setattr(reading, "_ROWS_AT_ONCE", 24)
 
 
 @pytest.mark.parametrize("group_rows", [2, 50, 500, 1000])

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.data.dataset.verification import verify_dataset
-from distembed.data.prepare.notes import dataset_warnings, describe_dataset
+from distembed.data.dataset.row_groups import verify_dataset
+from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset
 from distembed.data.reader import Batch
 from distembed.planning.typical_batch import typical_batch
 from tests.data.small_dataset import SCHEMA, open_reader

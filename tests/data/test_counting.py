@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.data.prepare import feature_ids
-from distembed.data.prepare.count import Database
-from distembed.data.prepare.row_splits import count_numbers, values_at_ranks
+from distembed.data.prepare.count import Database, count_numbers, values_at_ranks
 from distembed.data.prepare.table.preparation import prepare_table
-from distembed.data.prepare.vocabulary import HashMap, VocabularyMap, write_vocabulary
 from distembed.data.table.schema import TableSchema
+from distembed.data.table.vocabulary import HashMap, VocabularyMap, write_vocabulary
 from tests.data.reference import folder_bytes
 
 SCHEMA = pa.schema([("key", pa.string()), ("count", pa.int64())])

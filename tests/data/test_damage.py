@@ -22,7 +22,7 @@ from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.dataset.manifest import MANIFEST_VERSION, id_fingerprint
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, file_pieces, read_checksums
-from distembed.data.dataset.verification import missing_checksums_note, require_whole, verify_dataset
+from distembed.data.dataset.row_groups import require_whole, verify_dataset
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph import Graph
@@ -64,12 +64,6 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) ->
     del value[KEY]
     change(value)
     (folder / "manifest.json").write_text(json.dumps(with_checksum(value), indent=1))
-
-
-def make_old(folder: Path) -> None:
-    """Makes a dataset one of format version 1, which had no checksums."""
-    replace(Manifest.load(folder), format_version=1, checksums={}).save(folder)
-    (folder / CHECKSUMS_NAME).unlink()
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.booleans(), st.booleans(), st.booleans())
@@ -126,7 +120,7 @@ def test_the_memory_of_a_check_does_not_grow_with_row_groups(tmp_path: Path) -> 
 
 def test_all_problems_are_found_at_once(criteo: Path, whole: dict[Path, bytes]) -> None:
     found = verify_dataset(criteo)
-    assert found.problems == [] and found.has_checksums
+    assert found.problems == []
     assert found.num_files == len(whole) and found.num_bytes == sum(map(len, whole.values()))
     damaged = [criteo / name for name in ("vocabulary/C3.parquet", "vocabulary/C9.parquet", "rejected.tsv")]
     damaged += [criteo / "train/part-00000.parquet", criteo / "test/part-00000.parquet"]
@@ -218,18 +212,10 @@ def test_checksums_that_are_damaged_or_do_not_fit(tmp_path: Path) -> None:
             list(open_reader(folder))
 
 
-def test_old_datasets_are_read_and_what_only_looks_old_is_damaged(criteo: Path) -> None:
-    def rows() -> list[list[float]]:
-        reader = BatchReader(criteo, "train", BatchOrder(50, seed=3))
-        return [batch["dense_features"].flatten().tolist() for batch in reader]
-
+def test_a_manifest_without_its_checksum_or_of_another_format_is_refused(criteo: Path) -> None:
     written = (criteo / "manifest.json").read_text()
-    fingerprint, first = id_fingerprint(criteo, Manifest.load(criteo)), rows()
-    assert missing_checksums_note(criteo) is None
     for damaged in (
-        written.replace(f'_version": {MANIFEST_VERSION}', '_version": 1'),
         written.replace(f' "{KEY}"', ' "checksun"'),
-        written.replace(f' "{KEY}"', ' "checksun"').replace(f'_version": {MANIFEST_VERSION}', '_version": 1'),
         written.replace(f'\n "{KEY}": "', f'\n "{KEY}": "0'),
         written.replace('"min_count": 2', '"min_count": 3'),
     ):
@@ -237,28 +223,16 @@ def test_old_datasets_are_read_and_what_only_looks_old_is_damaged(criteo: Path) 
         (criteo / "manifest.json").write_text(damaged)
         with pytest.raises(UserError, match=r"manifest\.json is damaged: its checksum"):
             Manifest.load(criteo)
-    (criteo / "manifest.json").write_text(written)
-    make_old(criteo)
-    assert json.loads((criteo / "manifest.json").read_text()).keys() == json.loads(written).keys() - {KEY, "checksums"}
-    assert rows() == first and id_fingerprint(criteo, Manifest.load(criteo)) == fingerprint
-    require_whole(criteo, ["train", "validation", "test"])
-    note = missing_checksums_note(criteo) or ""
-    assert "carries no checksums" in note and "for new runs: a run that is resumed needs this one" in note
-    found = verify_dataset(criteo)
-    assert found.problems == [] and not found.has_checksums
-    (criteo / "train/part-00000.parquet").write_bytes(bytes((criteo / "train/part-00000.parquet").stat().st_size))
-    (criteo / "vocabulary/C1.parquet").unlink()
-    assert len(verify_dataset(criteo).problems) == 2
+    (criteo / "manifest.json").write_text(written.replace(f'_version": {MANIFEST_VERSION}', '_version": 1'))
+    with pytest.raises(UserError, match="has format_version 1, .* this distembed reads 2: prepare the data again"):
+        Manifest.load(criteo)
 
 
 OUTSIDE = ["../secret.parquet", "/secret.parquet", "train/../../secret.parquet", "..", "", ".", None, 5, "\0", "\ud800"]
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_the_manifests_paths_stay_inside_the_folder(criteo: Path, old: bool) -> None:
+def test_the_manifests_paths_stay_inside_the_folder(criteo: Path) -> None:
     (criteo.parent / "secret.parquet").write_bytes((criteo / "vocabulary" / "C1.parquet").read_bytes())
-    if old:
-        make_old(criteo)
     content = (criteo / "manifest.json").read_bytes()
     parts: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "splits.test.files[0].path": lambda value: value["splits"]["test"]["files"][0],
@@ -270,9 +244,9 @@ def test_the_manifests_paths_stay_inside_the_folder(criteo: Path, old: bool) -> 
             if outside is None and field == "rejected.file":  # there are none
                 continue
             value = json.loads(content)
-            checksum = value.pop(KEY, None)
+            del value[KEY]
             part(value)[field.rpartition(".")[2]] = outside
-            (criteo / "manifest.json").write_text(json.dumps(value if checksum is None else with_checksum(value)))
+            (criteo / "manifest.json").write_text(json.dumps(with_checksum(value)))
             for read in (Manifest.load, verify_dataset, lambda folder: require_whole(folder, ["train"])):
                 with pytest.raises(UserError, match=rf"manifest\.json: {re.escape(field)} is .*must be a path inside"):
                     read(criteo)
@@ -338,8 +312,6 @@ def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path
     Graph.from_edges(9, [0, 1], [1, 2], [1.0, 2.0]).write(tmp_path / "graph")
     canary = tmp_path / "canary"
     attack = pickle.dumps(Canary(canary))
-    if old:
-        make_old(criteo)
 
     def read_all() -> None:
         for split in Manifest.load(criteo).splits:

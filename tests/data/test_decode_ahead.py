@@ -10,8 +10,10 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data import Schema
 from distembed.data.dataset.config import DataConfig
-from distembed.data.reader import epoch_part, order
-from distembed.data.reader.decode import Block, Decoder
+from distembed.data.dataset.records import Block
+from distembed.data.reader import order
+from distembed.data.reader import reader as reading
+from distembed.data.reader.decode import Decoder
 from distembed.data.reader.order import Segment
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of
 
@@ -48,7 +50,7 @@ def test_no_more_windows_wait_than_threads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Decoder, "decode", counted)
     folder = make_dataset(tmp_path / "d", 200, files=1, group_rows=8)
     batches = iter(open_reader(folder, 8, shuffle=False, decode_threads=3, prefetch_batches=0))
-    monkeypatch.setattr(epoch_part, "_ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(reading, "_ROWS_AT_ONCE", 1)
     for taken in range(1, 26):
         next(batches)
         expected = min(taken + 3, 25)

@@ -18,7 +18,7 @@ import pytest
 
 from distembed.base.errors import UserError, one_line
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
-from distembed.data.prepare.engine import run_tasks
+from distembed.data.prepare.work import run_tasks
 from tests.data import reference
 from tests.data.killed import prepare_with_kills, start
 from tests.data.reference import folder_bytes
@@ -118,7 +118,7 @@ def test_ray_without_a_cluster_starts_one_on_loopback(tmp_path: Path, monkeypatc
     code = """
 import sys; from pathlib import Path
 from distembed.data.prepare import ResourceLimits
-from distembed.data.prepare.engine import run_tasks
+from distembed.data.prepare.work import run_tasks
 from distembed.base.errors import UserError
 results = run_tasks(str, [1, 2], ResourceLimits(320 << 20, engine="ray"), 1)
 assert sorted(each for some in results for each in some) == ["1", "2"]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.grown_vocabulary import has_same_ids, require_grown_from
+from distembed.data.dataset.kept import has_same_ids, require_grown_from
 from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 

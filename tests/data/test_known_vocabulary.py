@@ -10,8 +10,8 @@ from distembed.commands import cli
 from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.prepare import CriteoOptions, PrepareOptions, prepare_criteo, prepare_rows
-from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
-from distembed.data.prepare.notes import describe_dataset
+from distembed.data.prepare.pipeline import describe_dataset
+from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn
 from distembed.reports.statistics.dataset import dataset_statistics
 from tests.data import any_rows, reference
 from tests.data.any_rows import FLOAT32, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary

@@ -10,7 +10,7 @@ import pytest
 from distembed.base.checksums import KEY, with_checksum
 from distembed.base.errors import UserError
 from distembed.data import SCHEMAS, CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.data.reader.prefetch import Prefetcher
+from distembed.data.reader.reader import Prefetcher
 
 
 def test_criteo_kaggle() -> None:

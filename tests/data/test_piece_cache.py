@@ -11,7 +11,7 @@ import pytest
 
 from distembed.base.checksums import checksum_of
 from distembed.data.dataset import mirror
-from distembed.data.dataset.piece_cache import PieceCache
+from distembed.data.dataset.mirror import PieceCache
 from tests.processes import run_processes
 
 
@@ -73,7 +73,7 @@ def test_damage_removed_folders_full_disks_and_what_killed_processes_left(
     assert get(cache, bytes(50)) == 1 and count(tmp_path) == 950
     shutil.rmtree(tmp_path)
     assert get(cache, bytes(950)) == 1 and get(cache, bytes(950)) == 0 and count(tmp_path) == 950
-    monkeypatch.setattr("distembed.data.dataset.piece_cache._SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr("distembed.data.dataset.mirror._SPARE_BYTES", 1 << 60)
     assert get(cache, bytes(1)) == get(cache, bytes(1)) == 1 and count(tmp_path) == bytes_on_disk(tmp_path) == 950
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
-from distembed.data.prepare.blocks import ParsedBlock
 from distembed.data.prepare.table.criteo_rows import parse_regular
-from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
 from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_rows import DelimitedBlock, Dialect
 from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.table.blocks import ParsedBlock
 from tests.data import reference
 from tests.data.reference import folder_bytes
 from tests.data.table.mutations import mutated

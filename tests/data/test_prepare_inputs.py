@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import distembed
 from distembed.base.errors import UserError
 from distembed.data import remote
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import CriteoOptions, criteo, prepare_criteo
-from distembed.data.prepare.blocks import Part
-from distembed.data.prepare.criteo import criteo_inputs
+from distembed.data.prepare import CriteoOptions, prepare_criteo
+from distembed.data.prepare.row_source import Part
+from distembed.data.prepare.table.preparation import criteo_inputs
 from distembed.data.prepare.table.source import TableSource
 from tests.data import reference
 from tests.data.reference import HEADER, folder_bytes
@@ -127,7 +128,7 @@ def prepare_from(
     stdin: int | None, output: Path, *inputs: object, code: str = PREPARE
 ) -> subprocess.CompletedProcess[str]:
     """Prepares in a process of its own, with this standard input."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
     command = [sys.executable, "-c", code, str(output), *map(str, inputs)]
     return subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, timeout=120)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import nearest_folder, require_free_space
 from distembed.data.prepare import (
     ResourceLimits,
-    criteo,
     prepare_criteo,
     staging,
     synthesize_criteo,
@@ -100,7 +100,7 @@ def test_one_of_many_at_once_makes_the_output(tmp_path: Path) -> None:
                 "import sys; from pathlib import Path; from distembed.data.prepare.staging import staged_folder\n"
                 "with staged_folder(Path(sys.argv[1]), overwrite=True) as folder: (folder / 'theirs').touch()"
             )
-            environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
+            environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
             command = [sys.executable, "-c", code, str(tmp_path / "out")]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             refused.append(done.stderr.strip().split("\n")[-1])

@@ -10,11 +10,12 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.verification import verify_dataset
-from distembed.data.prepare import PrepareOptions, ResourceLimits, prepare_rows, vocabulary, write_parquet
-from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
+from distembed.data.dataset.row_groups import verify_dataset
+from distembed.data.prepare import PrepareOptions, ResourceLimits, prepare_rows, write_parquet
 from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.table import vocabulary
+from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn
 from tests.data import any_rows
 from tests.data.any_rows import FLOAT32, INT64, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary
 from tests.data.reference import folder_bytes

@@ -69,7 +69,7 @@ def test_a_file_may_be_written_twice_at_once(
 
     original = remote.upload
     prepare_criteo([rows], tmp_path / "local", OPTIONS)
-    monkeypatch.setattr("distembed.data.prepare.destination.upload", upload)
+    monkeypatch.setattr("distembed.data.prepare.staging.upload", upload)
     monkeypatch.setattr(pipeline, "_write_file", twice)
     prepare_criteo([rows], URL, OPTIONS, limits(tmp_path, threads=1))
     assert remote_bytes(URL) == folder_bytes(tmp_path / "local")
@@ -88,7 +88,7 @@ def test_files_leave_the_disk_when_they_are_uploaded_and_the_manifest_comes_last
         original(path, url)
 
     original = remote.upload
-    monkeypatch.setattr("distembed.data.prepare.destination.upload", upload)
+    monkeypatch.setattr("distembed.data.prepare.staging.upload", upload)
     prepare_criteo([rows], URL, OPTIONS, ResourceLimits(threads=1, work=tmp_path / "work"))
     assert order[-1] == f"{URL}/manifest.json" and len(order) == len(set(order)) == len(walk_remote(URL))
 

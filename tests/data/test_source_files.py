@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distembed.data.prepare import CriteoOptions
-from distembed.data.prepare.blocks import Part
-from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.input_bytes import MAGIC, OTHER_KINDS, InputBytes
+from distembed.data.prepare.row_source import Part
 from distembed.data.prepare.table.inputs import input_names
+from distembed.data.prepare.table.preparation import criteo_inputs
 from distembed.data.prepare.table.source import TableSource
 
 

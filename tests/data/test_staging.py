@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import CriteoOptions, criteo, ingest, prepare_criteo, write_parquet
+from distembed.data.prepare import CriteoOptions, ingest, prepare_criteo, write_parquet
 from distembed.data.prepare.feature_ids import LookupTables
 from distembed.data.prepare.staging import staged_folder
 from tests.data import reference
@@ -44,7 +45,7 @@ prepare_criteo([source], output, progress=progress, overwrite=len(sys.argv) > 4)
 
 def hanging(source: Path, output: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PREPARE_AND_HANG, str(source), str(output), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "hanging\n"
     return process
@@ -158,7 +159,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "except RunError as error:\n"
         "    print(error)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
     command = [sys.executable, "-c", code, str(tmp_path / "rows.tsv"), str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{tmp_path / 'out'} could not be written: this process may not write files so large")

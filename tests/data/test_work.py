@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.data.prepare.progress import ProgressUpdate
+from distembed.data.prepare.options import ProgressUpdate
 from distembed.data.prepare.work import Advance, Work
 
 

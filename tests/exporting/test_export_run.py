@@ -21,7 +21,7 @@ from sklearn.metrics import roc_auc_score
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.data.table.vocabularies import raw_values
+from distembed.data.table.vocabulary import raw_values
 from distembed.serving.export import export_run as exporting
 from distembed.serving.export.batches import SplitRows
 from distembed.serving.export.export_run import ExportOptions, export_run

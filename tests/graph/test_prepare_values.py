@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.creation import create_manifest
-from distembed.data.dataset.manifest import Manifest, Vocabulary
+from distembed.data.dataset.manifest import Manifest, Vocabulary, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph

@@ -15,7 +15,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data import Manifest
 from distembed.data.dataset.manifest import id_fingerprint
-from distembed.data.dataset.verification import require_whole, verify_dataset
+from distembed.data.dataset.row_groups import require_whole, verify_dataset
 from distembed.data.prepare import prepare_criteo, write_parquet
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph import Graph

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import distembed
 from distembed.base.errors import UserError
-from distembed.data.table.given_values import value_text
+from distembed.data.table.values import value_text
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece

@@ -8,9 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.blocks import ParsedBlock, Part, RawInput
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
+from distembed.data.prepare.row_source import Part, RawInput
+from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.parser import REASONS, TableParser
 from distembed.data.table.schema import TableSchema
 
@@ -66,7 +67,7 @@ def draw_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class ArrowSource:
-    """A table in memory as a :class:`distembed.data.prepare.blocks.RowSource`."""
+    """A table in memory as a :class:`distembed.data.prepare.row_source.RowSource`."""
 
     reasons = REASONS
     wanted = "A row is one of the schema's."

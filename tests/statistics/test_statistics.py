@@ -21,7 +21,7 @@ from distembed.commands.shared import console
 from distembed.data import CategoricalFeature, Schema, create_manifest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
-from distembed.data.prepare.notes import describe_dataset
+from distembed.data.prepare.pipeline import describe_dataset
 from distembed.reports.statistics import DatasetStatistics, dataset, dataset_statistics, numbers
 from distembed.reports.statistics.page import render_page
 from distembed.reports.statistics.terminal import print_statistics

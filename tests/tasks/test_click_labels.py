@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, LabelKind, Schema
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.tasks import ClickConfig, ClickTask, RatingConfig

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import SPARSE_FEATURES, CategoricalFeature, Schema
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import (

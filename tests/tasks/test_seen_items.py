@@ -14,8 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
-from distembed.data.dataset.creation import create_manifest
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import ITEM, SPARSE_FEATURES, USER, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.models.queries import Queries

@@ -18,8 +18,7 @@ from distembed.base.errors import UserError
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
 from distembed.commands import cli
-from distembed.data.dataset.creation import create_manifest
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training import trainer

@@ -1,6 +1,5 @@
 """Runs on datasets that are damaged, or were made before there were checksums, and what they say."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import yaml
 
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE
-from tests.data.test_damage import flip_a_bit, make_old
+from tests.data.test_damage import flip_a_bit
 from tests.small_runs import command, config_values, distembed, write_dataset
 
 DAMAGED = r"part-0.parquet, row group {} is damaged: its checksum differs from the recorded one"
@@ -44,14 +43,3 @@ def test_a_row_group_that_is_damaged_for_one_rank_ends_both(own: tuple[Path, Pat
     ended = subprocess.run(command(*arguments, ranks=2), capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1  # the launcher's own
     assert DAMAGED.format(0) in ended.stderr and "fetch the file again from where a whole copy is" in ended.stderr
-
-
-@pytest.mark.distributed
-def test_an_old_dataset_is_used_with_one_note(own: tuple[Path, Path], tmp_path: Path) -> None:
-    config, dataset = own
-    make_old(dataset)
-    run = tmp_path / "run"
-    trained = distembed("train", config, "train.max_steps=3", "--run-dir", run, ranks=2)
-    assert (trained.stdout + trained.stderr).count("carries no checksums") == 1
-    evaluated = distembed("evaluate", run, "--json")
-    assert json.loads(evaluated.stdout)["rows"] and evaluated.stderr.count("carries no checksums") == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from tests.processes import run_processes
 from tests.ranks import free_port

@@ -13,8 +13,7 @@ import yaml
 from sklearn.metrics import log_loss, roc_auc_score
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.creation import create_manifest
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import Manifest, create_manifest
 from tests.small_runs import ROWS, config_values, distembed, write_dataset
 
 

@@ -75,11 +75,7 @@ class DataConfig:
         return self
 
     def threads_of_rank(self, local_world_size: int) -> int:
-        """Returns the number of threads in which a rank decodes rows ahead.
-
-        Args:
-            local_world_size: Number of ranks that share this machine's processors.
-        """
+        """Returns the number of threads in which a rank decodes rows ahead."""
         if self.decode_threads is not None:
             return self.decode_threads
         if self.path is not None and is_url(self.path):
@@ -128,25 +124,12 @@ class DataConfig:
         return {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
 
     def require_path(self, alternative: str = "") -> str:
-        """Returns the folder of the dataset, where rows are needed; for a URL, the one where its files are fetched to.
-
-        Args:
-            alternative: What else may be set, for the error.
-
-        Raises:
-            UserError: ``path`` is not set, or there is no dataset at its URL.
-            RunError: The URL's server does not answer.
-        """
+        """Returns the folder of the dataset, or of its copy where ``path`` is a URL; an error where ``path`` is not set."""
         if self.path is None:
             example = f"for example data.path=criteo{alternative}."
             raise UserError(f"data.path is not set: give the folder that `distembed prepare` made, {example}")
         return self.local_folder(self.path)
 
     def local_folder(self, dataset: str) -> str:
-        """Returns the folder of a dataset, be it a path or a URL, with this section's cache.
-
-        Raises:
-            UserError: There is no dataset at the URL.
-            RunError: The URL's server does not answer.
-        """
+        """Returns the folder of a dataset, be it a path or a URL, with this section's cache."""
         return str(dataset_folder(dataset, self.cache_dir, self.cache_bytes)) if is_url(dataset) else dataset

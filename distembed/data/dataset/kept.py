@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import free_space, full_disk_explained
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
+from distembed.data.dataset.pieces import REMEDY
 
 KEPT_FOLDER = "dataset"
 """Name of the folder within a run's."""
@@ -33,18 +40,7 @@ def kept_dataset(run: str | os.PathLike[str]) -> Path | None:
 
 
 def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True) -> None:
-    """Keeps in a run's folder what the ids of its dataset mean, unless it is there already.
-
-    Args:
-        run: The run's folder.
-        dataset: The folder of the dataset that the run is trained on.
-        manifest: The dataset's manifest.
-        links: Whether large vocabularies are links; if not, the folder has all that it needs, wherever it goes.
-
-    Raises:
-        UserError: A vocabulary of the dataset is missing.
-        RunError: The files cannot be written.
-    """
+    """Keeps in a run's folder what the ids of its dataset mean, unless it is there already."""
     folder, kept = run / KEPT_FOLDER, manifest.without_rows()
     with suppress(UserError):
         found = Manifest.load(folder)
@@ -75,3 +71,93 @@ def _place(source: Path, target: Path, links: bool) -> None:
         os.link(os.path.realpath(source), target)
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, target)
+
+
+_SAME_COLUMNS = ("dense", "dense_sequences", "missing_dense", "label_kind")
+_SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
+"""What datasets with the same ids and numbers are prepared with alike; ``learnt`` is what transforms have learnt."""
+
+
+def require_grown_from(
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
+) -> None:
+    """Makes sure that a dataset's columns are those of an earlier one, and that known values have the ids they had."""
+    for difference in _differences(earlier_dir, earlier, dataset_dir, manifest):
+        raise UserError(
+            f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
+            "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
+        )
+
+
+def has_same_ids(
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
+) -> bool:
+    """Returns whether two datasets give the same ids to the same values; their lists may differ in length."""
+    old, new = ([feature.num_embeddings for feature in each.schema.categorical] for each in (earlier, manifest))
+    return old == new and not any(_differences(earlier_dir, earlier, dataset_dir, manifest))
+
+
+def _differences(
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
+) -> Iterator[str]:
+    """Yields the differences between a dataset and an earlier one: of columns and hashes, then of vocabularies."""
+    old, new = earlier.schema, manifest.schema
+    names, new_names = old.categorical_names, new.categorical_names
+    if names != new_names:
+        yield f"the features were {', '.join(names)}, now {', '.join(new_names)}"
+        return
+    options = [(each, getattr(old, each), getattr(new, each)) for each in _SAME_COLUMNS]
+    options += [(each, earlier.preparation.get(each), manifest.preparation.get(each)) for each in _SAME_PREPARATION]
+    options += [
+        (f"the hash of {each!r}", _hash_in_schema(earlier, each), _hash_in_schema(manifest, each)) for each in names
+    ]
+    yield from (f"{what} was {_shown(was)} and is {_shown(now)}" for what, was, now in options if was != now)
+    for before, after in zip(old.categorical, new.categorical, strict=True):
+        if (before.table, before.multi_hot) != (after.table, after.multi_hot):
+            yield f"the feature {before.name!r} was {before} and is {after}"
+        if after.num_embeddings < before.num_embeddings:
+            yield f"the feature {before.name!r} had {before.num_embeddings} ids and has {after.num_embeddings}"
+    if differing := sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()):
+        yield f"only one of the two has a vocabulary of {', '.join(differing)}"
+        return
+    for name in earlier.vocabularies:
+        file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
+        if file not in earlier.checksums or earlier.checksums[file] != manifest.checksums.get(new_file):
+            old_keys = _read(earlier.require_unchanged(earlier_dir, file))
+            yield from _other_ids(name, old_keys, _read(manifest.require_unchanged(dataset_dir, new_file)))
+
+
+def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
+    """Returns how a table's schema hashes a feature; nothing where it does not, or the dataset is none of a table."""
+    schema = manifest.preparation.get("schema") or {}
+    own = schema.get("categorical", {}).get(feature, {})
+    is_hashed = feature not in manifest.vocabularies and (own.get("hash_size") or schema.get("hash_size"))
+    return {"hash_seed": own.get("hash_seed", 0)} if is_hashed else {}
+
+
+def _read(path: Path) -> pa.Table:
+    """Returns the ids and keys of a vocabulary, in the order of ids."""
+    try:
+        return pq.read_table(path, columns=["id", "key"])
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
+
+
+def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
+    """Yields where a vocabulary begins to differ from an earlier one, unless the earlier is its beginning."""
+    if old.schema != new.schema:
+        yield f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
+    elif len(new) < len(old):
+        yield f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}"
+    else:
+        new = new.slice(0, len(old))
+        differs = pc.or_(pc.not_equal(old["id"], new["id"]), pc.not_equal(old["key"], new["key"]))
+        if (place := pc.index(differs, True).as_py()) >= 0:
+            before, now = (table["key"][place].as_py() for table in (old, new))
+            yield f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

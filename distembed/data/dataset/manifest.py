@@ -9,38 +9,37 @@ A dataset is a folder of Parquet files and a ``manifest.json``::
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
     DATASET/checksums.bin            checksums of the splits' files, a row group each (pieces.py)
 
-The manifest holds no times of day, so preparing the same input twice gives the same bytes. ``creation.py``
-writes one for Parquet files that were made elsewhere.
-
-It carries its own checksum and those of all files but the splits'. Version 1 had none; it is still read. All paths in
-it lead inside the folder.
+The manifest holds no times of day, so preparing the same input twice gives the same bytes. It carries its own checksum
+and those of all files but the splits'. All paths in it lead inside the folder. :func:`create_manifest` writes one for
+Parquet files that were made elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from distembed.base.checksums import KEY, FileChecksum, checksum_differs, with_checksum
 from distembed.base.errors import UserError
 from distembed.base.files import read_folder_json, require_inside, whole_file, write_text
+from distembed.base.version import __version__
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, check_columns, file_pieces
 from distembed.data.dataset.schema import Schema, plain_fields
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
-
-_WITHOUT_CHECKSUMS = 1
-_CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
@@ -110,43 +109,25 @@ class Manifest:
     rejected: Rejected = field(default_factory=Rejected)
     checksums: Mapping[str, FileChecksum] = field(default_factory=dict)  # of the files that belong to no split, by path
     tool_version: str = ""  # of distembed that wrote the manifest
-    format_version: int = MANIFEST_VERSION
 
     @classmethod
     def load(cls, dataset_dir: str | os.PathLike[str]) -> Manifest:
-        """Reads ``dataset_dir/manifest.json``, of a folder or a URL.
-
-        Raises:
-            UserError: The folder or URL is not a dataset, its format is another version's, or the file is damaged.
-        """
+        """Reads ``dataset_dir/manifest.json``, of a folder or a URL."""
         path = dataset_folder(dataset_dir) / MANIFEST_NAME
         return cls.from_json(read_folder_json(path, "dataset", "make one with `distembed prepare`"), path)
 
     def save(self, dataset_dir: str | os.PathLike[str], pieces: Mapping[str, Pieces] | None = None) -> Manifest:
-        """Writes ``manifest.json`` whole or not at all, and ``checksums.bin`` before it.
-
-        Args:
-            dataset_dir: Folder with the files that the manifest lists.
-            pieces: Pieces of the splits' files by path, where they are known; the others are read.
-
-        Returns:
-            The manifest with the checksums of the other files.
-
-        Raises:
-            UserError: A file cannot be read.
-            RunError: The manifest cannot be written.
-        """
-        folder, pieces, saved = Path(dataset_dir), pieces or {}, self
-        if self.has_checksums:
-            try:
-                if files := [file.path for file in self.split_files]:
-                    found = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
-                    with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary:
-                        with open(temporary, "wb") as file:  # numpy may lose the error of a full disk
-                            file.write(np.concatenate(found).tobytes())
-                saved = replace(self, checksums={file: FileChecksum.of(folder / file) for file in self.other_files})
-            except (pa.ArrowException, OSError) as error:
-                raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
+        """Writes ``manifest.json`` whole or not at all, and ``checksums.bin`` before it."""
+        folder, pieces = Path(dataset_dir), pieces or {}
+        try:
+            if files := [file.path for file in self.split_files]:
+                found = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
+                with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary:
+                    with open(temporary, "wb") as file:  # numpy may lose the error of a full disk
+                        file.write(np.concatenate(found).tobytes())
+            saved = replace(self, checksums={file: FileChecksum.of(folder / file) for file in self.other_files})
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
         saved.write(folder)
         return saved
 
@@ -155,17 +136,12 @@ class Manifest:
         write_text(folder / MANIFEST_NAME, json.dumps(self.to_json(), indent=1) + "\n")
 
     @property
-    def has_checksums(self) -> bool:
-        """Whether the dataset carries checksums."""
-        return self.format_version > _WITHOUT_CHECKSUMS
-
-    @property
     def is_without_rows(self) -> bool:
         """Whether no file has the rows of the splits: the manifest is what a run keeps of its dataset's."""
         return any(split.num_rows for split in self.splits.values()) and not self.split_files
 
     def without_rows(self) -> Manifest:
-        """Returns the same without the splits' files and the malformed rows: what is left says what ids mean."""
+        """Returns the manifest without the splits' files and the malformed rows: the vocabularies and the schema."""
         splits = {name: replace(split, files=()) for name, split in self.splits.items()}
         kept = replace(self, splits=splits, rejected=replace(self.rejected, file=None))
         checksums = {file: self.checksums[file] for file in kept.other_files if file in self.checksums}
@@ -181,23 +157,19 @@ class Manifest:
         """The paths of the files that belong to no split, in the order of the manifest."""
         vocabularies = [vocabulary.file for vocabulary in self.vocabularies.values()]
         rejected = [] if self.rejected.file is None else [self.rejected.file]
-        return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self.split_files and self.has_checksums else [])]
+        return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self.split_files else [])]
 
     def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
-        """Returns the path of a file that belongs to no split, once it is held against its checksum, if it has one.
+        """Returns the path of a file that belongs to no split, after comparing it with its checksum.
 
-        A file of a remote dataset is fetched where it is not at hand, or is not as it was written.
-
-        Raises:
-            UserError: The file is not as it was written.
-            RunError: It cannot be fetched.
+        A file of a remote dataset is fetched where it is missing or damaged in the local folder.
         """
         folder = dataset_folder(dataset_dir)
         mirror = mirror_of(folder)
         for again in (False,) if mirror is None else (False, True):
             if mirror is not None:
                 mirror.fetch(file, again)
-            problem = self.checksums[file].problem(folder / file) if self.has_checksums else None
+            problem = self.checksums[file].problem(folder / file)
             if problem is None:
                 return folder / file
         raise UserError(f"{problem}; {REMEDY}.")
@@ -206,7 +178,7 @@ class Manifest:
         """Returns the manifest as plain JSON values, in a fixed order."""
         value = {
             "format": "distembed dataset",
-            "format_version": self.format_version,
+            "format_version": MANIFEST_VERSION,
             "tool_version": self.tool_version,
             "schema": self.schema.to_json(),
             "splits": {name: plain_fields(split) for name, split in self.splits.items()},
@@ -214,30 +186,24 @@ class Manifest:
             "vocabularies": {name: plain_fields(entry) for name, entry in self.vocabularies.items()},
             "sources": [asdict(source) for source in self.sources],
             "rejected": asdict(self.rejected),
+            "checksums": {file: asdict(own) for file, own in self.checksums.items()},
         }
-        if not self.has_checksums:
-            return value
-        return with_checksum({**value, _CHECKSUMS: {file: asdict(own) for file, own in self.checksums.items()}})
+        return with_checksum(value)
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
-        """Builds a manifest from what :meth:`to_json` returned; the file is for errors.
-
-        Raises:
-            UserError: The value is no manifest, is another version's, or lacks a part.
-        """
+        """Builds a manifest from the JSON values of :meth:`to_json`; errors name the file ``path``."""
         if not isinstance(value, dict) or value.get("format") != "distembed dataset":
             raise UserError(
                 f"{path} is not the manifest of a distembed dataset; name a folder made by `distembed prepare`"
             )
         version = value.get("format_version")
-        if version not in (MANIFEST_VERSION, _WITHOUT_CHECKSUMS):
+        if version != MANIFEST_VERSION:
             raise UserError(
                 f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
-                f"distembed reads {_WITHOUT_CHECKSUMS} and {MANIFEST_VERSION}: prepare the data again"
+                f"distembed reads {MANIFEST_VERSION}: prepare the data again"
             )
-        is_old = version == _WITHOUT_CHECKSUMS and KEY not in value and _CHECKSUMS not in value
-        if not is_old and (version == _WITHOUT_CHECKSUMS or KEY not in value or checksum_differs(value)):
+        if KEY not in value or checksum_differs(value):
             raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {REMEDY}")
         try:
             manifest = cls(
@@ -247,9 +213,8 @@ class Manifest:
                 vocabularies={name: Vocabulary(**entry) for name, entry in value.get("vocabularies", {}).items()},
                 sources=tuple(SourceFile(**source) for source in value.get("sources", ())),
                 rejected=Rejected(**value.get("rejected", {})),
-                checksums={file: FileChecksum(**entry) for file, entry in value.get(_CHECKSUMS, {}).items()},
+                checksums={file: FileChecksum(**entry) for file, entry in value.get("checksums", {}).items()},
                 tool_version=value["tool_version"],
-                format_version=version,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
@@ -260,37 +225,28 @@ class Manifest:
             require_inside(vocabulary.file, f"vocabularies.{name}.file", path)
         if manifest.rejected.file is not None:
             require_inside(manifest.rejected.file, "rejected.file", path)
-        lacking = [file for file in manifest.other_files if file not in manifest.checksums]
-        if manifest.has_checksums and lacking:
+        if lacking := [file for file in manifest.other_files if file not in manifest.checksums]:
             raise UserError(f"{path} is damaged: it has no checksum of {', '.join(lacking)}; {REMEDY}")
         return manifest
 
     def split(self, name: str) -> Split:
-        """Returns the split of this name.
-
-        Raises:
-            UserError: There is none; the error lists the names that there are.
-        """
+        """Returns the split of this name."""
         if name not in self.splits:
             raise UserError(f"the dataset has no split {name!r}: it has {', '.join(self.splits) or 'none'}")
         return self.splits[name]
 
 
 def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> str:
-    """Returns a checksum of what each id stands for: equal for datasets that a model can be moved between.
+    """Returns a checksum of the meaning of all ids: equal for datasets that a model can be moved between.
 
-    It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash, and what was learnt of
-    numbers: means, and where bins begin.
-
-    Raises:
-        UserError: A vocabulary is not as it was written.
+    It covers the tables' sizes, the vocabularies or the hash, and the means and bins that were learnt of numbers.
     """
     digest = hashlib.sha256(json.dumps(manifest.schema.to_json()).encode())
     digest.update(repr([manifest.preparation.get(key) for key in ("hash_size", "hash_seed")]).encode())
     columns = manifest.preparation.get("schema", {}).get("categorical", {})
     seeds = {name: column["hash_seed"] for name, column in columns.items() if "hash_seed" in column}
     learnt = manifest.preparation.get("learnt", {})
-    if seeds or learnt:  # so that the checksums of other datasets are what they were before there were such columns
+    if seeds or learnt:
         digest.update(json.dumps([seeds, learnt], sort_keys=True).encode())
     for name in sorted(manifest.vocabularies):
         path = manifest.require_unchanged(dataset_dir, manifest.vocabularies[name].file)
@@ -308,3 +264,76 @@ def _split_from_json(value: Mapping[str, Any]) -> Split:
         if type(count) is not int or count < 0:
             raise TypeError(f"{count!r} is no number of rows or bytes")
     return Split(value["num_rows"], value["label_rate"], files, value.get("mean_weight"))
+
+
+CREATED_ELSEWHERE = "create_manifest"
+"""The ``source`` in the preparation of a manifest whose files were made elsewhere."""
+
+
+def create_manifest(
+    dataset_dir: str | os.PathLike[str],
+    schema: Schema,
+    splits: Mapping[str, Sequence[str | os.PathLike[str]]],
+) -> Manifest:
+    """Writes a manifest for Parquet files that were made elsewhere, so that the reader can read them.
+
+    Args:
+        dataset_dir: Folder that gets ``manifest.json``.
+        schema: What the columns are; ids are integers in ``[0, num_embeddings)``.
+        splits: Parquet files by the name of their split, inside ``dataset_dir``; relative paths are relative to it.
+
+    Raises:
+        UserError: A file is missing, is no Parquet, has other columns, or lies outside the folder.
+    """
+    folder = Path(dataset_dir)
+    described = {name: _describe_split(folder, schema, files) for name, files in splits.items()}
+    manifest = Manifest(schema, described, {"source": CREATED_ELSEWHERE}, tool_version=__version__)
+    return manifest.save(folder)
+
+
+def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
+    files: list[DataFile] = []
+    means: dict[str | None, float | None] = {}
+    numbers: dict[str, list[float]] = {name: [] for name in (schema.label, schema.weight) if name is not None}
+    for path in paths:
+        relative = _relative(folder, path)
+        file = folder / relative
+        if not file.is_file():
+            raise UserError(f"{file} does not exist")
+        try:
+            parquet = pq.ParquetFile(file)
+            check_columns(str(file), parquet.schema_arrow, schema)
+            for name, sums in numbers.items():
+                values = pc.cast(parquet.read(columns=[name]).column(0), pa.float64())
+                if name == schema.weight:
+                    _check_weights(file, name, values)
+                sums.append(pc.sum(values).as_py() or 0.0)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{file} is not a readable Parquet file: {error}") from error
+        files.append(DataFile(relative, parquet.metadata.num_rows, file.stat().st_size))
+    num_rows = sum(file.num_rows for file in files)
+    for name, sums in numbers.items():
+        # a label may be NaN or infinite, which the reader refuses and JSON does not hold
+        means[name] = sum(sums) / num_rows if num_rows and math.isfinite(sum(sums)) else None
+    return Split(num_rows, means.get(schema.label), tuple(files), means.get(schema.weight))
+
+
+def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
+    """Returns a path relative to the folder; a link in the folder counts as what lies there."""
+    absolute = Path(os.path.abspath(folder / path))
+    real = absolute.parent.resolve() / absolute.name  # both may be named by other links
+    for file, inside in ((absolute, Path(os.path.abspath(folder))), (real, folder.resolve())):
+        if file.is_relative_to(inside):
+            return file.relative_to(inside).as_posix()
+    raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
+
+
+def _check_weights(path: Path, name: str, weights: pa.ChunkedArray) -> None:
+    """Refuses weights that are missing, negative or not finite."""
+    is_weight = pc.and_(pc.is_finite(weights), pc.greater_equal(weights, 0.0))
+    wrong = pc.index(pc.fill_null(is_weight, False), False).as_py()
+    if wrong >= 0:
+        raise UserError(
+            f"{path}, column {name!r}: the weight of row {wrong} is {weights[wrong].as_py()}; weights are finite and "
+            "not negative."
+        )

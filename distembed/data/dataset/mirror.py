@@ -1,23 +1,26 @@
-"""Datasets at URLs: a local folder with the manifest, and with other files as they are needed.
+"""Pieces of remote files on a local disk: of bounded size, least recently used first to go, shared by processes.
 
 ::
 
-    CACHE/criteo-0123456789abcdef/manifest.json        fetched when a process first asks for the dataset
-    CACHE/criteo-0123456789abcdef/vocabulary/...       fetched whole when they are first read, and kept
-    CACHE/criteo-0123456789abcdef/mirror.json          where the dataset is
-    CACHE/pieces/                                      row groups and footers, of bounded size (piece_cache.py)
+    FOLDER/size            bytes of all pieces, in decimal digits; locked while pieces are changed
+    FOLDER/3f/a1...        a piece, by its checksum, whole: it was written as FOLDER/new
+    FOLDER/fetch-3f        empty; locked by the process that fetches a piece of that folder
 
-The folder's name has the checksum of the manifest, so that a dataset that was prepared anew gets another one. Row
-groups, which are what a shuffled epoch reads in random order, are fetched one by one and not by files: whatever the
-size of the files, each byte is fetched once an epoch, or once in all where the cache has room for the dataset.
+A piece counts before it is written, so that the limit holds at every moment; a process that is killed meanwhile leaves
+a count that is too large, until room is made.
 
-Everything is held against the checksums of the manifest, whether it comes from the URL or from the cache.
+Trade-off: one process at a time writes, at the speed of memory, and room is made by a look at all pieces, for a tenth
+of the limit at a time; there is no list of them, which a kill might leave wrong.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,8 +28,86 @@ from pathlib import Path
 from distembed.base.checksums import checksum_of
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import read_json, whole_file, write_text
-from distembed.data.dataset.piece_cache import PieceCache, locked
 from distembed.data.remote import fetch, find_remote, is_url, join_url, read_range, read_remote
+
+_SPARE_BYTES = 1 << 30
+"""Room on the disk that is left to others."""
+
+
+@dataclass(frozen=True)
+class PieceCache:
+    """Keeps bytes by their checksums; several processes of a machine may use one folder."""
+
+    folder: Path
+    most_bytes: int  # of all pieces; 0 keeps none
+
+    def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
+        """Returns the bytes with a checksum, from the cache or fetched; fetched bytes are kept if there is room."""
+        path = self.folder / checksum[:2] / checksum[2:]
+        data = _read(path, checksum)
+        if data is None:
+            with locked(self.folder / f"fetch-{path.parent.name}"):
+                data = _read(path, checksum)  # another process may have fetched it meanwhile
+                if data is None and (data := fetch()) is not None:
+                    with suppress(OSError):  # a full disk, or one without locks: the next reader fetches it again
+                        self._write(path, data)
+        return data
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Keeps a piece, if the limit and the disk have room for it once others made way."""
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder too, which may have been removed meanwhile
+        with open(os.open(self.folder / "size", os.O_RDWR | os.O_CREAT, 0o666), "r+") as size:
+            fcntl.flock(size, fcntl.LOCK_EX)
+            text = size.read()
+            if path.exists():  # damaged
+                path.unlink()
+                text = ""
+            num_bytes = int(text) if text.isdecimal() else self._make_room(0)
+            if num_bytes + len(data) > self.most_bytes:
+                num_bytes = self._make_room(len(data))
+            free = shutil.disk_usage(self.folder).free
+            is_kept = num_bytes + len(data) <= self.most_bytes and free >= len(data) + _SPARE_BYTES
+            size.seek(0)
+            size.truncate()
+            size.write(str(num_bytes + is_kept * len(data)))
+            size.flush()
+            if is_kept:
+                (self.folder / "new").write_bytes(data)
+                os.replace(self.folder / "new", path)
+
+    def _make_room(self, num_bytes: int) -> int:
+        """Removes the pieces used longest ago, if there is not room for this much, and returns the bytes left."""
+        found = [(path.stat(), path) for path in self.folder.glob("??/*")]
+        total = sum(status.st_size for status, _ in found)
+        wanted = self.most_bytes - max(num_bytes, self.most_bytes // 10)
+        if total + num_bytes > self.most_bytes:
+            for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+                if total <= wanted:
+                    break
+                path.unlink()
+                total -= status.st_size
+        return total
+
+
+def _read(path: Path, checksum: str) -> bytes | None:
+    """Returns a piece, which then counts as used last; None for one that is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            os.utime(file.fileno())
+            data = file.read()
+    except OSError:  # even if the disk is broken, the piece can be fetched
+        return None
+    return data if checksum_of(data) == checksum else None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes and threads out of the block of the same file, where the disk has room and locks."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            fcntl.flock(opened.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
+
 
 MIRROR_FILE = "mirror.json"
 DEFAULT_CACHE_BYTES = 100 << 30
@@ -71,17 +152,7 @@ class Mirror:
 def dataset_folder(
     dataset: str | os.PathLike[str], cache_dir: str | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
 ) -> Path:
-    """Returns the local folder of a dataset: the path itself, or where a URL's files are fetched to.
-
-    Args:
-        dataset: Path or URL of the dataset.
-        cache_dir: Folder for fetched files; None for ``distembed`` in the user's folder of caches.
-        cache_bytes: Most bytes of the row groups that are kept, of all datasets together.
-
-    Raises:
-        UserError: There is no dataset at the URL.
-        RunError: The server does not answer, or the folder cannot be written.
-    """
+    """Returns the local folder of a dataset: the path itself, or where a URL's files are fetched to."""
     return _mirror_folder(str(dataset), cache_dir, cache_bytes) if is_url(dataset) else Path(dataset)
 
 
@@ -121,11 +192,7 @@ def mirror_of(folder: Path) -> Mirror | None:
 
 
 def is_remote_dataset(url: str) -> bool:
-    """Returns whether there is a dataset at a URL.
-
-    Raises:
-        RunError: The server does not answer.
-    """
+    """Returns whether there is a dataset at a URL."""
     try:
         find_remote(join_url(url, _MANIFEST))
     except UserError:

@@ -1,10 +1,10 @@
-"""The row groups of a split's files, held against the manifest and, as they are read, against their checksums."""
+"""The row groups of a split's files: each is compared with its checksum when it is read; and the check of a dataset."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,12 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.base.checksums import checksum_of
-from distembed.base.errors import UserError
-from distembed.data.dataset.columns import check_columns
-from distembed.data.dataset.manifest import DataFile, Manifest
-from distembed.data.dataset.mirror import Mirror, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, read_checksums
+from distembed.base.checksums import Verification, checksum_of
+from distembed.base.errors import RunError, UserError
+from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest
+from distembed.data.dataset.mirror import Mirror, dataset_folder, mirror_of
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, check_columns, read_checksums
 from distembed.data.dataset.schema import Schema
 
 _FETCHES_AT_ONCE = 16
@@ -29,21 +28,21 @@ _FETCHES_AT_ONCE = 16
 class SplitFile:
     """A Parquet file of a split.
 
-    Methods raise a :class:`UserError` where the file is not as it was written, and a :class:`RunError` where the server
-    of a remote file does not answer.
+    Methods raise a :class:`UserError` where the file is damaged, and a :class:`RunError` where the server of a remote
+    file does not answer.
     """
 
-    path: Path  # where it is, or would be if it were not remote
+    path: Path  # of a local file
     listed: DataFile  # its entry in the manifest
-    pieces: Pieces | None = None  # None for a file without checksums
-    mirror: Mirror | None = None  # where its bytes come from, if they are not at the path; such a file has checksums
+    pieces: Pieces  # its row groups and footer, with their checksums
+    mirror: Mirror | None = None  # of a remote file
 
     def __str__(self) -> str:
         """Returns the path or the URL."""
         return str(self.path) if self.mirror is None else self.mirror.file_url(self.listed.path)
 
     def checked_metadata(self, schema: Schema) -> pq.FileMetaData:
-        """Returns the footer, after its columns, size and number of rows were compared with the manifest."""
+        """Returns the footer, after comparing its columns, size and number of rows with the manifest."""
         if self.mirror is None and not self.path.is_file():
             raise UserError(f"{self} is missing: the manifest lists it; {REMEDY}")
         if not self.has_listed_size:
@@ -63,12 +62,11 @@ class SplitFile:
 
     @property
     def has_listed_size(self) -> bool:
-        """Whether the file has as many bytes as the manifest says, where this can be seen without its server."""
+        """Whether a local file has as many bytes as the manifest says; remote files are not asked for."""
         return self.mirror is not None or (self.path.is_file() and self.path.stat().st_size == self.listed.bytes)
 
     def damaged_pieces(self) -> list[str]:
-        """Returns the problem of each damaged piece of a file with checksums; a remote file is read past the cache."""
-        assert self.pieces is not None
+        """Returns the problem of each damaged piece; a remote file is read past the cache."""
         if self.mirror is None:  # a few megabytes at a time
             damaged = np.flatnonzero(read_checksums(self.path, self.pieces["bytes"].tolist()) != self.pieces).tolist()
         else:
@@ -92,30 +90,26 @@ class SplitFile:
 
     def _bounds(self, index: int) -> tuple[int, int, str]:
         """Returns where a piece begins and ends, and its checksum."""
-        assert self.pieces is not None
         start, size = int(self.pieces["bytes"][:index].sum()), int(self.pieces["bytes"][index])
         return start, start + size, str(self.pieces["checksum"][index].tobytes().hex())
 
     def _damaged(self, index: int) -> str:
-        """Returns the text of an error that says which piece of the file is damaged."""
-        assert self.pieces is not None
-        what = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
-        return f"{self}, {what} is damaged: its checksum differs from the recorded one; {REMEDY}"
+        """Returns the text of the error that a piece of the file is damaged."""
+        piece = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
+        return f"{self}, {piece} is damaged: its checksum differs from the recorded one; {REMEDY}"
 
 
 @lru_cache(maxsize=32)
 def _footer(file: SplitFile) -> pq.FileMetaData:
     """Returns the footer of a file; reading it takes long where there are many row groups."""
     try:
-        if file.pieces is None:
-            return pq.read_metadata(file.path)
         return pq.read_metadata(pa.BufferReader(file.piece(len(file.pieces) - 1)[0]))
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a readable Parquet file: {error}; {REMEDY}") from error
 
 
 class _Part(io.BytesIO):
-    """A part of a file as PyArrow reads it, by places in the whole file, where it begins at ``start``."""
+    """One piece of a file, which PyArrow reads by positions in the whole file; the piece begins at ``start``."""
 
     def __init__(self, data: bytes, start: int) -> None:
         super().__init__(data)
@@ -141,19 +135,10 @@ class RowGroup:
         return f"{self.file}, row group {self.index}"
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """Reads columns of its rows; its bytes are read once, held against their checksum and then decoded.
-
-        Raises:
-            UserError: The row group is damaged, or the file cannot be read.
-            RunError: The server of a remote file does not answer.
-        """
-        file = self.file
+        """Reads some columns; the bytes are read once, compared with their checksum and then decoded."""
         try:
-            if file.pieces is None:
-                source, metadata = file.path, None
-            else:
-                source, metadata = pa.PythonFile(_Part(*file.piece(self.index)), "r"), _footer(file)
-            with pq.ParquetFile(source, metadata=metadata) as parquet:
+            source = pa.PythonFile(_Part(*self.file.piece(self.index)), "r")
+            with pq.ParquetFile(source, metadata=_footer(self.file)) as parquet:
                 return parquet.read_row_group(self.index, columns=list(columns), use_threads=False)
         except UserError:
             raise
@@ -162,12 +147,7 @@ class RowGroup:
 
 
 def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> tuple[RowGroup, ...]:
-    """Returns the row groups of a split's files, in order, after a look at the end of each file.
-
-    Raises:
-        UserError: A file is missing, lacks a column, or has another size, footer or number of rows than the manifest
-            says.
-    """
+    """Returns the row groups of a split's files in order, after checking the footer of each file."""
     manifest.split(split_name)
     if manifest.is_without_rows:
         raise UserError(
@@ -200,25 +180,15 @@ def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> st
 def split_files(
     dataset_dir: Path, manifest: Manifest, split_name: str, pieces: Mapping[str, Pieces]
 ) -> list[SplitFile]:
-    """Returns the files of a split, which are read where they are: in the folder, or at the URL that it mirrors."""
-    mirror = mirror_of(dataset_dir)
-    files = manifest.splits[split_name].files
-    lacking = [file.path for file in files if file.path not in pieces]
-    if mirror is not None and lacking:
-        raise UserError(
-            f"{mirror.url} has no checksums of {lacking[0]}: a dataset at a URL needs them; prepare it again"
-        )
-    return [SplitFile(dataset_dir / file.path, file, pieces.get(file.path), mirror) for file in files]
+    """Returns the files of a split, in the dataset's folder or at the URL that the folder mirrors."""
+    mirror, files = mirror_of(dataset_dir), manifest.splits[split_name].files
+    return [SplitFile(dataset_dir / file.path, file, pieces[file.path], mirror) for file in files]
 
 
 def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
-    """Returns the pieces of each file of the splits, by its path; nothing for a dataset without checksums.
-
-    Raises:
-        UserError: ``checksums.bin`` is missing, damaged or does not fit the manifest.
-    """
+    """Returns the pieces of each file of the splits, by its path."""
     files = manifest.split_files
-    if not manifest.has_checksums or not files:
+    if not files:
         return {}
     manifest.require_unchanged(folder, CHECKSUMS_NAME)
     pieces: Pieces = np.fromfile(folder / CHECKSUMS_NAME, PIECE)
@@ -228,3 +198,82 @@ def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
     if stops[-1] != len(pieces) or any(found[file.path]["bytes"].sum() != file.bytes for file in files):
         raise UserError(f"{folder / CHECKSUMS_NAME} does not fit the manifest: {REMEDY}")
     return found
+
+
+def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
+    """Makes sure that all files of some splits are there, with the sizes, footers and rows that the manifest lists.
+
+    It reads the footers only, so that a run can call it for all splits before the first step.
+    """
+    folder = dataset_folder(dataset_dir)
+    manifest = Manifest.load(folder)
+    for name in split_names:
+        list_row_groups(folder, manifest, name)
+
+
+def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
+    """Compares every byte of every file of a dataset with its checksums; the memory does not grow with the dataset.
+
+    Args:
+        dataset_dir: Folder with ``manifest.json``, or its URL.
+        progress: Function that is called now and then with the number of bytes read so far.
+
+    Returns:
+        All problems, not only the first. Where ``checksums.bin`` is damaged, the files of the splits are not read.
+
+    Raises:
+        UserError: The folder is no dataset, or its manifest is damaged.
+    """
+    folder = dataset_folder(dataset_dir)
+    manifest = Manifest.load(folder)
+    found = Verification()
+    report = progress or (lambda num_bytes: None)
+    found.add((), folder / MANIFEST_NAME)
+    for other in manifest.other_files:
+        found.add(_until_error(_other_file_problems(folder, manifest, other), folder / other), folder / other)
+        report(found.num_bytes)
+    found.problems += [text for name in manifest.splits if (text := wrong_num_rows(folder, manifest, name))]
+    try:
+        pieces = read_pieces(folder, manifest)
+    except UserError as error:
+        if not any(CHECKSUMS_NAME in problem for problem in found.problems):
+            found.problems.append(str(error))
+        return found
+    for name in manifest.splits:
+        for file in split_files(folder, manifest, name, pieces):
+            found.add(_until_error(_file_problems(file, manifest.schema), file), file.path)
+            found.num_bytes += 0 if file.mirror is None else file.listed.bytes
+            report(found.num_bytes)
+    return found
+
+
+def _until_error(problems: Iterable[str], file: object) -> list[str]:
+    """Returns the problems of a file up to an error, which is the last."""
+    found: list[str] = []
+    try:
+        found.extend(problems)
+    except (UserError, RunError) as error:
+        found.append(str(error))
+    except (pa.ArrowException, OSError) as error:
+        found.append(f"{file} cannot be read ({error}); {REMEDY}.")
+    return found
+
+
+def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterator[str]:
+    """Yields the problems of a file that belongs to no split."""
+    path = manifest.require_unchanged(folder, file)
+    if not path.is_file():
+        yield f"{path} is missing: the manifest lists it; {REMEDY}."
+        return
+    for name, vocabulary in manifest.vocabularies.items():
+        num_ids = vocabulary.num_ids
+        if vocabulary.file == file and (num_rows := pq.read_metadata(path).num_rows) != num_ids:
+            yield f"{path} has {num_rows:,} ids of feature {name!r}, the manifest says {num_ids:,}; {REMEDY}."
+
+
+def _file_problems(file: SplitFile, schema: Schema) -> Iterator[str]:
+    """Yields the problems of a file of a split, after reading the whole file."""
+    damaged = file.damaged_pieces() if file.has_listed_size else []
+    yield from damaged
+    if not damaged:
+        file.checked_metadata(schema)

@@ -28,11 +28,7 @@ from distembed.base.errors import UserError
 
 @dataclass(frozen=True)
 class CategoricalFeature:
-    """One categorical column.
-
-    Raises:
-        UserError: A table cannot be built from these values.
-    """
+    """One categorical column."""
 
     name: str
     num_embeddings: int  # ids lie in [0, num_embeddings)
@@ -94,11 +90,7 @@ class BatchField:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a dataset that a model is trained on.
-
-    Raises:
-        UserError: A column has no name, several have the same, or a table is none of the features'.
-    """
+    """The columns of a dataset that a model is trained on."""
 
     label: str | None  # None where rows have no label
     dense: tuple[str, ...]  # columns of numbers
@@ -165,13 +157,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
-        """Returns the schema of plain values that :meth:`to_json` returned.
-
-        Raises:
-            KeyError: A part is missing.
-            TypeError: A part is of another type.
-            UserError: The values make no schema.
-        """
+        """Returns the schema of plain values that :meth:`to_json` returned."""
         lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences")}
         features = tuple(CategoricalFeature(**feature) for feature in value["categorical"])
         return cls(**{**value, **lists, "categorical": features})

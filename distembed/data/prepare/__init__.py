@@ -23,12 +23,16 @@ from typing import TYPE_CHECKING
 from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
-    from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
-    from distembed.data.prepare.notes import dataset_warnings, describe_dataset
-    from distembed.data.prepare.options import PrepareOptions, ResourceLimits
-    from distembed.data.prepare.pipeline import prepare_rows
-    from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
+    from distembed.data.prepare.options import (
+        NoteCallback,
+        PrepareOptions,
+        ProgressCallback,
+        ProgressUpdate,
+        ResourceLimits,
+    )
+    from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset, prepare_rows
     from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
+    from distembed.data.prepare.table.preparation import CriteoOptions, prepare_criteo
 
 __all__ = [
     "CriteoOptions",

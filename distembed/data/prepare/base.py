@@ -16,9 +16,9 @@ from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerprint
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import CategoricalFeature
-from distembed.data.prepare.blocks import BlockLayout, KeyColumn
-from distembed.data.prepare.learnt_numbers import num_bins
 from distembed.data.remote import is_url
+from distembed.data.table.blocks import BlockLayout, KeyColumn
+from distembed.data.table.encoder import num_bins
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 
 _RUN_CONFIG = "config.yaml"
@@ -36,21 +36,12 @@ class Base:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
-        """Returns the dataset of a folder or URL: a dataset's, or a run's folder.
-
-        Raises:
-            UserError: It is neither, or its manifest cannot be read.
-            RunError: The URL's server does not answer.
-        """
+        """Returns the dataset of a folder or URL: a dataset's, or a run's folder."""
         folder = dataset_folder(path) if is_url(path) else _local_folder(Path(path))
         return cls(str(path), folder, Manifest.load(folder), grows)
 
     def require_fits(self, layout: BlockLayout) -> None:
-        """Makes sure that it has ids of the same kind for the same features.
-
-        Raises:
-            UserError: It has not.
-        """
+        """Makes sure that it has ids of the same kind for the same features."""
         names = self.manifest.schema.categorical_names
         if names != layout.features:
             raise UserError(
@@ -68,11 +59,7 @@ class Base:
                 )
 
     def require_same_values(self, schema: TableSchema) -> None:
-        """Makes sure that columns become the values that they became in it; a base without a schema is not compared.
-
-        Raises:
-            UserError: A number is transformed otherwise, or a value is of another kind.
-        """
+        """Makes sure that columns become the values that they became in it; a base without a schema is not compared."""
         if self.manifest.preparation.get("source") not in (TABLE, CRITEO):
             return
         if differing := sorted(_differences(schema, TableSchema.of_manifest(self.manifest))):
@@ -115,19 +102,11 @@ class Base:
         return next(feature for feature in self.manifest.schema.categorical if feature.name == name)
 
     def vocabulary(self, name: str) -> Path:
-        """Returns the file of a feature's vocabulary.
-
-        Raises:
-            UserError: The file is not as it was written.
-        """
+        """Returns the file of a feature's vocabulary."""
         return self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
 
     def learnt(self, name: str) -> dict[str, Any]:
-        """Returns what a column's transform learnt.
-
-        Raises:
-            UserError: It learnt nothing, or not for such a transform.
-        """
+        """Returns what a column's transform learnt."""
         learnt: dict[str, Any] | None = self.manifest.preparation.get("learnt", {}).get(name)
         if learnt is None:
             raise UserError(
@@ -170,11 +149,7 @@ def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
 
 
 def _local_folder(path: Path) -> Path:
-    """Returns the folder of a dataset, or of what a run keeps of its own, or of a run's dataset by its config.
-
-    Raises:
-        UserError: The folder is no dataset's and no run's.
-    """
+    """Returns the folder of a dataset, or of what a run keeps of its own, or of a run's dataset by its config."""
     if (path / MANIFEST_NAME).is_file():
         return path
     kept = kept_dataset(path)

@@ -17,13 +17,15 @@ Trade-off: the limit is DuckDB's own; of 400 MB, 500 were measured.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from distembed.base.errors import RunError
 
@@ -32,16 +34,7 @@ BATCH_ROWS = 131_072
 
 
 class Database:
-    """Temporary tables, which are gone when the database is closed.
-
-    Args:
-        folder: Folder for what does not fit in memory; it is made when it is needed.
-        memory_bytes: Memory that tables and queries may take; 64 MiB or more.
-
-    Raises:
-        RunError: Of every method: the memory limit does not suffice.
-        OSError: Of every method: the disk does not suffice.
-    """
+    """Temporary tables, which are gone when the database is closed."""
 
     def __init__(self, folder: Path, memory_bytes: int) -> None:
         self.memory_bytes = min(max(_LEAST_BYTES, memory_bytes), _MOST_BYTES)
@@ -61,17 +54,7 @@ class Database:
         self._connection.close()
 
     def add(self, table: str, batches: Iterable[pa.RecordBatch], schema: pa.Schema, query: str | None = None) -> None:
-        """Makes a table of a stream, in place of one of this name; the stream is never as a whole in memory.
-
-        Args:
-            table: Name of the table.
-            batches: The rows.
-            schema: Their columns.
-            query: What becomes of the rows, which it names ``given``; None keeps them as they are.
-
-        Raises:
-            Exception: What ``batches`` raised.
-        """
+        """Makes a table of a stream, in place of one of this name; the stream is never as a whole in memory."""
         raised: list[BaseException] = []
 
         def watched() -> Iterator[pa.RecordBatch]:
@@ -132,3 +115,23 @@ def _explained() -> Iterator[None]:
         if isinstance(error, duckdb.IOException):
             raise OSError(errno.EIO, said) from error
         raise
+
+
+def count_numbers(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
+    """Makes the table ``counted`` of distinct values and their counts, and returns the number of all values."""
+    schema = pa.schema([("value", type_), ("count", pa.int64())])
+    counts = (np.unique(part, return_counts=True) for part in parts)
+    batches = (pa.record_batch([pa.array(values), pa.array(count)], schema=schema) for values, count in counts)
+    database.add("counted", batches, schema, "select value, sum(count)::bigint as count from given group by value")
+    return int(database.row("select coalesce(sum(count), 0)::bigint from counted")[0])
+
+
+def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType) -> NDArray[Any]:
+    """Returns the values at some places, from 0 and in rising order, of the sorted values of the table ``counted``."""
+    found, before = [np.zeros(0, type_.to_pandas_dtype())], 0
+    for batch in database.batches("select value, count from counted order by value"):
+        ends = before + np.cumsum(batch.column(1).to_numpy())
+        here = np.array([rank for rank in ranks if before <= rank < ends[-1]], np.int64)
+        found.append(batch.column(0).to_numpy()[np.searchsorted(ends, here, side="right")])
+        before = int(ends[-1])
+    return np.concatenate(found)

@@ -1,11 +1,22 @@
-"""The columns of a dataset: what is learnt of each over the training rows, and what files and schema have of it."""
+"""The means, deviations and bins that are learnt of columns of numbers over the training rows, and applied to all.
+
+The distinct numbers are counted (``count.py``) and added up exactly, so that the result depends neither on the order
+of the rows, nor on how they were cut into blocks, nor on the memory.
+
+Bins: of n numbers in rising order, x_0 to x_(n-1), a bin begins at x_(k n // num_bins) for k = 1, 2, ..., and the first
+at the lowest number of all. Bins that would begin with the same number are one, so that equal numbers stay together::
+
+    numbers    1 1 1 1 2 3 7 9        4 bins would begin at 1, 1, 2, 7: edges 2, 7
+    ids        1 1 1 1 2 2 3 3        0 is a missing number
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,24 +24,52 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import BlockLayout
-from distembed.data.prepare.count import Database
+from distembed.data.prepare.count import Database, count_numbers, values_at_ranks
 from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, build_vocabulary
-from distembed.data.prepare.learnt_numbers import learn_numbers, num_bins, number_change
-from distembed.data.prepare.row_splits import RowSplits
-from distembed.data.prepare.vocabulary import HashMap, IdMap
+from distembed.data.prepare.spool import RowSplits
 from distembed.data.prepare.write_parquet import OutputColumn, read_ids, read_numbers
+from distembed.data.table.blocks import BlockLayout, NumberColumn
+from distembed.data.table.encoder import num_bins, number_change
+from distembed.data.table.vocabulary import HashMap, IdMap
+
+
+def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database: Database) -> dict[str, Any]:
+    """Returns the parameters of a column's transform, learnt of the training rows.
+
+    They are ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
+    ``{"edges": [float, ...]}`` of ``quantile_bins``. The column is given with its number among those of numbers.
+    """
+
+    def training() -> Iterator[NDArray[np.float32]]:
+        for block in splits.blocks:
+            numbers = block.numbers(place)[splits.train_rows(block)]
+            yield numbers[~np.isnan(numbers)] + np.float32(0)  # one zero of both
+
+    total = count_numbers(database, training(), pa.float32())
+    if not total:
+        return {"edges": []} if column.transform == "quantile_bins" else {"mean": 0.0, "std": 1.0}
+    if column.transform == "quantile_bins":
+        ranks = [k * total // column.num_bins for k in range(column.num_bins)]
+        return {"edges": np.unique(values_at_ranks(database, ranks, pa.float32()))[1:].astype(float).tolist()}
+    mean = math.fsum(value * count for value, count in _values(database)) / total
+    squares = math.fsum((value - mean) ** 2 * count for value, count in _values(database))
+    return {"mean": mean, "std": math.sqrt(squares / total) or 1.0}
+
+
+def _values(database: Database) -> Iterator[tuple[float, int]]:
+    for batch in database.batches("select value, count from counted order by value"):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
 
 # not even one that another column's number makes
 _PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII | re.IGNORECASE)
-
 _GROUP_KEYS = 1 << 20
 """Most keys of columns that are counted in one database: opening and closing one takes 0.1 s."""
-
 ColumnsLearnt = dict[str, dict[str, Any]]
 """By column: the fields of its ``feature`` and ``vocabulary``, and what its transform ``learnt``; None for none."""
 

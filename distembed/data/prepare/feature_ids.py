@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 
 from distembed.base.files import replaced_file
 from distembed.data.dataset.manifest import Vocabulary
-from distembed.data.jagged import Jagged
+from distembed.data.dataset.records import Jagged
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.row_splits import Rows, RowSplits
-from distembed.data.prepare.spool import SpooledBlock
-from distembed.data.prepare.vocabulary import (
+from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
+from distembed.data.table.blocks import KeyColumn
+from distembed.data.table.values import value_texts
+from distembed.data.table.vocabulary import (
     KEY_TYPES,
     MISSING_ID,
     OUT_OF_VOCABULARY_ID,
@@ -48,7 +48,6 @@ from distembed.data.prepare.vocabulary import (
     vocabulary_map,
     write_vocabulary,
 )
-from distembed.data.table.value_texts import value_texts
 
 _NEVER = 2**63 - 1
 """A count that no value reaches."""
@@ -115,21 +114,7 @@ def list_rows(lists: Jagged, rows: Rows) -> Jagged:
 def build_vocabulary(
     features: Sequence[FeatureValues], path: Path, database: Database, scratch: Path, base: Base | None
 ) -> tuple[VocabularyMap, dict[str, Vocabulary]]:
-    """Counts the values of features that share a vocabulary over the training rows, gives ids and writes them down.
-
-    Args:
-        features: The features' values; all are of one kind, and the vocabulary is the first one's.
-        path: The vocabulary's file to write.
-        database: A database whose tables nobody else uses.
-        scratch: Folder for ids that do not fit in memory.
-        base: Dataset whose ids are applied; None gives new ones.
-
-    Returns:
-        The ids, and the manifest's entry of each feature.
-
-    Raises:
-        UserError: Two texts have the same key, or the other vocabulary is of another kind or cannot be read.
-    """
+    """Counts the values of features that share a vocabulary over the training rows, gives ids and writes them down."""
     column = features[0].column
     known = None if base is None else base.vocabulary(column.name)
     counted = pa.schema([("key", KEY_TYPES[column.kind]), ("count", pa.int64())])
@@ -179,11 +164,7 @@ def _with_own_text(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
 
 
 def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path, num_ids: int) -> VocabularyMap:
-    """Returns the ids of a vocabulary by key, of a large one in files that the system may put out of memory.
-
-    Raises:
-        UserError: Two texts have the same key.
-    """
+    """Returns the ids of a vocabulary by key, of a large one in files that the system may put out of memory."""
     if num_ids * _SORTED_KEY_BYTES <= database.memory_bytes:
         return vocabulary_map(path, column)
     schema = pa.schema([("key", pa.from_numpy_dtype(column.key_dtype)), ("id", pa.int64())])

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.blocks import OpenPart, Part, RejectedRow, RowSource
-from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected
-from distembed.data.prepare.row_splits import require_known_splits
+from distembed.data.prepare.row_source import OpenPart, Part, RejectedRows, RowSource, read_rejected
 from distembed.data.prepare.split import SplitRule
-from distembed.data.prepare.spool import SpooledBlock, write_block
+from distembed.data.prepare.spool import SpooledBlock, require_known_splits, write_block
 from distembed.data.prepare.work import Advance
+from distembed.data.table.blocks import RejectedRow
 
 _Parsed = tuple[list[int], int, tuple[RejectedRow, ...]]
 """The part of a block that stays in memory once it is spooled: its sizes, number of lines, malformed rows."""
@@ -56,11 +55,7 @@ class PartReader:
     threads: int  # that parse
 
     def read(self, numbered: tuple[int, Part], advance: Advance) -> PartFound:
-        """Reads a part, given its number among all parts too.
-
-        Raises:
-            UserError: The input cannot be read or is another kind of file, or the splits' column has an unknown value.
-        """
+        """Reads a part, given its number among all parts too."""
         index, part = numbered
         self.spool.mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"part-{index:06d}-", dir=self.spool))  # of this attempt alone
@@ -161,11 +156,7 @@ class Ingested:
                 yield f"{described.place} has no rows"
 
     def rejected(self, folder: Path, max_rejected: float) -> Rejected:
-        """Lists the malformed rows in ``rejected.tsv`` of a folder, and returns their counts.
-
-        Raises:
-            UserError: There is no row, too many are malformed, or all are.
-        """
+        """Lists the malformed rows in ``rejected.tsv`` of a folder, and returns their counts."""
         source = self.source
         rows = RejectedRows(folder, source.inputs, source.reasons, max_rejected, source.wanted, source.hints)
         for number, parts in enumerate(self.found):

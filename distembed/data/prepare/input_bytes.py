@@ -68,12 +68,7 @@ def open_input(place: str) -> IO[bytes]:
 
 
 class InputBytes(io.RawIOBase):
-    """Reads an input once, from its beginning or from a place within it.
-
-    Args:
-        place: Path or URL of the input; ``/dev/stdin`` is standard input.
-        start: First byte that is read; only of what is not compressed, and no pipe.
-    """
+    """Reads an input once, from its beginning or from a place within it."""
 
     def __init__(self, place: str, start: int = 0) -> None:
         self._place, self._start = place, start
@@ -86,11 +81,7 @@ class InputBytes(io.RawIOBase):
         return self._hash.hexdigest()
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields the input, unpacked, in pieces of :data:`PIECE_BYTES`, but for the last one.
-
-        Raises:
-            UserError: It cannot be read, is cut short, or is damaged.
-        """
+        """Yields the input, unpacked, in pieces of :data:`PIECE_BYTES`, but for the last one."""
         compression = None
         try:
             with open_input(self._place) as self._file:
@@ -157,9 +148,6 @@ def blocks_of_lines(
     """Yields whole lines, about ``block_bytes`` at a time; only the last one may lack its newline.
 
     A newline between two quotation marks ``quote`` ends no line.
-
-    Raises:
-        UserError: A line is longer than ``most_line_bytes``.
     """
     waiting: list[bytes] = []
     size = 0

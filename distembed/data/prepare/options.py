@@ -1,9 +1,9 @@
-"""The options of a preparation: what a dataset's bytes depend on besides its rows, and what a preparation may use."""
+"""How a preparation says how far it is, and what a user should know of the input."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,26 @@ from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import format_bytes
 from distembed.data.prepare.split import SplitRule
+
+
+@dataclass(frozen=True)
+class ProgressUpdate:
+    """How far one stage of a preparation is."""
+
+    stage: str  # ``read``, ``vocabulary`` (but of interactions), ``write`` in this order, or a small one beside these
+    bytes_done: int  # of the stage's work
+    bytes_total: int | None  # equals ``bytes_done`` when the stage is over; None where it is not known, as with pipes
+    rows_done: int  # well-formed rows that the stage has dealt with
+
+
+ProgressCallback = Callable[[ProgressUpdate], None]
+NoteCallback = Callable[[str], None]
+"""Takes one sentence about the input, such as that a header was left out."""
+
+
+def ignore(_: object) -> None:
+    """Takes a progress or a note, and does nothing."""
+
 
 INTERPRETER_BYTES = 224 << 20
 """Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""
@@ -33,9 +53,6 @@ class ResourceLimits:
     """How much memory and how many threads a preparation may use; on a cluster, each of its tasks.
 
     The figures in the properties are upper bounds, measured on Criteo rows.
-
-    Raises:
-        UserError: A limit is too small, a number is not in its range, or there is no such engine.
     """
 
     memory_limit_bytes: int = 2 << 30  # of the process, everything included; 320 MiB or more
@@ -94,11 +111,7 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a dataset's bytes depend on besides the rows and the layout of their columns.
-
-    Raises:
-        UserError: An option is out of its range.
-    """
+    """What a dataset's bytes depend on besides the rows and the layout of their columns."""
 
     split: str = "0.8,0.1,0.1"  # how rows are divided (:class:`~distembed.data.prepare.split.SplitRule`)
     max_rejected: float = 0.01  # largest share of malformed rows that is no error; ``rejected.tsv`` lists them

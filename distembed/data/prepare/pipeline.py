@@ -1,21 +1,6 @@
-"""Rows of any kind to a Parquet dataset that the reader reads.
+"""What a user should know of a prepared dataset: which rows were left out, and what a model cannot learn from.
 
-Three passes, each with bounded memory, and each a stage of tasks that threads or a cluster run (``work.py``):
-
-1. ``read``: the text is parsed once, a part of an input a task (``ingest.py``), and each block is spooled as numbers,
-   and as codes into its own lists of keys;
-2. ``vocabulary``: feature by feature, distinct keys are counted over the training rows and get ids
-   (``feature_ids.py``), and transforms of numbers are learnt (``learnt_numbers.py``); meanwhile the checksums of inputs
-   that were cut into parts are taken;
-3. ``write``: codes are exchanged for ids and written as Parquet, file by file (``write_parquet.py``).
-
-Between the first two, the command itself finds the times at which splits begin and counts the rows of each split. After
-the third, it writes the manifest.
-
-The dataset appears under its name when it is complete, and not before (``staging.py``). Its bytes depend on the rows
-and the options alone: not on the engine and its threads, the memory, or how the rows are compressed.
-
-Trade-off: the spool takes about 0.4 of the size of Criteo's text on the output's disk while it runs.
+Nothing here is an error: such data can be prepared and read. But a model of them may be worth less than it seems.
 """
 
 from __future__ import annotations
@@ -23,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,19 +17,18 @@ from typing import Any
 import numpy as np
 
 from distembed.base.errors import UserError
+from distembed.base.units import enumerate_names
 from distembed.base.version import __version__
-from distembed.data.dataset.manifest import DataFile, Manifest, Vocabulary
+from distembed.data.dataset.manifest import DataFile, Manifest, Split, Vocabulary
 from distembed.data.dataset.pieces import PIECE
+from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import Part, RawInput, RowSource
 from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
-from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
-from distembed.data.prepare.notes import notes_on_rows
-from distembed.data.prepare.options import PrepareOptions, ResourceLimits
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.row_splits import RowSplits, row_splits, split_column
-from distembed.data.prepare.staging import require_outside
+from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
+from distembed.data.prepare.row_source import Part, RawInput, RowSource
+from distembed.data.prepare.spool import RowSplits, SpooledBlock, row_splits, split_column
+from distembed.data.prepare.staging import Destination, require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work
 from distembed.data.prepare.write_parquet import (
     FilePlan,
@@ -54,6 +38,95 @@ from distembed.data.prepare.write_parquet import (
     rows_per_group,
     written_split,
 )
+from distembed.data.remote import join_url
+
+
+def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
+    for name, split in manifest.splits.items():
+        yield f"{name}: {split.num_rows:,} rows{_label_text(manifest, split)}"
+    if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
+        users, items = (manifest.vocabularies[name].num_ids for name in (USER, ITEM))
+        yield f"{users:,} users, {items:,} items"
+    if "base" in manifest.preparation:
+        yield _applied_text(manifest)
+    left_out = manifest.preparation.get("left_out", {})
+    if left_out:
+        yield f"left out: {', '.join(f'{count:,} {_LEFT_OUT[reason]}' for reason, count in left_out.items())}"
+    total = sum(source.num_rows for source in manifest.sources)
+    rejected = manifest.rejected
+    if not rejected.num_rows or rejected.file is None:
+        yield f"none of {total:,} rows were rejected"
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.by_reason.items())
+    yield (
+        f"{rejected.num_rows:,} of {total:,} rows were rejected, being malformed ({reasons}): "
+        f"they are listed in {join_url(str(dataset_dir), rejected.file)}"
+    )
+
+
+_LEFT_OUT = {
+    "below_rating": "with a lower rating",
+    "duplicates": "of a user with the same item",
+    "outside_core": "of users and items with too few",
+}
+"""What is said of interactions that a dataset leaves out, by the reason."""
+
+
+def _applied_text(manifest: Manifest) -> str:
+    """Returns what became of the values that the vocabulary of another dataset lacks."""
+    base, entries = manifest.preparation["base"], manifest.vocabularies
+    new = sum(entry.num_ids - base["num_ids"][name] for name, entry in entries.items())
+    counts = {
+        name: sum((entry.rows_dropped_by_split or {}).get(name, 0) for entry in entries.values())
+        for name in manifest.splits
+    }
+    grown = f"{new:,} values have new ids behind the known ones, and " if base["grow"] else ""
+    times = ", ".join(f"{count:,} times in {name}" for name, count in counts.items())
+    return f"{grown}values are out of the vocabulary that was applied {times}"
+
+
+def _label_text(manifest: Manifest, split: Split) -> str:
+    if manifest.schema.label is None:
+        return ""
+    mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
+    unweighted = "" if manifest.schema.weight is None else "unweighted "
+    return f", {unweighted}{'label rate' if manifest.schema.label_kind == 'binary' else 'mean label'} {mean}"
+
+
+def dataset_warnings(manifest: Manifest) -> Iterator[str]:
+    """Yields what a user hardly wants: one label only, splits without rows, vocabularies that hold nothing."""
+    rates = {name: split.label_rate for name, split in manifest.splits.items()}
+    if manifest.schema.label_kind == "binary":
+        one_label = {name: int(rate) for name, rate in rates.items() if rate in (0, 1)}
+        labels = set(one_label.values())
+        if len(labels) == 1 and len(one_label) == sum(rate is not None for rate in rates.values()):
+            yield f"every label is {labels.pop()}: a model learns nothing but this"
+        else:
+            yield from (
+                f"every label of {name} is {label}: its AUC is not defined" for name, label in one_label.items()
+            )
+    if empty := [name for name, split in manifest.splits.items() if not split.num_rows]:
+        yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
+    nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}
+    if missing := [name for name, entry in nothing.items() if not entry.num_dropped]:
+        yield f"vocabularies without ids, since no training row has a value: {enumerate_names(missing)}"
+    if rare := [name for name in nothing if name not in missing]:
+        least = manifest.preparation.get("min_count", "min_count")  # of tables, each column has its own
+        yield (
+            f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
+            f"{enumerate_names(rare)}; lower --min-count, or give more rows"
+        )
+
+
+def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:
+    """Yields a sentence on hashed columns without values, of which the manifest does not tell."""
+    hashed = [place for place, column in enumerate(blocks[0].layout.ids) if column.hash_size is not None]
+    empty = [place for place in hashed if all(block.num_keys(place) == 1 for block in blocks)]
+    if empty:
+        names = [blocks[0].layout.ids[place].name for place in empty]
+        yield f"columns without any value: {enumerate_names(names)}"
+
 
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
@@ -104,11 +177,7 @@ def prepare_rows(
 def _purpose(
     source: RowSource, options: PrepareOptions, limits: ResourceLimits, base: Base | None
 ) -> dict[str, Any] | None:
-    """Returns all that tasks and their results depend on; None where an input can be read once only.
-
-    Raises:
-        UserError: A cluster is to read such an input.
-    """
+    """Returns all that tasks and their results depend on; None where an input can be read once only."""
     once = [each for each in source.inputs if each.num_bytes is None]
     if once and limits.is_cluster:
         raise UserError(
@@ -213,11 +282,7 @@ class Preparation:
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
     def _splits(self, ingested: Ingested) -> RowSplits:
-        """Returns which rows are in which split.
-
-        Raises:
-            UserError: No row trains.
-        """
+        """Returns which rows are in which split."""
         rule, source_rows = self.options.rule, ingested.source_rows
         folder, memory_bytes = self.work.folder / "times", self.limits.counting_bytes
         splits = row_splits(rule, ingested.blocks(), source_rows, folder, memory_bytes)

@@ -53,15 +53,7 @@ _WANTED = {
 
 
 def parse_shares(text: str, wanted: str) -> tuple[Fraction, ...]:
-    """Reads shares that add up to 1, separated by commas, such as ``0.8,0.1,0.1`` or ``1/2,1/2``; the first is above 0.
-
-    Args:
-        text: The shares.
-        wanted: Text of the error, which says what is allowed.
-
-    Raises:
-        UserError: The text has no such shares.
-    """
+    """Reads shares that add up to 1, such as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``wanted``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(_SHARE.fullmatch(part) for part in parts):
         raise UserError(wanted)
@@ -87,11 +79,7 @@ class SplitRule:
 
     @classmethod
     def parse(cls, text: str) -> SplitRule:
-        """Reads a text that the module's docstring lists.
-
-        Raises:
-            UserError: The text is none of them.
-        """
+        """Reads a text that the module's docstring lists."""
         if text == "days":
             return cls("days")
         if text in ("none", *SPLIT_NAMES[1:]):

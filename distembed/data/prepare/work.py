@@ -1,22 +1,39 @@
-"""The work of a preparation, cut into stages and these into tasks whose results outlive whoever is killed.
+"""Who runs the tasks of a preparation: threads of this process, or the workers of a Ray or a Spark cluster.
 
-A stage is a list of tasks, which an engine runs (``engine.py``). Whoever has run a task writes its result to a file::
+An engine runs a function on tasks, in any order, and hands each result back once it is there. Which tasks there are,
+and which are done already, is the business of ``work.py``. Workers of a cluster have distembed installed, and see the
+work folder, local inputs and a local output under the same paths as this process.
 
-    folder/results/read/000000.json     {"bytes": 16777216, "rows": 71804, "result": ...}
-    folder/results/read/000001.json
+=========  =====================================================  ================================================
+engine     cluster                                                a lost worker
+=========  =====================================================  ================================================
+threads    none                                                   ends the command
+ray        ``RAY_ADDRESS``, one of ``ray start``, else a new one  its tasks run again, up to 5 times
+spark      ``MASTER``, ``spark-submit``, ``spark-defaults.conf``  its tasks run again, ``spark.task.maxFailures``
+=========  =====================================================  ================================================
 
-The same command, run again after it was killed, skips tasks whose file exists. Any other file that a task writes has to
-be whole when the task returns, and to replace the one of an attempt that was killed. On a cluster a task may even run
-twice at the same time, so that its files have to appear by a rename.
+Trade-off: each task is a Spark job of its own, some 50 ms each, so that results come as they are done and the first
+error ends the stage.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import importlib
 import json
+import logging
+import os
+import pickle
+import re
+import socket
+import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,14 +41,198 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from distembed.base.checksums import checksum_of
+from distembed.base.errors import RunError, TemporaryFailure, UserError, one_line
 from distembed.base.files import write_text
-from distembed.data.prepare.destination import Destination
-from distembed.data.prepare.engine import run_tasks
-from distembed.data.prepare.options import ResourceLimits
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
-from distembed.data.prepare.staging import STAGED, kept_folder
+from distembed.base.units import format_bytes
+from distembed.base.version import __version__
+from distembed.data.prepare.options import NoteCallback, ProgressCallback, ProgressUpdate, ResourceLimits, ignore
+from distembed.data.prepare.staging import STAGED, Destination, kept_folder
 
 Task = TypeVar("Task")
+Result = TypeVar("Result")
+Submit = Callable[[Any], "Future[Any]"]
+_LOOK_SECONDS = 0.05
+_RAY_RETRIES = 5
+_CONNECT_SECONDS = 10
+_SPARK_JOBS = 256
+"""Most Spark jobs at a time; the cluster's cores decide how many of them run."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The error of a task on a worker."""
+
+    error: Exception
+
+
+def run_tasks(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    limits: ResourceLimits,
+    threads: int,
+) -> Iterator[list[Result]]:
+    """Yields the results of tasks as they are done, and an empty list now and then."""
+    pools: dict[str, Callable[[], AbstractContextManager[Submit]]] = {
+        "threads": lambda: _threads(function, min(threads, max(1, len(tasks)))),
+        "ray": lambda: _ray(function, limits),
+        "spark": lambda: _spark(function),
+    }
+    with pools[limits.engine]() as submit:
+        waiting = {submit(task) for task in tasks}
+        while waiting:
+            done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+            results = [future.result() for future in done]
+            for result in results:
+                if isinstance(result, _Failed):
+                    raise result.error
+            yield results
+
+
+@contextmanager
+def _threads(function: Callable[[Any], Any], threads: int) -> Iterator[Submit]:
+    if threads == 1:
+        yield lambda task: _done(function(task))
+        return
+    pool = ThreadPoolExecutor(threads, "distembed-task")
+    try:
+        yield lambda task: pool.submit(function, task)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+@contextmanager
+def _ray(function: Callable[[Any], Any], limits: ResourceLimits) -> Iterator[Submit]:
+    ray = _connected_ray(limits)
+    options = {"num_cpus": limits.num_threads, "memory": limits.memory_limit_bytes, "max_retries": _RAY_RETRIES}
+    remote, shared = ray.remote(_attempt).options(scheduling_strategy="SPREAD", **options), ray.put(function)
+    running: list[Any] = []
+
+    def submit(task: Any) -> Future[Any]:
+        running.append(remote.remote(shared, __version__, task))
+        return running[-1].future()
+
+    try:
+        yield submit
+    except BaseException as error:
+        with suppress(Exception):  # of a cluster that is lost
+            for task in running:
+                ray.cancel(task, force=True)
+            ray.wait(running, num_returns=len(running), timeout=10)
+        if isinstance(error, ray.exceptions.RayError):
+            raise _lost("Ray", error) from error
+        raise
+
+
+def _connected_ray(limits: ResourceLimits) -> Any:
+    """Returns Ray, connected to a cluster: that of ``RAY_ADDRESS`` or ``ray start``, else a new one on loopback."""
+    address = os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not address:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # a new cluster listens on loopback only
+    ray = _imported("ray")
+    if not ray.is_initialized():
+        try:
+            ray.init(include_dashboard=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            at = f"at RAY_ADDRESS={address}" if address else "on this machine"
+            raise UserError(f"engine (--engine) is ray, and there is no Ray cluster {at}: {one_line(error)}") from error
+    wanted = {"CPU": limits.num_threads, "memory": limits.memory_limit_bytes}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not address and not any(all(node.get(name, 0) >= least for name, least in wanted.items()) for node in nodes):
+        raise UserError(
+            f"each task is to have {limits.num_threads} CPUs (--threads) and "
+            f"{format_bytes(limits.memory_limit_bytes)} (--memory-limit), and no machine of the Ray cluster has as "
+            f"much: {nodes}; ask for less"
+        )
+    return ray
+
+
+@contextmanager
+def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
+    sql, py4j, errors = (_imported(name) for name in ("pyspark.sql", "py4j.protocol", "pyspark.errors"))
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_WORKER_DIR", tempfile.gettempdir())  # of local clusters: else Spark's own folder
+    if sql.SparkSession.getActiveSession() is None:
+        _require_master(os.environ.get("MASTER", ""))
+        builder = sql.SparkSession.builder.appName("distembed prepare").config("spark.ui.showConsoleProgress", False)
+        atexit.register(builder.getOrCreate().stop)
+    context = sql.SparkSession.builder.getOrCreate().sparkContext
+    shared = context.broadcast(function)
+    pool = ThreadPoolExecutor(_SPARK_JOBS, "distembed-spark")
+
+    def run(task: Any) -> Any:
+        context.addJobTag(__name__)  # of this thread's jobs
+        attempt = functools.partial(_attempt_broadcast, shared, __version__)
+        return context.parallelize([task], 1).map(attempt).collect()[0]
+
+    try:
+        yield lambda task: pool.submit(run, task)
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        with suppress(Exception):  # of a cluster that is lost
+            context.cancelJobsWithTag(__name__)
+        if isinstance(error, py4j.Py4JError | errors.PySparkException | ConnectionError):
+            raise _lost("Spark", error) from error
+        raise
+    finally:
+        pool.shutdown()
+        with suppress(Exception):
+            shared.unpersist()
+
+
+def _require_master(master: str) -> None:
+    """Makes sure that one of the machines of ``spark://...`` answers, for which Spark would wait for minutes."""
+    places = re.findall(r"(\[[^]]+\]|[^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
+    for place, (host, port) in enumerate(places, 1):
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except OSError as error:
+            if place == len(places):
+                raise UserError(f"engine (--engine) is spark, and MASTER={master} does not answer: {error}") from error
+
+
+def _attempt_broadcast(shared: Any, version: str, task: Any) -> Any:
+    return _attempt(shared.value, version, task)
+
+
+def _attempt(function: Callable[[Any], Any], version: str, task: Any) -> Any:
+    """Runs a task on a worker; its error is a result, or the engine would wrap it and run the task again."""
+    if version != __version__:
+        return _Failed(UserError(f"a worker has distembed {__version__}, and this command {version}; install the same"))
+    try:
+        return function(task)
+    except Exception as error:
+        try:
+            error.add_note(f"On the worker:\n{traceback.format_exc()}")
+            return pickle.loads(pickle.dumps(_Failed(error)))
+        except Exception:
+            return _Failed(RunError(one_line(error)))
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = "ray" if module == "ray" else "spark"
+        raise UserError(
+            f"engine (--engine) is '{extra}', which is not installed ({error}): `tools/setup.sh {extra}`, or "
+            f"`pip install 'distembed[{extra}]'`"
+        ) from error
+
+
+def _lost(engine: str, error: BaseException) -> TemporaryFailure:
+    return TemporaryFailure(
+        f"{engine} could not run a task to its end ({one_line(error)}); begin the same command again: finished tasks "
+        "are kept"
+    )
+
+
 Advance = Callable[[int, int], None]
 """Reports, from within a task, how many more bytes and rows it has dealt with."""
 
@@ -131,10 +332,6 @@ def resumable_work(
     files of a remote destination. The purpose is a JSON value of all that tasks and their results depend on, such as
     inputs with their sizes and times, options and sizes of parts. It is None where the inputs cannot be read again, as
     pipes: then nothing is kept.
-
-    Raises:
-        UserError: The output is there and may not be replaced, cannot be made, or another command makes it.
-        TemporaryFailure: A cluster has lost too many workers; finished tasks are kept.
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
     overwrite, is_moved = destination.overwrite, destination.url is not None

@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
 from distembed.data.dataset.schema import Schema
-from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.feature_ids import LookupTables, list_rows
-from distembed.data.prepare.row_splits import Rows, RowSplits
-from distembed.data.prepare.spool import SpooledBlock
-from distembed.data.prepare.vocabulary import regrouped
+from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
+from distembed.data.prepare.staging import Destination
+from distembed.data.table.vocabulary import regrouped
 
 ROW_GROUP_ROWS = 131_072
 
@@ -38,11 +37,7 @@ _GROUP_ENTRIES = 2**20
 
 
 def rows_per_group(mean_entries: float) -> int:
-    """Returns how many rows a row group has, so that one of long lists takes no more memory to read than others.
-
-    Args:
-        mean_entries: Mean number of entries of the longest list of a row; 1 or less without lists.
-    """
+    """Returns how many rows a row group has, so that one of long lists takes no more memory to read than others."""
     return max(1, min(ROW_GROUP_ROWS, int(_GROUP_ENTRIES / max(1.0, mean_entries))))
 
 
@@ -98,16 +93,7 @@ def write_file(
     groups: Iterable[pa.Table],
     weight: str | None = None,
 ) -> WrittenFile:
-    """Writes one file.
-
-    Args:
-        path: The file.
-        plan: What the manifest says of it.
-        schema: Columns of the file.
-        label: Name of the label's column, if there is one.
-        groups: The file's rows, a table for each row group.
-        weight: Name of the column of the rows' weights, if there is one.
-    """
+    """Writes one file."""
     sums = {name: 0.0 for name in (label, weight) if name is not None}
     with pq.ParquetWriter(
         path,

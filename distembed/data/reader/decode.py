@@ -1,19 +1,7 @@
-"""Decodes row groups of Parquet files into blocks of rows that batches are gathered from.
+"""The values of a row group's columns, each of which is checked before it is in a batch.
 
-Single-valued columns become one row-major array, so that gathering a random row touches two or three cache lines
-instead of one for each of forty columns::
-
-    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | ... | label | weight ]   int32 (or int64)
-
-Dense values, the label and the weight, if there are such, are float32 bits in the same array. Columns of lists,
-of ids or of numbers, keep their values, in the order of the file, and offsets.
-
-A run may do without some row groups that cannot be read. The rows of the next row group that can be read take their
-place, over and over if it has fewer. So every batch has as many rows as it would have, every rank takes as many steps,
-and which rows these are depends on the damage alone, not on the number of ranks.
-
-Trade-off: some rows are trained on twice. Leaving rows out would need all ranks to agree before an epoch, and so to
-read all of it before.
+An id outside its table or a label that is not a number would otherwise crash a kernel or end in a silent NaN hours
+later. Where the schema says that numbers may be missing, null and NaN alike are NaN.
 """
 
 from __future__ import annotations
@@ -23,14 +11,139 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.base.errors import RunError, UserError
+from distembed.data.dataset.records import Block, Jagged, RecordLayout
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.jagged import Jagged
-from distembed.data.reader.group_rows import GroupRows
 from distembed.data.reader.order import Segment, require_at_least
+
+_LABEL_REMEDY = "leave such rows out"
+_MISSING_REMEDY = (
+    "fill them in, say with 0, or set missing_dense in the manifest's schema and train a model that tells missing "
+    "numbers apart"
+)
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """Rows of one row group; each method raises a :class:`UserError` where a value cannot be used."""
+
+    group: RowGroup
+    schema: Schema
+    start: int  # number of the first of the rows in the row group, for errors
+    table: pa.Table
+
+    def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
+        """Returns the ids of a single-valued feature."""
+        column = self._column(feature.name)
+        if column.null_count:
+            raise self._error(
+                feature.name,
+                f"{column.null_count} rows have no id; a single-valued feature needs one in every row: give missing "
+                "values an id of their own, or make it a list column with multi_hot=True",
+            )
+        return self._ids(column, feature)
+
+    def numbers(self, name: str) -> NDArray[np.float32]:
+        """Returns the values of a dense column, of the label or of the weight."""
+        schema = self.schema
+        values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
+        if name == schema.weight:
+            self._refuse(name, values, values < 0, "a weight is 0 or more")
+        if name == schema.label and schema.label_kind == "binary":
+            law = "a label is 0 or 1, unless the manifest's schema has label_kind 'number'"
+            self._refuse(name, values, (values != 0) & (values != 1), law)
+        return values
+
+    def lists(self) -> dict[str, Jagged]:
+        """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers."""
+        columns = {}
+        for feature in (each for each in self.schema.categorical if each.multi_hot):
+            column = self._column(feature.name)
+            flat = column.flatten()
+            if flat.null_count:
+                raise self._error(feature.name, "a list holds a null; leave it out of the list")
+            columns[feature.name] = Jagged.from_lengths(self._ids(flat, feature).astype(np.int64), _lengths(column))
+        for name in self.schema.dense_sequences:
+            column = self._column(name)
+            lengths = _lengths(column)
+            numbers = self._finite(column.flatten(), name, self.schema.missing_dense, lengths)
+            columns[name] = Jagged.from_lengths(numbers, lengths)
+        for name in self.schema.dense_sequences:
+            self._check_aligned(name, columns)
+        return columns
+
+    def _ids(self, column: pa.Array, feature: CategoricalFeature) -> NDArray[Any]:
+        """Returns ids, each of which is in its table."""
+        values: NDArray[Any] = column.to_numpy()
+        for extreme in (int(values.min()), int(values.max())) if len(values) else ():
+            if not 0 <= extreme < feature.num_embeddings:
+                raise self._error(
+                    feature.name,
+                    f"id {extreme} is outside [0, {feature.num_embeddings}); num_embeddings in the manifest's schema "
+                    "must exceed every id",
+                )
+        return values
+
+    def _finite(
+        self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Returns numbers, NaN for those that are missing; ``lengths`` says how many each row has, if not one."""
+        remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
+        if column.null_count and not may_miss:
+            raise self._error(name, f"{column.null_count} values are null; {remedy}")
+        if pa.types.is_boolean(column.type):
+            column = pc.cast(column, pa.uint8())
+        with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and refused
+            values: NDArray[np.float32] = column.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+        wrong = np.isinf(values) if may_miss else ~np.isfinite(values)
+        self._refuse(name, values, wrong, "every value must be a finite number", remedy, lengths)
+        return values
+
+    def _refuse(
+        self,
+        name: str,
+        values: NDArray[np.float32],
+        wrong: NDArray[np.bool_],
+        law: str,
+        missing_remedy: str = "",
+        lengths: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Refuses the first value that is wrong."""
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+            suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
+            raise self._error(name, f"row {self.start + row} is {values[place]}; {law}{suffix}")
+
+    def _check_aligned(self, name: str, columns: dict[str, Jagged]) -> None:
+        """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""
+        lengths = columns[name].lengths
+        for other, column in columns.items():
+            for row in np.flatnonzero(column.lengths != lengths)[:1]:
+                raise self._error(
+                    name,
+                    f"row {self.start + row} has {lengths[row]} numbers, and {other!r} has {column.lengths[row]} "
+                    "values there; dense_sequences have one number for each id of the list columns",
+                )
+
+    def _column(self, name: str) -> pa.Array:
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def _error(self, column: str, problem: str) -> UserError:
+        return UserError(f"{self.group}, column {column!r}: {problem}")
+
+
+def _lengths(column: pa.Array) -> NDArray[np.int64]:
+    """Returns the number of values of each row of a column of lists; a null list has none."""
+    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths
+
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024
@@ -38,11 +151,7 @@ _TILE_ROWS = 1024
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a reader decodes row groups, and into which memory.
-
-    Raises:
-        UserError: A number is negative.
-    """
+    """How a reader decodes row groups, and into which memory."""
 
     threads: int = 0  # that decode rows ahead; 0 decodes them where batches are made
     skip_unreadable: int = 0  # row groups that may be unreadable, whose rows others take the place of
@@ -53,64 +162,8 @@ class Decoding:
         require_at_least("skip_unreadable", self.skip_unreadable, 0)
 
 
-@dataclass(frozen=True)
-class RecordLayout:
-    """Where each single-valued column stands in a record."""
-
-    single: tuple[CategoricalFeature, ...]  # single-valued features, in the order of their ids in a record
-    numbers: tuple[str, ...]  # names of the columns of numbers, likewise: dense, label, weight
-    has_lists: bool  # whether a row has lists, which are not in its record
-    dtype: np.dtype[Any]  # int32, or int64 where the ids of a table need it
-
-    @classmethod
-    def from_schema(cls, schema: Schema) -> RecordLayout:
-        """Returns the layout for the rows of this schema."""
-        single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
-        wide = any(feature.num_embeddings > 2**31 for feature in single)
-        last = tuple(name for name in (schema.label, schema.weight) if name is not None)
-        dtype = np.dtype(np.int64 if wide else np.int32)
-        has_lists = len(single) < len(schema.categorical) or bool(schema.dense_sequences)
-        return cls(single, (*schema.dense, *last), has_lists, dtype)
-
-    @property
-    def first_float(self) -> int:
-        """Index of the first number when a record is viewed as float32."""
-        return len(self.single) * (self.dtype.itemsize // 4)
-
-    @property
-    def width(self) -> int:
-        """Number of elements of ``dtype`` in a record."""
-        floats_each = self.dtype.itemsize // 4
-        return len(self.single) + -(-len(self.numbers) // floats_each)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Decoded rows."""
-
-    records: NDArray[Any]  # row-major array of the single-valued columns [num_rows, width]; see RecordLayout
-    jagged: dict[str, Jagged]  # columns of lists by their names
-
-    def gather(self, rows: NDArray[np.int64]) -> Block:
-        """Returns these rows, in this order."""
-        lists = {name: column.gather(rows) for name, column in self.jagged.items()}
-        return Block(np.take(self.records, rows, axis=0), lists)
-
-    @classmethod
-    def concatenate(cls, blocks: Sequence[Block]) -> Block:
-        """Returns the rows of all blocks, of which there is at least one, end to end."""
-        records = np.concatenate([block.records for block in blocks])
-        return cls(records, {name: Jagged.concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})
-
-
 class Decoder:
-    """Reads row groups of one split into blocks; threads share it.
-
-    Args:
-        schema: Columns to read.
-        groups: Row groups of the split.
-        most_unreadable: Number of row groups that may be unreadable.
-    """
+    """Reads row groups of one split into blocks; threads share it."""
 
     def __init__(self, schema: Schema, groups: Sequence[RowGroup], most_unreadable: int = 0) -> None:
         self.schema, self._groups, self._most_unreadable = schema, groups, most_unreadable
@@ -118,13 +171,7 @@ class Decoder:
         self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
 
     def decode(self, segments: Sequence[Segment]) -> Block:
-        """Reads rows, of which there is at least one, into one block.
-
-        Raises:
-            UserError: More row groups are damaged than may be; or a value is missing, not finite, or an id outside its
-                table, or a row has not as many numbers in a list as ids, and the error says in which column.
-            RunError: More row groups are out of reach than may be.
-        """
+        """Reads rows, of which there is at least one, into one block."""
         records = np.empty((sum(stop - start for _, start, stop in segments), self._layout.width), self._layout.dtype)
         lists: list[dict[str, Jagged]] = []
         filled = 0

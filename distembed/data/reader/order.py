@@ -17,6 +17,7 @@ uniform shuffle of the whole, but reads every row group about once and needs no 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,11 +35,7 @@ _GROUP_ORDER, _WINDOW_ORDER = 0, 1
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """How the rows of a split are ordered and cut into batches.
-
-    Raises:
-        UserError: A number is too small.
-    """
+    """How the rows of a split are ordered and cut into batches."""
 
     batch_size: int  # rows of a step over all ranks
     shuffle: bool = True  # anew in every epoch; False reads the files in order
@@ -51,11 +48,7 @@ class BatchOrder:
 
 
 def require_at_least(name: str, value: int, least: int) -> None:
-    """Makes sure that a setting is large enough.
-
-    Raises:
-        UserError: It is below ``least``.
-    """
+    """Makes sure that a setting is large enough."""
     if value < least:
         raise UserError(f"{name} is {value}: it must be {least} or more")
 
@@ -79,11 +72,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of a split's rows for every epoch.
-
-    Raises:
-        UserError: A part of the rows is to be shuffled, or goes beyond the split.
-    """
+    """The order of a split's rows for every epoch."""
 
     group_rows: tuple[int, ...]  # rows of each row group, in file order
     batches: BatchOrder
@@ -171,3 +160,29 @@ class EpochOrder:
         low, high = np.maximum(start - begins, 0), np.minimum(stop - begins, rows)
         found = zip(groups.tolist(), low.tolist(), high.tolist(), strict=True)
         return [Segment(group, first, last) for group, first, last in found if first < last]
+
+
+@dataclass(frozen=True)
+class BatchShares:
+    """The batches of rows in order, divided over ranks."""
+
+    num_rows: int  # of all ranks
+    batch_size: int  # rows of a batch; the last one may have fewer
+    world_size: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of batches of the rank that has most; all ranks take as many steps, the last maybe without rows."""
+        return -(-self.num_rows // (self.batch_size * self.world_size))
+
+    def rows(self, rank: int) -> range:
+        """Returns the rows of a rank."""
+        num_batches = -(-self.num_rows // self.batch_size)
+        first, last = (each * num_batches // self.world_size * self.batch_size for each in (rank, rank + 1))
+        return range(min(first, self.num_rows), min(last, self.num_rows))
+
+    def steps(self, rank: int) -> Iterator[range]:
+        """Yields the rows of each step of a rank, of which those that make up for another rank's batch are none."""
+        own = self.rows(rank)
+        for first in range(own.start, own.start + self.num_steps * self.batch_size, self.batch_size):
+            yield own[first - own.start :][: self.batch_size]

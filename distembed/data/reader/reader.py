@@ -1,32 +1,145 @@
-"""Reads a split of a dataset as shuffled batches, one part for each rank, resumable at the exact row.
-
-The order is a function of dataset, :class:`BatchOrder` and epoch alone (``order.py``), so the state is two numbers: the
-epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``), and batches are gathered from these
-(``epoch_part.py``) in a background thread (``prefetch.py``).
-
-Trade-off: a rank holds one window of rows for each lane that it reads, at most 8 x 131,072 rows (170 MB for Criteo
-rows), and with threads that decode ahead twice as many; row groups much larger than that cost as much more, since a row
-group is never divided.
-"""
+"""Runs an iterator ahead in a thread of its own, over a bounded buffer."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
+from distembed.data.dataset.records import Block
 from distembed.data.dataset.row_groups import list_row_groups
-from distembed.data.reader.batch import Batch
+from distembed.data.reader.batch import Batch, BatchAssembler
 from distembed.data.reader.decode import Decoder, Decoding
-from distembed.data.reader.epoch_part import epoch_batches
-from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
-from distembed.data.reader.prefetch import Prefetcher
+from distembed.data.reader.order import BatchOrder, BatchShares, EpochOrder, Window, require_at_least
+
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
+    """Iterates over items that a background thread makes ahead of the consumer."""
+
+    def __init__(self, make_items: Callable[[], Iterator[Item]], capacity: int) -> None:
+        self._thread = ThreadPoolExecutor(1, "distembed-prefetch")
+        self._make_next = make_items().__next__
+        self._items: deque[Future[Item]] = deque(self._thread.submit(self._make_next) for _ in range(capacity))
+
+    def __iter__(self) -> Iterator[Item]:
+        """Returns this object, which can be iterated over once."""
+        return self
+
+    def __next__(self) -> Item:
+        """Returns the next item, or raises what the thread raised: at the end StopIteration, any number of times."""
+        if not self._items:
+            raise StopIteration
+        item = self._items[0].result()
+        self._items.popleft()
+        self._items.append(self._thread.submit(self._make_next))
+        return item
+
+    def close(self) -> None:
+        """Ends the thread and drops the items that wait; it may be called any number of times."""
+        with suppress(RuntimeError):  # the garbage collector may call this in the thread itself
+            self._thread.shutdown(cancel_futures=True)
+        self._items.clear()
+        self._make_next = iter(()).__next__  # drops the iterator with what it holds
+
+
+# Batches of fewer rows than this are made several at a time.
+_ROWS_AT_ONCE = 4096
+_Decoded: TypeAlias = tuple[Block, NDArray[np.int64] | None]  # rows, and their order, unless they stay as they are
+
+
+def epoch_batches(
+    order: EpochOrder, decoder: Decoder, decoding: Decoding, ranks: tuple[int, int], start: tuple[int, int]
+) -> Iterator[Batch]:
+    """Yields what one rank reads of one epoch from a batch on; batches are pinned where they are made."""
+    (rank, world_size), (epoch, batch) = ranks, start
+    assembler = BatchAssembler(decoder.schema)
+
+    def decode(lane: int, window: Window) -> _Decoded:
+        return decoder.decode(window.segments), order.window_permutation(epoch, lane, window)
+
+    with ExitStack() as resources:
+        threads = ThreadPoolExecutor(decoding.threads, "distembed-decode") if decoding.threads else None
+        if threads is not None:
+            resources.callback(threads.shutdown, cancel_futures=True)
+
+        def begin(lane: int, window: Window) -> Callable[[], _Decoded]:
+            """Begins to decode a window; returns a function that waits for it."""
+            return partial(decode, lane, window) if threads is None else threads.submit(decode, lane, window).result
+
+        first_parts = order.rank_parts(batch, rank, world_size) if batch < order.num_batches else []
+        most_ahead = -(-max(1, decoding.threads) // max(1, len(first_parts)))
+
+        def open_lane(lane: int, first_row: int) -> _LaneCursor:
+            windows = (window for window in order.lane_windows(epoch, lane) if window.stop > first_row)
+            return _LaneCursor(windows, partial(begin, lane), most_ahead)
+
+        lanes = {lane: open_lane(lane, first) for lane, first, _ in first_parts}
+        while batch < order.num_batches:
+            count = 1 if assembler.layout.has_lists else _num_at_once(order, batch, world_size)
+            blocks = []
+            for lane, first, stop in order.rank_parts(batch, rank, world_size):
+                if lane not in lanes:  # in the last batch, whose slots are shorter
+                    lanes[lane] = open_lane(lane, first)
+                batch_starts = order.slot_rows(lane) * np.arange(count)[:, None]
+                blocks.append(lanes[lane].gather((batch_starts + np.arange(first, stop)).reshape(-1)))
+            for made in assembler.assemble(blocks, [order.batch_rows(index) for index in range(batch, batch + count)]):
+                yield made.pin_memory() if decoding.pins else made
+            batch += count
+
+
+def _num_at_once(order: EpochOrder, batch: int, world_size: int) -> int:
+    """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
+    batch_size = order.batches.batch_size
+    full_batches = order.num_rows // batch_size - batch
+    rows_each = -(-batch_size // world_size)
+    return max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
+
+
+class _LaneCursor:
+    """Reads a lane's rows from front to back: it holds one decoded window, and begins the next ones ahead."""
+
+    def __init__(self, windows: Iterator[Window], begin: Callable[[Window], Callable[[], _Decoded]], most_ahead: int):
+        self._windows, self._most_ahead = ((window, begin(window)) for window in windows), most_ahead
+        self._ahead = deque(islice(self._windows, 1))  # the first ones of all lanes come before any second
+        self._window = Window(-1, 0, 0, ())
+        self._decoded: _Decoded | None = None
+
+    def gather(self, positions: NDArray[np.int64]) -> Block:
+        """Returns the rows at these places in the lane, which must go up from call to call."""
+        gathered = []
+        while len(positions):
+            block, permutation = self._reach(int(positions[0]))
+            here = int(np.searchsorted(positions, self._window.stop))
+            rows = positions[:here] - self._window.start
+            gathered.append(block.gather(rows if permutation is None else permutation[rows]))
+            positions = positions[here:]
+        return gathered[0] if len(gathered) == 1 else Block.concatenate(gathered)
+
+    def _reach(self, position: int) -> _Decoded:
+        """Returns the decoded window that holds a row; it skips the windows before."""
+        while self._decoded is None or position >= self._window.stop:
+            self._decoded = None  # before the next is decoded, so that two are not held
+            self._window, wait = self._ahead.popleft()
+            self._ahead.extend(islice(self._windows, self._most_ahead - len(self._ahead)))
+            if position < self._window.stop:
+                self._decoded = wait()
+        return self._decoded
+
 
 STATE_VERSION = 1
 
@@ -158,3 +271,35 @@ class BatchReader:
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
             prefetcher.close()
+
+
+def read_share(
+    dataset_dir: str | os.PathLike[str],
+    split: str,
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    decode_threads: int = 0,
+) -> Generator[Batch, None, None]:
+    """Yields a rank's batches of a split in order, equally many on every rank, the last maybe without rows.
+
+    Args:
+        dataset_dir: Folder with ``manifest.json``.
+        split: Name of a split in the manifest.
+        batch_size: Rows of a batch.
+        rank: Rank whose share is read.
+        world_size: Number of ranks.
+        decode_threads: Number of threads that decode rows ahead.
+
+    Raises:
+        UserError: The dataset is not as its manifest says.
+    """
+    manifest = Manifest.load(dataset_dir)
+    shares = BatchShares(manifest.split(split).num_rows, batch_size, world_size)
+    order = BatchOrder(batch_size, shuffle=False)
+    rows = shares.rows(rank)
+    with closing(BatchReader(dataset_dir, split, order, decoding=Decoding(decode_threads), rows=rows)) as reader:
+        yield from reader
+    num_missing = shares.num_steps - reader.batches_per_epoch
+    yield from BatchAssembler(manifest.schema).assemble([], [1] * num_missing)

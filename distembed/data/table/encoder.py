@@ -1,17 +1,11 @@
-"""Parsed rows to the columns of a dataset that is there: ids by its vocabularies, transforms as they were learnt.
-
-What comes out is, value for value, what preparing the same rows with the dataset's vocabularies would have written, in
-the form that the reader decodes files to (:class:`~distembed.data.reader.decode.Block`)::
-
-    parsed     numbers as in the table, keys of a block's own        ->  log, mean and deviation, bins; ids
-    row        price 12.5   site "a"   device (missing)                  price 0.31    site 17   device 0
-
-The vocabularies are in memory as sorted keys, 16 bytes an id.
-"""
+"""A warning where far more values are out of the vocabulary than in training, as of another file's ids or spelling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +16,89 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.jagged import Jagged
-from distembed.data.prepare.blocks import BlockLayout, IdColumn, ParsedBlock
-from distembed.data.prepare.learnt_numbers import bin_ids, number_change
-from distembed.data.prepare.vocabulary import MISSING_ID
-from distembed.data.reader.decode import Block, RecordLayout
-from distembed.data.table.given_values import given_column
+from distembed.data.dataset.records import Block, Jagged, RecordLayout
+from distembed.data.table.blocks import BlockLayout, IdColumn, NumberColumn, ParsedBlock
 from distembed.data.table.keys import KEY_KINDS, coded, id_column
 from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
-from distembed.data.table.unknown_values import UnknownValues
-from distembed.data.table.vocabularies import column_id_map
+from distembed.data.table.values import given_column
+from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, column_id_map
+
+_LOG = logging.getLogger("distembed")
+_LEAST_VALUES, _LEAST_SHARE, _TIMES, _MORE = 100, 0.5, 3, 0.1
+
+
+class UnknownValues:
+    """Counts the values of rows that are scored, and warns of each feature once, through the logger ``distembed``.
+
+    It warns from 100 values on, where more than half are unknown, and more than 10% beyond three times their share of
+    the dataset's training rows.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._trained: dict[str, float] = {}
+        train = manifest.splits.get("train")
+        for feature in manifest.schema.categorical:
+            if (entry := manifest.vocabularies.get(feature.name)) is not None:
+                rows = 0 if train is None else train.num_rows
+                values = rows * feature.mean_ids_per_row if feature.multi_hot else rows - entry.rows_missing
+                self._trained[feature.name] = entry.rows_dropped / max(1.0, values)
+        self._values, self._unknown = Counter[str](), Counter[str]()
+
+    def add(self, feature: str, ids: NDArray[Any]) -> None:
+        """Counts the ids of a feature's values in some rows."""
+        trained = self._trained.get(feature)
+        if trained is None:
+            return
+        self._values[feature] += int(np.count_nonzero(ids != MISSING_ID))
+        self._unknown[feature] += int(np.count_nonzero(ids == OUT_OF_VOCABULARY_ID))
+        values, unknown = self._values[feature], self._unknown[feature]
+        if values < _LEAST_VALUES or unknown <= max(_LEAST_SHARE, _TIMES * trained + _MORE) * values:
+            return
+        if self._trained.pop(feature, None) is not None:  # threads may find it at the same time
+            _LOG.warning(
+                "%s: %s of the first %s values are not in the vocabulary that the model was trained with (%.1f%% of "
+                "the values of training): see whether the column is the same and is written alike",
+                *(feature, f"{unknown:,}", f"{values:,}", 100 * trained),
+            )
+
+
+Change = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_missing: bool) -> NDArray[Any]:
+    """Returns numbers, less the mean and divided by the deviation where these are learnt; NaN may become 0."""
+    if learnt is not None:
+        numbers = ((numbers.astype(np.float64) - learnt["mean"]) / learnt["std"]).astype(np.float32)
+    return numbers if keeps_missing else np.nan_to_num(numbers, copy=False, nan=0.0)
+
+
+def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
+    """Returns the function that makes a dataset's numbers or bins of a column's; None where they stay as they are.
+
+    ``learnt`` has the parameters of the column's transform; it is None where the transform learns none.
+    """
+    if column.role == "bins":
+        return partial(bin_ids, learnt=learnt or {})
+    keeps_missing = column.role != "dense" or column.keeps_missing
+    return None if learnt is None and keeps_missing else partial(_changed, learnt=learnt, keeps_missing=keeps_missing)
+
+
+def bin_ids(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.int32]:
+    """Returns the number of the bin of each number, from 1; 0 of NaN."""
+    edges = np.array(learnt["edges"], np.float32)
+    bins = np.searchsorted(edges, numbers, side="right").astype(np.int32) + 1
+    return np.where(np.isnan(numbers), np.int32(0), bins)
+
+
+def num_bins(learnt: Mapping[str, Any]) -> int:
+    """Returns the number of ids of a column of bins, that of missing numbers included."""
+    return len(learnt["edges"]) + 2
+
 
 # A manifest's source of datasets that `distembed prepare ratings` and `sequences` made.
 INTERACTIONS = "interactions"
+
 # Between two values of a list in a text, of raw sequences.
 LIST_SEPARATOR = " "
 
@@ -44,9 +107,6 @@ class RowEncoder:
     """Gives the values of a dataset, or of a run's copy of it, to parsed rows; any number of threads may use it.
 
     The parsed blocks may lack the label, the weight, and features with one value a row, which then is missing.
-
-    Raises:
-        UserError: A vocabulary is missing or damaged.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, layout: BlockLayout) -> None:
@@ -81,11 +141,7 @@ class RowEncoder:
         return Block(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature; None and texts that stand for a missing value are missing ones.
-
-        Raises:
-            UserError: No column of values has ids in the feature's table, or a value is none of its kind.
-        """
+        """Returns the ids of raw values of a feature; None and the schema's missing texts are missing values."""
         kinds = {column.name: column.kind for column in self._keys}
         if feature not in kinds:
             raise UserError(

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.prepare.blocks import IdColumn, code_dtype
+from distembed.data.hashing import text_keys
+from distembed.data.table.blocks import IdColumn, code_dtype
 from distembed.data.table.numbers import Bools, has_missing_text, is_missing, values_as_numbers
-from distembed.data.table.text_keys import text_keys
-from distembed.data.table.value_texts import value_texts
+from distembed.data.table.values import value_texts
 
 _DIGITS = r"^[+-]?[0-9]+$"
 _HEX_DIGITS = 8
@@ -148,12 +148,7 @@ KEY_KINDS: Mapping[str, Callable[[pa.Array], Keys]] = {
 
 
 def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
-    """Returns a column's values as codes of the distinct ones.
-
-    Args:
-        column: One value a row, which may be a dictionary's.
-        missing: Texts that stand for a missing value.
-    """
+    """Returns a column's values as codes of the distinct ones."""
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
     codes = indices.to_numpy() + np.int32(1)
@@ -166,13 +161,7 @@ def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
 
 
 def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> CodedColumn:
-    """Returns the values of lists as codes of the distinct ones; what is missing within a list is left out.
-
-    Args:
-        lists: A list of values a row; a missing list is an empty one.
-        missing: Texts that stand for a missing value.
-        max_length: Most values of a row, the last ones; None for all.
-    """
+    """Returns the values of lists as codes of the distinct ones; what is missing within a list is left out."""
     lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
     values = coded(pc.list_flatten(lists), missing)
     rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -210,13 +199,7 @@ def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
 
 
 def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
-    """Returns the keys of the well-formed rows, each of which is there once and is of some row.
-
-    Args:
-        column: The values.
-        keys: The keys of the distinct ones.
-        good: Which rows are well-formed; None where all are.
-    """
+    """Returns the keys of the well-formed rows, each of which is there once and is of some row."""
     codes, lengths = column.codes, column.lengths
     if good is not None:
         codes = codes[good if lengths is None else np.repeat(good, lengths)]

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.table.schema import LabelColumn, TimeColumn
-from distembed.data.table.value_texts import value_texts
+from distembed.data.table.values import value_texts
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]

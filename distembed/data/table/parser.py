@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn, ParsedBlock, RejectedRow
+from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn, ParsedBlock, RejectedRow
 from distembed.data.table.keys import (
     KEY_KINDS,
     CodedColumn,
@@ -56,11 +56,6 @@ _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
 class TableParser:
     """Parses tables by a schema, in any number of threads at a time.
 
-    Args:
-        schema: What becomes of the columns.
-        needs_label: Whether rows have what only training needs, the label, the weight, the time and the column that
-            splits are made by; if not, the layout has none of them, as for rows to predict.
-
     Attributes:
         columns: The columns of a table that are parsed.
         layout: The columns of every block.
@@ -75,11 +70,7 @@ class TableParser:
         self.layout = table_layout(schema)
 
     def parse(self, raw: pa.Table) -> ParsedBlock:
-        """Returns the block of the table's rows; a malformed row is a rejected one, whose line is its row's number.
-
-        Raises:
-            UserError: The table lacks a column, or one is of a type that has no such values.
-        """
+        """Returns the block of the table's rows; a malformed row is a rejected one, whose line is its row's number."""
         columns, num_rows = self.columns.taken_from(raw), raw.num_rows
         numbers: list[NDArray[Any]] = []
         ids: list[tuple[CodedColumn, Keys]] = []

@@ -29,9 +29,6 @@ VALUE_TYPES = {
 class TableColumns:
     """The columns that a schema names.
 
-    Args:
-        schema: The schema.
-
     Attributes:
         kinds: Kinds of types that each column may be of, by the column's name.
         numbers: The columns that are nothing but numbers.
@@ -92,17 +89,7 @@ class TableColumns:
     def require(
         self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = (), remedy: str = ""
     ) -> None:
-        """Makes sure that a table has the columns, each once and of a type that has such values.
-
-        Args:
-            types: The table's columns.
-            source: What the table is, for the error.
-            wanted: Names of all columns that it has to have, others than the schema's among them.
-            remedy: What the error says last, where a column is missing.
-
-        Raises:
-            UserError: It has not; the error names every column that is missing, and the nearest of those there.
-        """
+        """Makes sure that a table has the columns, each once and of a type that has such values."""
         names = types.names  # a new list each time that it is asked for
         missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in names]
         if missing:
@@ -138,9 +125,6 @@ class TableColumns:
         """Returns the columns of a table as arrays: texts as Arrow's string, and lists of these.
 
         Texts of which the distinct ones alone matter are a dictionary's.
-
-        Raises:
-            UserError: The table lacks a column, or one is of a type that has no such values.
         """
         self.require(table.schema)
         return {name: self._array(name, table.column(name)) for name in self.kinds}

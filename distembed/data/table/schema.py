@@ -19,18 +19,25 @@ unless given. A name with nothing behind it, as ``site:``, has the defaults.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from distembed.base.errors import UserError
+from distembed.base.files import read_regular_file
 from distembed.base.names import STRICT, nearest
 from distembed.base.validation import validated
+from distembed.base.yaml_text import MAX_BYTES, parse_yaml
 
 if TYPE_CHECKING:
     from distembed.data.dataset.manifest import Manifest
+
 
 TABLE, CRITEO = "table", "criteo"
 """Names of the parsers, and of what a manifest says that a dataset was prepared from."""
@@ -38,7 +45,6 @@ BINS = ("log_bins", "quantile_bins")
 """Kinds of categorical columns that are numbers in the table."""
 SPLIT_BY_COLUMN, SPLIT_BY_TIME = "column:", "time:"
 _SPECIAL_TIMES = ("auto", "seconds", "milliseconds")
-
 _MinCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
 _HashSize = Annotated[int, Field(ge=2, le=2**62)]
 _Letter = Annotated[str, Field(min_length=1, max_length=1)]
@@ -239,26 +245,12 @@ class TableSchema:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> TableSchema:
-        """Returns the schema of nested plain values.
-
-        Args:
-            values: The sections of the schema, by name.
-            source: Where the values are from, for the error.
-
-        Raises:
-            UserError: The values make no schema; the error lists every mistake.
-        """
+        """Returns the schema of nested plain values."""
         return validated(_ADAPTER, cls, values, source)
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> TableSchema:
-        """Returns the schema of the raw rows that a dataset of a table, or of Criteo's rows, was prepared from.
-
-        Raises:
-            UserError: The dataset was prepared from something else.
-        """
-        from distembed.data.table.schema_files import schema_of_preparation
-
+        """Returns the schema of the raw rows that a dataset of a table, or of Criteo's rows, was prepared from."""
         return schema_of_preparation(manifest.preparation)
 
     @model_validator(mode="after")
@@ -328,3 +320,75 @@ def _repeated_names(schema: TableSchema) -> Iterator[str]:
         elif name in places:
             yield f"{place}: the dataset has a column {name!r} already, by {places[name]}; name one otherwise"
         places.setdefault(name, place)
+
+
+_SHIPPED_FOLDER = Path(__file__).parent / "schemas"
+_SUFFIX = ".yaml"
+
+
+def shipped_schemas() -> list[str]:
+    """Returns the names of the schemas that are shipped."""
+    return sorted(path.stem for path in _SHIPPED_FOLDER.glob(f"*{_SUFFIX}"))
+
+
+def load_schema(name_or_path: str) -> TableSchema:
+    """Reads a schema.
+
+    Args:
+        name_or_path: Name of a shipped schema, or path of a YAML file; a file in the working directory that is named
+            as a shipped one is given as ``./NAME``.
+
+    Raises:
+        UserError: There is none, or it is wrong; the error lists every mistake with its path and the nearest name.
+    """
+    if name_or_path in shipped_schemas():
+        return _shipped_schema(name_or_path)
+    path = Path(name_or_path)
+    if not path.exists() and not path.suffix and path.name == name_or_path:
+        guess = nearest(name_or_path, shipped_schemas())
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        raise UserError(
+            f"the schema (--schema) is {name_or_path!r}, which is neither a file nor one that is shipped.{hint} "
+            f"Shipped: {', '.join(shipped_schemas())}; `distembed prepare schema INPUT -o schema.yaml` writes one."
+        )
+    return read_schema(path)
+
+
+@cache
+def _shipped_schema(name: str) -> TableSchema:
+    return read_schema(_SHIPPED_FOLDER / (name + _SUFFIX))
+
+
+def read_schema(path: Path) -> TableSchema:
+    """Reads a schema from a YAML file; a UserError lists every mistake."""
+    try:
+        text = read_regular_file(path, MAX_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueErrors are other encodings, and a path that no file can have
+        raise UserError(f"the schema {path} cannot be read: {error}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"the schema {path} holds a {type(values).__name__}; it must hold keys such as `categorical:`.")
+    return TableSchema.from_json(values, str(path))
+
+
+def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
+    """Returns the schema of the rows that a dataset was prepared from, given what its manifest says of that."""
+    source = preparation.get("source")
+    if source == TABLE and isinstance(preparation.get("schema"), Mapping):
+        return TableSchema.from_json(preparation["schema"], "the schema in the dataset's manifest")
+    if source != CRITEO:
+        raise UserError(
+            f"the dataset was prepared from {source or 'files of its own'!r}: raw rows are known of datasets of "
+            "`distembed prepare table` and `prepare criteo`"
+        )
+    schema = load_schema(CRITEO)
+    missing = preparation.get("missing", "zero")
+    seed = preparation.get("hash_seed", 0)
+    return dataclasses.replace(
+        schema,
+        dense={name: dataclasses.replace(each, missing=missing) for name, each in schema.dense.items()},
+        categorical={name: dataclasses.replace(each, hash_seed=seed) for name, each in schema.categorical.items()},
+        split=preparation.get("split", schema.split),
+        min_count=preparation.get("min_count", schema.min_count),
+        hash_size=preparation.get("hash_size"),
+    )

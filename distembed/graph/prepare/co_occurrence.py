@@ -21,7 +21,7 @@ from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
 from distembed.graph.edges import Edges
 from distembed.graph.prepare.counted_edges import EdgeTables
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
 from distembed.graph.edges import Edges, merge_equal, sort_edges
 from distembed.graph.prepare.options import COSINE, GraphOptions
 

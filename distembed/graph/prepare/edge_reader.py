@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.progress import ProgressUpdate
+from distembed.data.prepare.options import ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
 from distembed.data.table.keys import coded

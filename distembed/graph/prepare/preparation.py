@@ -20,7 +20,7 @@ from distembed.base.errors import UserError
 from distembed.base.files import require_free_space
 from distembed.base.units import enumerate_names
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
+from distembed.data.prepare.options import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.graph.csr import Graph

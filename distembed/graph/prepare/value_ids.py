@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.blocks import KeyColumn
-from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap
+from distembed.data.table.blocks import KeyColumn
 from distembed.data.table.keys import KEY_KINDS, Keys, hexadecimal_keys, plain_numbers
 from distembed.data.table.parser import table_layout
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
-from distembed.data.table.vocabularies import column_id_map
+from distembed.data.table.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap, column_id_map
 from distembed.graph.csr import Graph
 
 

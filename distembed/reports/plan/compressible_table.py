@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature
-from distembed.data.prepare.vocabulary import FIRST_ID
+from distembed.data.table.vocabulary import FIRST_ID
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers

@@ -12,22 +12,14 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.splitmix import mix64_array
+from distembed.data.hashing import mix64_array
 
 Lengths = NDArray[np.int64] | None
 """Number of values of each row of lists; None for a column with one value in each row."""
 
 
 class GroupColumns:
-    """All columns of a row group.
-
-    Args:
-        group: The row group.
-        schema: Columns of the dataset.
-
-    Raises:
-        UserError: The row group is damaged, a row has no id where it needs one, or an id is outside its table.
-    """
+    """All columns of a row group."""
 
     def __init__(self, group: RowGroup, schema: Schema) -> None:
         table = group.read([*schema.columns, *([schema.time] if schema.time is not None else [])])

@@ -24,8 +24,8 @@ from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
 from distembed.reports.statistics.columns import GroupColumns
 from distembed.reports.statistics.ids import feature_statistics, id_counts
 from distembed.reports.statistics.numbers import NumberCounter
@@ -43,17 +43,7 @@ def dataset_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> DatasetStatistics:
-    """Returns what the rows of a dataset are like.
-
-    Args:
-        dataset: Folder or URL of the dataset.
-        memory_bytes: Memory that counts of ids may take; the rest of them is in temporary files.
-        progress: Function that is called with the number of rows read, and of all rows.
-
-    Raises:
-        UserError: There is no such dataset, it has no rows at all, or a file of it is damaged.
-        RunError: The disk of temporary files is full.
-    """
+    """Returns what the rows of a dataset are like."""
     folder = dataset_folder(dataset)
     manifest = Manifest.load(folder)
     if not manifest.splits:

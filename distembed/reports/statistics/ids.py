@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.prepare.count import Database
-from distembed.data.prepare.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID
+from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID
 from distembed.reports.statistics.values import TOP_SIZES, CommonId, FeatureStatistics, IdsOfSplit
 
 _NUM_COMMONEST = 10
@@ -32,15 +32,7 @@ _GIVEN = pa.schema(
 def id_counts(
     feature: int, split: int, ids: NDArray[np.int64], labels: NDArray[np.float64], num_embeddings: int
 ) -> pa.RecordBatch:
-    """Returns how often ids occur, for the numbers of a feature and a split.
-
-    Args:
-        feature: Number of the feature.
-        split: Number of the split.
-        ids: Ids of some rows, end to end.
-        labels: Label of each id's row; NaN without labels.
-        num_embeddings: Number of ids of the feature's table.
-    """
+    """Returns how often ids occur, for the numbers of a feature and a split."""
     counts = np.ones(len(ids))
     if num_embeddings <= 4 * len(ids):  # a pass over the table costs less than to group the ids
         num_ids, sums = np.bincount(ids), np.bincount(ids, labels)
@@ -57,15 +49,7 @@ def feature_statistics(
     batches: Iterable[pa.RecordBatch],
     num_empty: Mapping[str, Mapping[str, int]],
 ) -> Iterator[FeatureStatistics]:
-    """Yields the statistics of each feature, without what the commonest ids stand for.
-
-    Args:
-        database: Keeps the counts.
-        splits: Number of rows of each split, the training split's first.
-        features: For each feature the number of its first ids, which stand for no single value.
-        batches: Counts of :func:`id_counts`.
-        num_empty: Number of empty lists of each feature and split, once the batches were taken.
-    """
+    """Yields the statistics of each feature, without what the commonest ids stand for."""
     columns = [f"in_{number}" for number in range(len(splits))]
     sums = ", ".join(f"sum(num_ids) filter (split = {number}) as in_{number}" for number in range(len(splits)))
     sums += ", sum(label) filter (split = 0) as label"

@@ -14,11 +14,7 @@ MOST_KEPT = 1_000_000
 
 
 class NumberCounter:
-    """Takes the numbers of a column, row after row.
-
-    Args:
-        num_rows: Number of rows of the split.
-    """
+    """Takes the numbers of a column, row after row."""
 
     def __init__(self, num_rows: int) -> None:
         self._every = max(1, -(-num_rows // MOST_KEPT))

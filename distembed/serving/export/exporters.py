@@ -8,7 +8,7 @@ from typing import Any
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM
-from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.models import Model
 from distembed.serving.export.exportable import Check, Exportable
 from distembed.serving.export.parity import ParityCheck

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distembed.data.prepare.vocabulary import FIRST_ID, MISSING_ID
+from distembed.data.table.vocabulary import FIRST_ID, MISSING_ID
 from distembed.serving.export.raw_values import raw_log, raw_number, raw_quantile
 from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNumber
 

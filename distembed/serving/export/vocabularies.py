@@ -15,9 +15,8 @@ from pathlib import Path
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import Schema
-from distembed.data.prepare.vocabulary import FIRST_ID
-from distembed.data.table.value_texts import vocabulary_texts
-from distembed.data.table.vocabularies import raw_values
+from distembed.data.table.values import vocabulary_texts
+from distembed.data.table.vocabulary import FIRST_ID, raw_values
 
 _VALUES_AT_ONCE = 1 << 16
 

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 from starlette.exceptions import HTTPException
 
-from distembed.data.table.given_values import json_values
+from distembed.data.table.values import json_values
 from distembed.serving.given_rows import shown
 from distembed.serving.server.scoring import Outputs, Request
 

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distembed.base.errors import UserError
-from distembed.data.splitmix import GOLDEN_GAMMA
+from distembed.data.hashing import GOLDEN_GAMMA
 from distembed.partitions.hashing import mix64
 from distembed.sse.random_words import place_key, stream_key
 from distembed.tasks.catalogue.user_items import UserItems

@@ -27,8 +27,8 @@ from distembed.data.prepare.interactions import (
     prepare_ratings,
     prepare_sequences,
 )
-from distembed.data.prepare.interactions.selection import select
-from distembed.data.prepare.interactions.windows import evaluation_windows, training_windows
+from distembed.data.prepare.interactions.preparation import select
+from distembed.data.prepare.interactions.tables import evaluation_windows, training_windows
 
 TIMED = InteractionColumns(rating="rating", time="time")
 

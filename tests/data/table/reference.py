@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distembed.data.prepare.blocks import ParsedBlock
+from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.parser import TableParser
 from distembed.data.table.schema import CategoricalColumn, TableSchema
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from distembed.data.prepare.table.json_lines import JsonBlock
 from distembed.data.prepare.table.raw_rows import parsed_block
+from distembed.data.prepare.table.text_rows import JsonBlock
 from distembed.data.table.parser import TableParser
 from distembed.data.table.schema import TableSchema
 from tests.data.table import reference

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distembed.data.prepare.table.preparation import prepare_table
-from distembed.data.table.given_values import given_column
 from distembed.data.table.schema import TableSchema
-from distembed.data.table.value_texts import value_texts
+from distembed.data.table.values import given_column, value_texts
 
 SCHEMA = TableSchema.from_json(
     {

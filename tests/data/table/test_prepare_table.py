@@ -24,8 +24,7 @@ from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.table.schema import TableSchema
-from distembed.data.table.schema_files import load_schema
+from distembed.data.table.schema import TableSchema, load_schema
 from tests.data import reference as criteo_reference
 from tests.data.reference import folder_bytes
 from tests.data.table import reference

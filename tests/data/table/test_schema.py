@@ -10,8 +10,7 @@ from distembed.base.errors import UserError
 from distembed.base.yaml_text import format_yaml
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
-from distembed.data.table.schema import TableSchema
-from distembed.data.table.schema_files import load_schema, read_schema
+from distembed.data.table.schema import TableSchema, load_schema, read_schema
 from tests.data import reference
 
 FEATURES: dict[str, Any] = {"categorical": {"site": {}}}

@@ -12,9 +12,9 @@ import pytest
 import distembed.data.prepare.pipeline as pipeline
 from distembed.base.errors import TemporaryFailure, UserError
 from distembed.data import remote
-from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.preparation import criteo_inputs
 from tests.data.flaky_files import flaky_files
 from tests.data.table.test_prepare_table import FORMS, ONE_THREAD, SCHEMA, data_files, drawn_rows
 from tests.robustness.s3_server import BUCKET, failing_s3

@@ -1,16 +1,106 @@
-"""What a dataset of interactions depends on besides its input, and which columns of the input are read."""
+"""Which interactions train, validate and test.
+
+``last-one``         the last interaction of each user tests
+``last-two``         so, and the one before it validates
+``time:0.8,0.1,0.1`` the first 80% of all interactions train, the next 10% validate, the last 10% test
+``random:0.8,0.2``   so, in a random order; two shares leave out the validation
+``files``            every file is named for one split
+
+What is last in time is also last in the input where there are no times, and among equal times.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.interactions.splits import InteractionSplit
+from distembed.data.hashing import mix64_array
+from distembed.data.prepare.split import parse_shares
+
+TRAIN, VALIDATION, TEST = range(3)
+"""Numbers of the splits: places in ``SPLIT_NAMES``."""
+BY_FILES = "files"
+_LAST = {"last-one": 1, "last-two": 2}
+_TIME, _RANDOM = "time", "random"
+
+
+@dataclass(frozen=True)
+class InteractionSplit:
+    """How interactions are split."""
+
+    # How many of each user's last interactions do not train; None where the other fields say it.
+    num_last: int | None = None
+    shares: tuple[Fraction, ...] | None = None  # shares of training, validation (where there are three) and test
+    is_random: bool = False  # whether the shares are of a random order, rather than of the order of time
+
+    @classmethod
+    def parse(cls, text: str) -> InteractionSplit:
+        """Reads what the module's docstring lists."""
+        if text in _LAST:
+            return cls(num_last=_LAST[text])
+        if text == BY_FILES:
+            return cls()
+        wanted = (
+            f"split (--split) is {text[:100]!r}: it must be 'last-one', 'last-two', or 'time:' or 'random:' with two "
+            "or three positive shares that add up to 1, such as 'time:0.8,0.1,0.1'; files of their own for the test "
+            "are named with --test"
+        )
+        kind, _, shares_text = text.partition(":")
+        if kind not in (_TIME, _RANDOM):
+            raise UserError(wanted)
+        shares = parse_shares(shares_text, wanted)
+        if len(shares) not in (2, 3):
+            raise UserError(wanted)
+        return cls(shares=shares, is_random=kind == _RANDOM)
+
+    @property
+    def is_by_files(self) -> bool:
+        """Whether the files say it."""
+        return self.num_last is None and self.shares is None
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split, where files do not say it."""
+        return self.num_last == 2 or (self.shares is not None and len(self.shares) == 3)
+
+    def in_sql(self, in_time: str, num_rows: int) -> tuple[str, str]:
+        """Returns SQL of the number of a row's split, and of its column ``n`` that this is made of.
+
+        A user all of whose interactions would be taken away, but for the first one, trains with all.
+        """
+        if self.num_last is not None:
+            user = f"(partition by k0 order by {f'{in_time} desc'.replace(',', ' desc,')}"
+            history = f"count(*) over {user} rows between unbounded preceding and unbounded following)"
+            number = f"case when {history} > {self.num_last} then row_number() over {user}) end"
+            return f"case n when 1 then {TEST} when {self.num_last} then {VALIDATION} else {TRAIN} end", number
+        if self.shares is None or self.is_random:
+            return "part", "null"
+        cases = " ".join(f"when n <= {stop} then {part}" for part, stop in self._stops(num_rows))
+        return f"case {cases} else {TEST} end", f"row_number() over (order by {in_time})"
+
+    def random_parts(self, total: int, seed: int) -> NDArray[np.uint8]:
+        """Returns the split of each interaction in a random order, which the seed and the rows' numbers give."""
+        words = mix64_array(np.arange(total, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
+        order = np.argsort(words, kind="stable")
+        parts = np.full(total, TEST, np.uint8)
+        for part, stop in reversed(self._stops(total)):
+            parts[order[:stop]] = part
+        return parts
+
+    def _stops(self, total: int) -> list[tuple[int, int]]:
+        """Returns each split but the last, with the number of rows up to its end."""
+        assert self.shares is not None, "splits of other kinds have no shares"
+        return [(part, int(total * sum(self.shares[: part + 1]))) for part in range(len(self.shares) - 1)]
+
 
 RATING = "rating"
 """Name of the label's column in a dataset of ratings."""
@@ -21,11 +111,7 @@ DUPLICATES = ("first", "last", "keep", "error")
 
 @dataclass(frozen=True)
 class InteractionColumns:
-    """The columns of the input: their names there or, without a header, their numbers from 1.
-
-    Raises:
-        UserError: A column has two roles, or an attribute the name of a column that every such dataset has.
-    """
+    """The columns of the input: their names there or, without a header, their numbers from 1."""
 
     user: str | None = None  # column of the user; ``user``, or the first one, unless given
     item: str | None = None  # column of the item; ``item``, or the second one, unless given
@@ -76,13 +162,9 @@ class InteractionColumns:
 
 @dataclass(frozen=True)
 class InteractionOptions:
-    """How interactions are chosen and split.
+    """How interactions are chosen and split."""
 
-    Raises:
-        UserError: An option is out of its range.
-    """
-
-    split: str  # how they are split; see :class:`~distembed.data.prepare.interactions.splits.InteractionSplit`
+    split: str  # how they are split; see :class:`~distembed.data.prepare.interactions.options.InteractionSplit`
     min_rating: float | None = None  # interactions with a lower rating are left out; None keeps all
     k_core: int = 1  # users and items with fewer interactions are left out, until all have so many; 1 keeps all
     # Which of several interactions of a user with an item are kept: the ``first``, the ``last``, or all (``keep``);
@@ -110,11 +192,7 @@ class InteractionOptions:
 
 @dataclass(frozen=True)
 class RatingOptions(InteractionOptions):
-    """How interactions become a dataset with a row for each.
-
-    Raises:
-        UserError: An option is out of its range.
-    """
+    """How interactions become a dataset with a row for each."""
 
     split: str = "random:0.8,0.1,0.1"
 
@@ -123,11 +201,7 @@ class RatingOptions(InteractionOptions):
 
 @dataclass(frozen=True)
 class SequenceOptions(InteractionOptions):
-    """How interactions become a dataset with a row for a stretch of a user's history.
-
-    Raises:
-        UserError: An option is out of its range.
-    """
+    """How interactions become a dataset with a row for a stretch of a user's history."""
 
     split: str = "last-two"
     duplicates: str = "keep"
@@ -152,11 +226,7 @@ class SequenceOptions(InteractionOptions):
 
 
 def require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
-    """Makes sure that no attribute has the name of a column that the dataset has in any case.
-
-    Raises:
-        UserError: One has.
-    """
+    """Makes sure that no attribute has the name of a column that the dataset has in any case."""
     for name in (*columns.categorical, *columns.dense):
         if name in taken:
             raise UserError(

@@ -1,12 +1,7 @@
-"""Interactions of users with items to a Parquet dataset: of ratings, or of sequences.
+"""Which interactions a dataset is made of: those with a rating that is high enough, each once, and the k-core.
 
-1. ``read``: files are read into a database (``reading.py``);
-2. the interactions that stay are chosen (``selection.py``) and split (``splits.py``) by SQL;
-3. ``write``: users, items and other values get ids, and rows are written as Parquet (``tables.py``), those of sequences
-   cut into windows (``windows.py``).
-
-The dataset appears under its name when it is complete, and not before
-(:mod:`~distembed.data.prepare.staging`). Its bytes depend on the rows and the options alone.
+The k-core is the largest set of interactions in which every user and every item has at least k of them. It is what is
+left when users and items with fewer are taken away again and again, in whatever order.
 """
 
 from __future__ import annotations
@@ -28,28 +23,87 @@ from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import (
     LISTS,
     RATING,
+    TEST,
+    TRAIN,
+    VALIDATION,
     InteractionColumns,
+    InteractionOptions,
+    InteractionSplit,
     RatingOptions,
     SequenceOptions,
     require_free_names,
 )
 from distembed.data.prepare.interactions.reading import InteractionInput, read_interactions
-from distembed.data.prepare.interactions.selection import num_rows, select
-from distembed.data.prepare.interactions.splits import TEST, TRAIN, VALIDATION, InteractionSplit
 from distembed.data.prepare.interactions.tables import (
     EncodedInteractions,
+    Windows,
     encoded_interactions,
     rating_rows,
     sequence_rows,
+    user_bounds,
     write_splits,
     write_text_vocabularies,
 )
-from distembed.data.prepare.interactions.windows import Windows, user_bounds
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
+from distembed.data.prepare.options import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
-from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split
+from distembed.data.table.vocabulary import FIRST_ID
+
+
+def select(database: Database, options: InteractionOptions, in_time: str) -> dict[str, int]:
+    """Leaves in the table ``rows`` the interactions that the options keep."""
+    left_out = dict[str, int]()
+    if options.min_rating is not None:
+        left_out["below_rating"] = _delete(database, f"rating < {options.min_rating!r}::float")
+    if options.duplicates != "keep":
+        order = f"part, {in_time}"
+        if options.duplicates == "last":
+            order = f"{order} desc".replace(",", " desc,")
+        repeated = (
+            f"(select k0, k1, place, row_number() over (partition by k0, k1 order by {order}) as number from rows "
+            "semi join (select k0, k1 from rows group by k0, k1 having count(*) > 1) using (k0, k1))"
+        )
+        if options.duplicates == "error":
+            _require_none(database, f"{repeated} as repeated where number > 1")
+        left_out["duplicates"] = _delete(database, f"place in (select place from {repeated} where number > 1)")
+    if options.k_core > 1:
+        rare = "{0} in (select {0} from rows group by {0} having count(*) < {1})"
+        condition = " or ".join(rare.format(column, options.k_core) for column in ("k0", "k1"))
+        left_out["outside_core"] = sum(iter(lambda: _delete(database, condition), 0))
+    left_out = {reason: count for reason, count in left_out.items() if count}
+    if not num_rows(database):
+        listed = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())
+        raise UserError(
+            f"no interaction is left; left out: {listed}. Lower --min-rating or --k-core, or give more rows"
+        )
+    return left_out
+
+
+def num_rows(database: Database) -> int:
+    """Returns the number of interactions that are left."""
+    return int(database.row("select count(*) from rows")[0])
+
+
+def _delete(database: Database, condition: str) -> int:
+    """Deletes rows, and returns how many."""
+    return int(database.row(f"delete from rows where {condition}")[0])
+
+
+def _require_none(database: Database, repeated: str) -> None:
+    """Makes sure that no pair of user and item is there again."""
+    (count,) = database.row(f"select count(*) from {repeated}")
+    if count:
+        user, item = database.row(
+            "select users.key, items.key "
+            f"from (select * from {repeated} order by place limit 1) "
+            "join keys as users on k0 = users.code join keys as items on k1 = items.code"
+        )
+        raise UserError(
+            f"{count:,} interactions of a user with an item are there more than once, such as user {user!r} and item "
+            f"{item!r}: keep one (--duplicates first, or last) or all (--duplicates keep)"
+        )
+
 
 LEAST_MEMORY_BYTES = 64 << 20
 DEFAULT_MEMORY_BYTES = 2 << 30
@@ -57,9 +111,9 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 # Memory of an interaction's split and windows, and of an id or a number while they are read (measured).
 _ROW_BYTES, _COLUMN_BYTES = 40, 8
 _SCRATCH = ".scratch"
+
 # What a split with a whole history in each row may hold, as a multiple of all interactions, before that is noted.
 _MANY_HISTORIES = 10
-
 AnyPath = str | os.PathLike[str]
 
 
@@ -74,11 +128,7 @@ class InteractionFiles:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Where a dataset is made, and how.
-
-    Raises:
-        UserError: The memory is too little.
-    """
+    """Where a dataset is made, and how."""
 
     output: AnyPath
     memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # beside the interpreter's own (about 150 MB)
@@ -188,11 +238,7 @@ def _prepare(
 def _find_inputs(
     files: InteractionFiles, split: InteractionSplit, note: NoteCallback
 ) -> tuple[list[TableInput], list[int]]:
-    """Returns the inputs in order, and the number of the split that each is for.
-
-    Raises:
-        UserError: An input cannot be read, or inputs and the split do not go together.
-    """
+    """Returns the inputs in order, and the number of the split that each is for."""
     if split.is_by_files != bool(files.test) or (files.validation and not files.test):
         raise UserError(
             f"{len(files.test)} files test and {len(files.validation)} validate: name files for the test (--test), "
@@ -205,11 +251,7 @@ def _find_inputs(
 
 
 def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: int) -> None:
-    """Makes sure that ids and numbers of all interactions fit in memory.
-
-    Raises:
-        UserError: They do not.
-    """
+    """Makes sure that ids and numbers of all interactions fit in memory."""
     needed = num_rows * (_ROW_BYTES + _COLUMN_BYTES * (len(columns.keys) + len(columns.numbers)))
     if needed > memory_bytes:
         raise UserError(

@@ -34,14 +34,14 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Rejected, SourceFile
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import InteractionColumns
-from distembed.data.prepare.progress import ProgressCallback
-from distembed.data.prepare.rejected_rows import RejectedRows
+from distembed.data.prepare.options import ProgressCallback
+from distembed.data.prepare.row_source import RejectedRows
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.rows import NamedRows, RowReader
 from distembed.data.table.keys import coded
 from distembed.data.table.numbers import Bools, dense_values, finite_numbers
 from distembed.data.table.schema import TableSchema
-from distembed.data.table.value_texts import value_texts
+from distembed.data.table.values import value_texts
 
 REASONS = ("columns", "text", "json", "user", "item", "rating", "time", "attribute", "items")
 
@@ -98,9 +98,6 @@ def read_interactions(
     """Reads all interactions into tables; returns the inputs, and the counts of malformed rows.
 
     Malformed rows are listed in the folder. The memory is that besides the database's.
-
-    Raises:
-        UserError: An input cannot be read, no row is well-formed, or too many are malformed.
     """
     reader = RowReader(given.inputs, given.schema)
     inputs = [each.raw for each in given.inputs]

@@ -28,10 +28,9 @@ import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
-from distembed.data.prepare.blocks import IdColumn, ParsedBlock, code_dtype
-from distembed.data.prepare.table.delimited import DelimitedBlock
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
-from distembed.data.prepare.table.text_inputs import TextLayout
+from distembed.data.prepare.table.text_rows import DelimitedBlock, TextLayout
+from distembed.data.table.blocks import IdColumn, ParsedBlock, code_dtype
 from distembed.data.table.keys import decode_hexadecimals, integer_keys
 from distembed.data.table.numbers import dense_values, is_number
 from distembed.data.table.raw_columns import one_array

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
-from distembed.data.prepare.blocks import RawInput
 from distembed.data.prepare.input_bytes import STANDARD_INPUT, compression_of, open_input
-from distembed.data.prepare.progress import NoteCallback, ignore
+from distembed.data.prepare.options import NoteCallback, ignore
+from distembed.data.prepare.row_source import RawInput
 from distembed.data.prepare.staging import require_text_name
 from distembed.data.remote import RemoteFile, is_url, list_remote
 

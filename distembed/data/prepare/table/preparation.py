@@ -1,22 +1,114 @@
-"""Tables of any columns to a dataset, as a schema says."""
+"""Criteo's click logs, as published, to a Parquet dataset: tables of the shipped schema, with options of their own."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.options import PrepareOptions, ResourceLimits
+from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
 from distembed.data.prepare.pipeline import prepare_rows
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.split import SplitRule
+from distembed.data.prepare.table.inputs import TEXT, InputKind, TableInput, find_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.table.schema import TABLE, TableSchema
-from distembed.data.table.schema_files import load_schema
+from distembed.data.table.schema import TABLE, TableSchema, load_schema, schema_of_preparation
+
+_RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
+_TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz", ".zst"}
+_FILES = InputKind(
+    can_be_named="files, folders, patterns, URLs or pipes of tab-separated rows",
+    is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
+    none_in_folder=".tsv, .txt, .gz or .zst file; name the files themselves to read others",
+)
+
+
+@dataclass(frozen=True)
+class CriteoOptions:
+    """The options that decide a dataset's bytes; a value out of its range is a UserError."""
+
+    min_count: int = 2  # values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more
+    hash_size: int | None = None  # size of the tables that ids are hashed into, to 2^62; None builds a vocabulary
+    hash_seed: int = 0  # below 2^64
+    split: str = "0.8,0.1,0.1"  # shares, days, none or, with vocabulary, validation or test
+    max_rejected: float = 0.01  # largest share of malformed rows that is no error; rejected.tsv lists them
+    missing: str = "zero"  # missing integers: zero makes them 0, keep null
+    vocabulary: str | os.PathLike[str] | None = None  # folder or URL of a dataset, or a run, whose ids are applied
+    grow: bool = False  # whether values that vocabulary lacks, seen min_count times, get ids behind its own
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{name} (--{name.replace('_', '-')}) is {value}; give {least} to {most}")
+        self.prepare_options()
+        one_of("missing (--missing)", self.missing, ("zero", "keep"))
+        if SplitRule.parse(self.split).kind in ("time", "column"):
+            raise UserError(
+                f"split (--split) is {self.split!r}, and Criteo's rows have neither a time nor such a column: give "
+                "shares such as '0.8,0.1,0.1', 'days' or 'none'"
+            )
+
+    def prepare_options(self) -> PrepareOptions:
+        """Returns the options that rows of any kind have, which are checked."""
+        unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
+        unused |= {"vocabulary", "grow"}  # the pipeline records the base and its growth
+        if self.missing == "zero":  # manifests of datasets with zeros are older than the choice
+            unused.add("missing")
+        recorded = {name: value for name, value in asdict(self).items() if name not in unused}
+        return PrepareOptions(
+            self.split, self.max_rejected, self.vocabulary, self.grow, {"source": "criteo", **recorded}
+        )
+
+    def schema(self) -> TableSchema:
+        """Returns the shipped schema with these options."""
+        return schema_of_preparation(self.prepare_options().recorded)
+
+
+def prepare_criteo(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    options: CriteoOptions | None = None,
+    limits: ResourceLimits | None = None,
+    *,
+    overwrite: bool = False,
+    progress: ProgressCallback = ignore,
+    note: NoteCallback = ignore,
+) -> Manifest:
+    """Prepares Criteo rows.
+
+    Args:
+        inputs: Files, folders, patterns, URLs or pipes, plain, gzip or Zstandard, in time order; a folder is its files
+            in natural order, and ``-`` is standard input.
+        output: Dataset folder to make, or the URL of one.
+        options: What the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
+        limits: Memory and threads to use; 2 GiB and every processor unless given.
+        overwrite: Whether a dataset at ``output`` is replaced.
+        progress: Function that is called now and then, in the caller's thread.
+        note: Function that is told in a sentence what should be known of the input, such as a header.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
+        RunError: The disk is full, or will not have room. Nothing was left behind.
+    """
+    options = options or CriteoOptions()
+    schema, prepared = options.schema(), options.prepare_options()
+    if options.vocabulary is not None:
+        Base.load(options.vocabulary, options.grow).require_same_values(schema)
+    source = TableSource(criteo_inputs(inputs, note), schema)
+    return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
+
+
+def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
+    """Returns the named inputs, which are read as text whatever their names end in."""
+    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _FILES)]
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import SourceFile
-from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.input_bytes import InputBytes
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
 from distembed.data.prepare.table.inputs import JSON_LINES, TableInput
-from distembed.data.prepare.table.json_lines import keys_of_lines
-from distembed.data.prepare.table.parquet_rows import ParquetBlock
-from distembed.data.prepare.table.raw_rows import RawBlock, RawRows
-from distembed.data.prepare.table.source import TableSource
-from distembed.data.prepare.table.text_inputs import TextPart, first_bytes
+from distembed.data.prepare.table.raw_rows import ParquetBlock, RawBlock, RawRows
+from distembed.data.prepare.table.source import TableSource, TextPart, first_bytes
+from distembed.data.prepare.table.text_rows import keys_of_lines
+from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.parser import row_text
 from distembed.data.table.schema import TableSchema
 
@@ -75,11 +73,7 @@ class RowReader:
         self._source = TableSource(rows, schema, wanted_by="the command")
 
     def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
-        """Yields all rows in blocks of about so many bytes of text, and reports each after it has been dealt with.
-
-        Raises:
-            UserError: An input cannot be read, is damaged, or has a column with other values.
-        """
+        """Yields all rows in blocks of about so many bytes of text, and reports each after it has been dealt with."""
         sizes = [each.raw.num_bytes for each in self.inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         parts = iter(self._source.parts(_WHOLE_INPUT))

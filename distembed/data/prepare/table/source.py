@@ -1,25 +1,155 @@
-"""A table's rows as a source of a preparation: inputs cut into parts, parts read as blocks, and blocks parsed."""
+"""Text files of a table: what their first lines say of their columns, and ranges of them as blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from itertools import zip_longest
+import codecs
+import csv
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, zip_longest
 
 import pyarrow as pa
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.blocks import OpenPart, ParsedBlock, Part
-from distembed.data.prepare.input_bytes import sha256_of
+from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between, require_text, sha256_of
+from distembed.data.prepare.row_source import OpenPart, Part
 from distembed.data.prepare.table.criteo_rows import WANTED, criteo_layout, parse_regular, strict_rows
-from distembed.data.prepare.table.delimited import DelimitedBlock
-from distembed.data.prepare.table.inputs import PARQUET, TableInput
-from distembed.data.prepare.table.parquet_rows import parquet_batches, row_group_bytes
-from distembed.data.prepare.table.raw_rows import RawBlock, parsed_block
-from distembed.data.prepare.table.text_inputs import TextLayout, TextPart, first_bytes, text_layout
+from distembed.data.prepare.table.inputs import JSON_LINES, PARQUET, TEXT, TableInput
+from distembed.data.prepare.table.raw_rows import RawBlock, parquet_batches, parsed_block, row_group_bytes
+from distembed.data.prepare.table.text_rows import DelimitedBlock, Dialect, TextLayout, keys_of_lines
+from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.parser import REASONS, TableParser
 from distembed.data.table.raw_columns import TableColumns
-from distembed.data.table.schema import CRITEO, TableSchema
-from distembed.data.table.schema_files import load_schema
+from distembed.data.table.schema import CRITEO, TableSchema, TextFormat, load_schema
+
+MOST_LINE_BYTES = 16 << 20
+_RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
+_END_BYTES = 16
+"""What is looked at of the end of an input."""
+
+
+def text_layout(
+    source: TableInput,
+    first: bytes,
+    text: TextFormat,
+    may_lack: str | None = None,
+    wanted: TableColumns | None = None,
+) -> TextLayout:
+    """Returns how a text input is read, given its beginning, unpacked, and how the schema says that text is read.
+
+    RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
+    """
+    require_text(source.place, first)
+    mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
+    end = first.find(b"\n", mark) + 1 or len(first)
+    line = first[mark:end]
+    by_line = JSON_LINES if line.lstrip().startswith(b"{") and text.separator is None else TEXT  # for a pipe
+    if (source.format or by_line) == JSON_LINES:
+        keys = keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])
+        if not keys:
+            raise UserError(
+                f"{source.place} has no JSON object on any of its first lines: JSON lines have one on each; write a "
+                "list of objects so, such as with `jq -c '.[]'`"
+            )
+        return TextLayout(tuple(dict.fromkeys((*keys, *(text.columns or ())))), None, mark, 0, wanted)
+    separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
+    if separator == text.quote:
+        raise UserError(
+            f"the schema's text.quote is {text.quote!r}, which separates the fields of {source.place}; give another, "
+            "or text.separator too"
+        )
+    fields = _fields(line, separator, text.quote)
+    quote, lists = text.quote, list[str]()
+    if text.header:
+        columns, first_row = fields, end
+        typed = [field.rpartition(":")[::2] for field in fields]
+        if typed and all(name and kind in _RECBOLE_TYPES for name, kind in typed):
+            known = wanted.names if wanted is not None else ()
+            columns = [field if field in known else name for field, (name, _) in zip(fields, typed, strict=True)]
+            quote, lists = None, [name for name, kind in typed if kind == "token_seq"]
+    else:
+        columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
+        if len(fields) == len(columns) - 1:
+            columns = [name for name in columns if name != may_lack]
+    missing = tuple(text.missing_values)
+    dialect = Dialect(tuple(columns), separator, quote, text.newlines_in_values, missing)
+    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark), lists=tuple(lists))
+
+
+def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
+    """Returns the fields of a first line."""
+    decoded = line.decode(errors="backslashreplace").rstrip("\r\n")
+    if decoded and quote is not None:
+        with suppress(csv.Error):  # a field longer than Python's reader takes
+            return next(csv.reader([decoded], delimiter=separator, quotechar=quote), [])
+    return decoded.split(separator) if decoded else []
+
+
+def first_bytes(source: TableInput) -> bytes:
+    """Returns the beginning of an input that is no pipe, unpacked: about a megabyte."""
+    return next(InputBytes(source.place).pieces(), b"")
+
+
+class TextPart:
+    """A range of a text input that is being read."""
+
+    def __init__(
+        self,
+        source: TableInput,
+        part: Part,
+        block_bytes: int,
+        layout: TextLayout | None,
+        learn: Callable[[TableInput, bytes], TextLayout],
+    ) -> None:
+        self._source, self._part, self._block_bytes = source, part, block_bytes
+        self._layout, self._learn = layout, learn
+        self._bytes = InputBytes(source.place, max(0, part.start - 1))
+        self._end = b"\n"
+        self.header_lines = 0  # known once the first block is there
+        self.lists: Sequence[str] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        if self._part.stop is None:
+            return self._bytes.bytes_read
+        return min(self._bytes.bytes_read, self._part.stop - self._part.start)
+
+    @property
+    def sha256(self) -> str | None:
+        return self._bytes.sha256 if self._part.is_whole else None
+
+    def raw_blocks(self) -> Generator[RawBlock, None, None]:
+        place, pieces = self._source.place, self._bytes.pieces()
+        first = next(pieces, b"")
+        if not first:
+            return
+        if self._layout is None:
+            if first.startswith(b"PAR1"):
+                raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
+            self._layout = self._learn(self._source, first)
+        layout = self._layout
+        self.lists = layout.lists
+        lines = lines_between(chain([first], pieces), self._part.start, self._part.stop)
+        if self._part.start == 0:  # before blocks are cut: quotation marks of a header are no value's
+            self.header_lines = layout.header_lines
+            lines = chain([next(lines)[layout.first_row_byte :]], lines)
+        quote = layout.dialect.record_quote if layout.dialect is not None else None
+        for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, quote):
+            self._end = text[-_END_BYTES:]
+            yield layout.block(text)
+
+    def notes(self) -> list[str]:
+        layout = self._layout
+        if layout is None:  # a pipe without a byte
+            return []
+        notes = list(layout.notes) if self.header_lines else []
+        if self._part.stop is None and layout.whole_end is not None and not layout.whole_end.search(self._end):
+            notes.append(
+                f"{self._source.place}: its last line has no line's end and may have been cut short (kept as it is "
+                "where it is well-formed)"
+            )
+        return notes
+
 
 _LATER_KEYS = (
     " Of JSON lines, these are the keys in the first megabyte of each file; list a key that comes later in the "

@@ -1,13 +1,4 @@
-"""Keys of 64 bits for texts: a hash that is the same on every machine and in every version, computed by numpy.
-
-A text of n bytes in UTF-8 is read as words w_1, w_2, ... of 8 bytes (little endian, zeros at the end)::
-
-    h_0 = mix(n)        h_i = mix(h_(i-1) xor w_i)        key = the last h
-
-with SplitMix64's output function ``mix``, which is one to one. Texts of the same length and up to 8 bytes therefore
-have different keys; of others, two of a hundred million have the same with a probability of 0.0003. A vocabulary with
-two texts of one key is refused (:func:`distembed.data.prepare.vocabulary.require_distinct_keys`).
-"""
+"""SplitMix64 in numpy (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)."""
 
 from __future__ import annotations
 
@@ -15,7 +6,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS, mix64_array
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+
+
+def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the generator's output function of each value: one to one on 64 bits, each bit depends on all.
+
+    Applied to ``s, s + GOLDEN_GAMMA, s + 2 GOLDEN_GAMMA, ...`` it gives the numbers of the generator with state s.
+    """
+    values = values + np.uint64(GOLDEN_GAMMA)
+    shifted = np.empty_like(values)
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
+        values ^= np.right_shift(values, np.uint64(shift), out=shifted)
+        if multiplier is not None:
+            values *= np.uint64(multiplier)
+    return values
+
 
 _WORD = 8
 _BITS = 2**64 - 1

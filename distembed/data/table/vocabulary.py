@@ -23,19 +23,16 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
-from distembed.data.prepare.blocks import KeyColumn, KeyKind
-from distembed.data.splitmix import mix64_array
-from distembed.data.table.text_keys import text_keys
-from distembed.data.table.value_texts import value_texts
+from distembed.data.hashing import mix64_array, text_keys
+from distembed.data.table.blocks import KeyColumn, KeyKind
+from distembed.data.table.values import value_texts
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
-
 VOCABULARY_GROUP_ROWS = 131_072
 _TEXT_GROUP_ROWS = 16_384
 """Rows of a row group of texts, which may be long."""
 TEXTS_AT_A_TIME = 4096
 """Texts in memory at a time while vocabularies are read and written."""
-
 KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": pa.int64(), "string": pa.string()}
 """Type of the keys in a vocabulary's file, by the kind of the values."""
 
@@ -112,11 +109,6 @@ def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKin
     """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys.
 
     Pages have no checksums, other than the splits': the bytes say what ids stand for, and older versions wrote them so.
-
-    Args:
-        path: File to write.
-        batches: Keys and counts in the order of the ids.
-        kind: What the keys are.
     """
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
@@ -142,15 +134,7 @@ def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Itera
 
 
 def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
-    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids.
-
-    Args:
-        path: The vocabulary's file.
-        kind: What its keys should be.
-
-    Raises:
-        UserError: The file cannot be read, or its keys are of another kind.
-    """
+    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids."""
     try:
         with pq.ParquetFile(path) as file:
             found = file.schema_arrow.field("key").type
@@ -166,11 +150,7 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
 
 
 def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
-    """Returns the ids of a vocabulary, which is read into memory.
-
-    Raises:
-        UserError: The file cannot be read, its keys are of another kind, or two of its texts have the same key.
-    """
+    """Returns the ids of a vocabulary, which is read into memory."""
     parts = [key_numbers(batch.column("key")) for batch in vocabulary_batches(path, column.kind)]
     keys = np.concatenate([np.zeros(0, column.key_dtype), *parts])
     order = np.argsort(keys, kind="stable")
@@ -183,9 +163,6 @@ def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path
     """Makes sure that the keys of a vocabulary, in ascending order, are of distinct values, which hashes may not be.
 
     Two texts of one value, 10 and 10.0 in a vocabulary of an earlier version, may have one key: the first id counts.
-
-    Raises:
-        UserError: Two values have the same key.
     """
     same = np.flatnonzero(keys[1:] == keys[:-1])
     if not len(same):
@@ -198,3 +175,45 @@ def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path
             f"the values {firsts[place].as_py()!r} and {seconds[place].as_py()!r} of column {column.name!r} have the "
             "same 64-bit key, as two of billions may: change one of them in the input"
         )
+
+
+def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
+    """Returns the function from a column's keys to the ids that a dataset, or a run's copy of it, gave them."""
+    if column.hash_size is not None:
+        return HashMap(column.hash_size, column.hash_seed)
+    return vocabulary_map(_vocabulary_file(folder, manifest, column.name), column)
+
+
+def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
+    """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones.
+
+    Hexadecimal values have 8 digits.
+    """
+    path = _vocabulary_file(folder, manifest, feature)
+    try:
+        keys = pq.read_table(path, columns=["key"])["key"].combine_chunks()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
+    if pa.types.is_uint32(keys.type):
+        texts = pa.array([f"{key:08x}" for key in keys.to_pylist()], pa.string())
+    else:
+        texts = keys.cast(pa.string())
+    return pa.concat_arrays([pa.nulls(FIRST_ID, pa.string()), texts])
+
+
+def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:
+    """Returns the raw values of ids; null for those that stand for none, such as -1."""
+    return values.take(pa.array(np.where((ids < 0) | (ids >= len(values)), 0, ids)))
+
+
+def _vocabulary_file(folder: Path, manifest: Manifest, feature: str) -> Path:
+    """Returns the path of a feature's vocabulary, once it is held against its checksum."""
+    if feature not in manifest.vocabularies:
+        raise UserError(
+            f"the dataset of {folder} has no vocabulary of {feature!r}, so that its raw values are not known: they are "
+            "hashed, or it was made elsewhere"
+        )
+    path = manifest.require_unchanged(folder, manifest.vocabularies[feature].file)
+    if not path.exists():
+        raise UserError(f"the vocabulary {path} is missing; {REMEDY}")
+    return path

@@ -1,22 +1,101 @@
-"""The malformed rows of an input: listed in a file of the dataset, counted by reason, and too many of them an error."""
+"""What a preparation reads, whatever the kind of rows: parts of inputs, and blocks of parsed rows.
+
+An input is cut into *parts*, each of which is read by itself, in any process and on any machine: a range of the bytes
+of a plain text file, some row groups of a Parquet file, or the whole of what can only be read from its beginning. A
+part is read as *blocks* of a bounded size. A block has the columns of its well-formed rows, and the malformed rows::
+
+    numbers    label int8, weight float32, time int64, dense float32 ...      [num_rows] each; missing values are NaN
+    ids        codes 1 0 2 1, keys [-, k1, k2]                                row i has keys[codes[i]]; 0: none
+               for lists: codes of all rows end to end, and the number of values of each row
+
+The :class:`BlockLayout` says once what each column is for, and how its values become numbers or ids.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Rejected
-from distembed.data.prepare.blocks import RawInput
+from distembed.data.table.blocks import (
+    BlockLayout,
+    ParsedBlock,
+)
+
+
+@dataclass(frozen=True)
+class RawInput:
+    """A file, a pipe or a URL that has rows."""
+
+    name: str  # in the dataset (:func:`distembed.data.prepare.table.inputs.input_names`)
+    place: str  # for errors and notes
+    num_bytes: int | None  # its size, compressed where it is; None where that is not known before it is read
+    is_compressed: bool = False
+    version: str = ""  # changes when the content of a URL changes; empty where it is not known, and for files
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of an input that is read by itself: bytes or row groups ``[start, stop)``, None for the end."""
+
+    source: int  # number of the input among all, from 0
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole input."""
+        return self.start == 0 and self.stop is None
+
+
+class OpenPart(Protocol):
+    """A part that is being read."""
+
+    @property
+    def bytes_read(self) -> int: ...  # of the input so far, compressed where it is
+
+    @property
+    def header_lines(self) -> int: ...  # before the first row, known with the first block; 0 within an input
+
+    @property
+    def sha256(self) -> str | None: ...  # of the whole input, once all was read; None for other parts
+
+    def raw_blocks(self) -> Generator[Any, None, None]:
+        """Yields about a block's size of rows at a time for :meth:`RowSource.parse`, in order."""
+
+    def notes(self) -> list[str]:
+        """Returns sentences on the part that a user should know, once all blocks were read."""
+
+
+class RowSource(Protocol):
+    """One kind of rows, and the inputs that hold them; it can be pickled."""
+
+    inputs: list[RawInput]
+    layout: BlockLayout
+    reasons: tuple[str, ...]  # why a row can be malformed, in the order of the manifest
+    wanted: str  # describes a well-formed row in a sentence, for errors
+    hints: Mapping[str, str]  # by reason: a sentence on the likely cause, where most malformed rows have that reason
+
+    def parts(self, part_bytes: int) -> list[Part]:
+        """Returns the parts of all inputs in order, of about so many bytes each, by the inputs and this size alone."""
+
+    def checksum(self, source: int) -> str:
+        """Returns the SHA-256 of an input that is cut into several parts, given its number."""
+
+    def open(self, part: Part, block_bytes: int) -> OpenPart:
+        """Begins to read a part, in blocks of about so many bytes of text."""
+
+    def parse(self, raw: Any) -> ParsedBlock:
+        """Parses a raw block, in any thread; a malformed row becomes a rejected row, never an error."""
+
 
 REJECTED_NAME = "rejected.tsv"
-
 _EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 120
-
 _HEADER = b"file\tline\treason\trow\n"
 
 # A file's name in rejected.tsv takes one field of one line.
@@ -73,20 +152,12 @@ class RejectedRows:
         return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
 
     def require_hope(self, num_rows: int) -> None:
-        """Ends the reading of a file of another kind, given the number of rows so far, malformed ones included.
-
-        Raises:
-            UserError: So many rows are malformed that the rest need not be read.
-        """
+        """Ends the reading of a file of another kind, given the number of rows so far, malformed ones included."""
         if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self.max_rejected) * num_rows:
             raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
 
     def require_few(self, num_rows: int) -> None:
-        """Makes sure that not too many of all rows are malformed, and that some are well-formed.
-
-        Raises:
-            UserError: There is no row, too many are malformed, or all are.
-        """
+        """Makes sure that not too many of all rows are malformed, and that some are well-formed."""
         if not num_rows:
             raise UserError(f"the input has no rows: {', '.join(each.place for each in self.inputs[:_EXAMPLES])}")
         if self.num_rows > self.max_rejected * num_rows:

@@ -13,10 +13,9 @@ The :class:`BlockLayout` says once what each column is for, and how its values b
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +44,7 @@ class KeyColumn:
     """A column of values that get ids.
 
     A key is a number: that of the digits (``hexadecimal``, uint32), that of the value (``integer``, int64), or a hash
-    of the text (``string``, uint64, :func:`distembed.data.table.text_keys.text_keys`); then blocks have the texts too.
+    of the text (``string``, uint64, :func:`distembed.data.hashing.text_keys`); then blocks have the texts too.
     """
 
     name: str  # of the dataset's column
@@ -123,77 +122,3 @@ class ParsedBlock:
 def code_dtype(num_keys: int) -> np.dtype[Any]:
     """Returns the smallest unsigned type for codes below ``num_keys``."""
     return np.min_scalar_type(max(num_keys - 1, 0))
-
-
-@dataclass(frozen=True)
-class RawInput:
-    """A file, a pipe or a URL that has rows."""
-
-    name: str  # in the dataset (:func:`distembed.data.prepare.table.inputs.input_names`)
-    place: str  # for errors and notes
-    num_bytes: int | None  # its size, compressed where it is; None where that is not known before it is read
-    is_compressed: bool = False
-    version: str = ""  # changes when the content of a URL changes; empty where it is not known, and for files
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of an input that is read by itself: bytes or row groups ``[start, stop)``, None for the end."""
-
-    source: int  # number of the input among all, from 0
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the whole input."""
-        return self.start == 0 and self.stop is None
-
-
-class OpenPart(Protocol):
-    """A part that is being read."""
-
-    @property
-    def bytes_read(self) -> int: ...  # of the input so far, compressed where it is
-
-    @property
-    def header_lines(self) -> int: ...  # before the first row, known with the first block; 0 within an input
-
-    @property
-    def sha256(self) -> str | None: ...  # of the whole input, once all was read; None for other parts
-
-    def raw_blocks(self) -> Generator[Any, None, None]:
-        """Yields about a block's size of rows at a time for :meth:`RowSource.parse`, in order.
-
-        Raises:
-            UserError: The input cannot be read, or is damaged.
-        """
-
-    def notes(self) -> list[str]:
-        """Returns sentences on the part that a user should know, once all blocks were read."""
-
-
-class RowSource(Protocol):
-    """One kind of rows, and the inputs that hold them; it can be pickled."""
-
-    inputs: list[RawInput]
-    layout: BlockLayout
-    reasons: tuple[str, ...]  # why a row can be malformed, in the order of the manifest
-    wanted: str  # describes a well-formed row in a sentence, for errors
-    hints: Mapping[str, str]  # by reason: a sentence on the likely cause, where most malformed rows have that reason
-
-    def parts(self, part_bytes: int) -> list[Part]:
-        """Returns the parts of all inputs in order, of about so many bytes each, by the inputs and this size alone."""
-
-    def checksum(self, source: int) -> str:
-        """Returns the SHA-256 of an input that is cut into several parts, given its number.
-
-        Raises:
-            UserError: The input cannot be read.
-        """
-
-    def open(self, part: Part, block_bytes: int) -> OpenPart:
-        """Begins to read a part, in blocks of about so many bytes of text."""
-
-    def parse(self, raw: Any) -> ParsedBlock:
-        """Parses a raw block, in any thread; a malformed row becomes a rejected row, never an error."""

@@ -1,0 +1,101 @@
+"""A column of lists, of which batches take rows.
+
+::
+
+    row         0    1    2
+    lists      3 9   -    5
+    values     3 9        5
+    offsets    0     2    2    3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """One column of lists."""
+
+    values: NDArray[Any]  # ids, int64, or numbers, float32, of all rows, end to end
+    offsets: NDArray[np.int64]  # where the values of each row begin, and where the last ones end [num_rows + 1]
+
+    @classmethod
+    def from_lengths(cls, values: NDArray[Any], lengths: NDArray[np.int64]) -> Jagged:
+        """Returns a column from the number of values of each row."""
+        return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of values of each row."""
+        return np.diff(self.offsets)
+
+    def gather(self, rows: NDArray[np.int64]) -> Jagged:
+        """Returns these rows, in this order."""
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
+        shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return Jagged.from_lengths(self.values[shift + np.arange(len(shift))], lengths)
+
+    @classmethod
+    def concatenate(cls, columns: Sequence[Jagged]) -> Jagged:
+        """Returns the rows of all columns, of which there is at least one, end to end."""
+        values = np.concatenate([column.values for column in columns])
+        return cls.from_lengths(values, np.concatenate([column.lengths for column in columns]))
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where each single-valued column stands in a record."""
+
+    single: tuple[CategoricalFeature, ...]  # single-valued features, in the order of their ids in a record
+    numbers: tuple[str, ...]  # names of the columns of numbers, likewise: dense, label, weight
+    has_lists: bool  # whether a row has lists, which are not in its record
+    dtype: np.dtype[Any]  # int32, or int64 where the ids of a table need it
+
+    @classmethod
+    def from_schema(cls, schema: Schema) -> RecordLayout:
+        """Returns the layout for the rows of this schema."""
+        single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
+        wide = any(feature.num_embeddings > 2**31 for feature in single)
+        last = tuple(name for name in (schema.label, schema.weight) if name is not None)
+        dtype = np.dtype(np.int64 if wide else np.int32)
+        has_lists = len(single) < len(schema.categorical) or bool(schema.dense_sequences)
+        return cls(single, (*schema.dense, *last), has_lists, dtype)
+
+    @property
+    def first_float(self) -> int:
+        """Index of the first number when a record is viewed as float32."""
+        return len(self.single) * (self.dtype.itemsize // 4)
+
+    @property
+    def width(self) -> int:
+        """Number of elements of ``dtype`` in a record."""
+        floats_each = self.dtype.itemsize // 4
+        return len(self.single) + -(-len(self.numbers) // floats_each)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Decoded rows."""
+
+    records: NDArray[Any]  # row-major array of the single-valued columns [num_rows, width]; see RecordLayout
+    jagged: dict[str, Jagged]  # columns of lists by their names
+
+    def gather(self, rows: NDArray[np.int64]) -> Block:
+        """Returns these rows, in this order."""
+        lists = {name: column.gather(rows) for name, column in self.jagged.items()}
+        return Block(np.take(self.records, rows, axis=0), lists)
+
+    @classmethod
+    def concatenate(cls, blocks: Sequence[Block]) -> Block:
+        """Returns the rows of all blocks, of which there is at least one, end to end."""
+        records = np.concatenate([block.records for block in blocks])
+        return cls(records, {name: Jagged.concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})
