@@ -156,11 +156,8 @@ def test_files_cut_or_extended_are_refused_at_the_start(criteo: Path) -> None:
         require_whole(criteo, ["train", "holdout"])
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_other_rows_than_the_manifest_says_are_refused(tmp_path: Path, old: bool) -> None:
+def test_other_rows_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 100)
-    if old:
-        make_old(folder)
     manifest = Manifest.load(folder)
     split = manifest.splits["all"]
     first = replace(split.files[0], num_rows=split.files[0].num_rows + 1)

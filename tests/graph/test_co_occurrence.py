@@ -1,7 +1,5 @@
 """Graphs of what occurs together in a dataset's training split, and of JSON, against loops over the same rows."""
 
-import gzip
-import json
 from collections import defaultdict
 from itertools import combinations
 from math import sqrt
@@ -155,41 +153,6 @@ def test_only_the_strongest_edges_are_kept(
     dropped = graph.details["dropped"]
     assert dropped.get("rare", 0) + dropped.get("beyond", 0) == left_out
     assert "left out" in describe_graph(graph)[-1]
-
-
-@pytest.mark.parametrize("name", ["attributes.json", "attributes.json.gz"])
-def test_json_is_read_as_two_columns(tmp_path: Path, ratings: Path, name: str) -> None:
-    keys = pq.read_table(ratings / "vocabulary/item.parquet")
-    ids = dict(zip(keys["key"].to_pylist(), keys["id"].to_pylist(), strict=True))
-    attributes = {key: [int(key) % 4, f"odd {int(key) % 2}"] for key in ids} | {"no such item": [1]}
-    text = json.dumps(attributes).encode()
-    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-    options = GraphOptions(attribute="attribute", count_shared=True, unknown="drop")
-    graph = prepare_graph([tmp_path / name], tmp_path / "out", NodeIds(ratings, "item"), options)
-    edges = [
-        (ids[a], ids[b], float(len({*map(str, attributes[a])} & {*map(str, attributes[b])})))
-        for a, b in combinations(ids, 2)
-        if {*map(str, attributes[a])} & {*map(str, attributes[b])}
-    ]
-    check_graph(graph, num_nodes(ratings, "item"), reference_rows(edges, directed=False))
-    assert graph.details["dropped"]["unknown"] == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[1, 2]", "no JSON object of lists"),
-        ("{}", "no JSON object of lists"),
-        ('{"a": 1}', "has no column 'source', 'b'"),
-        ('{"a": [1.5]}', "'a': 1.5"),
-        ('{"a": [1', "neither JSON lines nor one JSON value"),
-    ],
-)
-def test_other_json_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "in.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        prepare_graph([tmp_path / "in.json"], tmp_path / "out", NodeIds(num_embeddings=9), GraphOptions(attribute="b"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path, ratings: Path) -> None:

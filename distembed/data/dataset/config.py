@@ -124,7 +124,7 @@ class DataConfig:
         return {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
 
     def require_path(self, alternative: str = "") -> str:
-        """Returns the folder of the dataset, or of its copy where ``path`` is a URL; an error where ``path`` is not set."""
+        """Returns the folder of the dataset, or of its copy where ``path`` is a URL; it must be set."""
         if self.path is None:
             example = f"for example data.path=criteo{alternative}."
             raise UserError(f"data.path is not set: give the folder that `distembed prepare` made, {example}")

@@ -21,7 +21,6 @@ from distembed.data.table.blocks import BlockLayout, KeyColumn
 from distembed.data.table.encoder import num_bins
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 
-_RUN_CONFIG = "config.yaml"
 _MOST_SAID = 5
 
 
@@ -149,23 +148,13 @@ def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
 
 
 def _local_folder(path: Path) -> Path:
-    """Returns the folder of a dataset, or of what a run keeps of its own, or of a run's dataset by its config."""
+    """Returns the folder of a dataset, or the copy of its manifest and vocabularies in a run's folder."""
     if (path / MANIFEST_NAME).is_file():
         return path
     kept = kept_dataset(path)
-    if kept is not None:
-        return kept
-    if not (path / _RUN_CONFIG).is_file():
+    if kept is None:
         raise UserError(
-            f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no {_RUN_CONFIG}): "
-            "name the folder of one"
+            f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no dataset/"
+            f"{MANIFEST_NAME}): name the folder of one"
         )
-    from distembed.base.yaml_text import parse_yaml  # takes 20 ms to load, and only runs of early versions need it
-
-    try:
-        config = parse_yaml((path / _RUN_CONFIG).read_text(encoding="utf-8"), str(path / _RUN_CONFIG))
-        return dataset_folder(config["data"]["path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:  # a UserError is a ValueError
-        raise UserError(
-            f"{path / _RUN_CONFIG} does not say which dataset the run is of ({error}): name the dataset (--vocabulary)"
-        ) from error
+    return kept

@@ -33,7 +33,6 @@ from distembed.data.prepare.base import Base
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
 from distembed.data.table.blocks import KeyColumn
-from distembed.data.table.values import value_texts
 from distembed.data.table.vocabulary import (
     KEY_TYPES,
     MISSING_ID,
@@ -128,15 +127,12 @@ def build_vocabulary(
     )
     unknown, queries = "counted", list[str]()
     if known is not None:
-        # of a text, the value's own text too, which an earlier version may have written otherwise
-        fields = [("id", pa.int64()), *counted, ("own", counted.field("key").type)]
-        database.add("known", _with_own_text(known, column), pa.schema(fields))
-        lacking = "select counted.* from counted anti join known on counted.key = known.own"
-        database.run(f"create or replace table unknown as {lacking}")
+        database.add("known", vocabulary_batches(known, column.kind), pa.schema([("id", pa.int64()), *counted]))
+        database.run("create or replace table unknown as select counted.* from counted anti join known using (key)")
         unknown = "unknown"
         queries.append(
             "select known.key, known.count + coalesce(counted.count, 0) from known left join counted "
-            "on known.own = counted.key order by id"
+            "using (key) order by id"
         )
     queries.append(f"select key, count from {unknown} where count >= {least} order by count desc, key")
     with replaced_file(path) as written:
@@ -154,13 +150,6 @@ def build_vocabulary(
     return _sorted_map(path, column, database, scratch, num_ids), {
         name: Vocabulary(file, num_ids, num_dropped, rows_dropped, missing) for name, missing in rows_missing.items()
     }
-
-
-def _with_own_text(path: Path, column: KeyColumn) -> Iterator[pa.RecordBatch]:
-    """Yields ids, keys and counts of a vocabulary, and the text that each value has now."""
-    for batch in vocabulary_batches(path, column.kind):
-        keys = batch.column("key")
-        yield batch.append_column("own", value_texts(keys) if column.kind == "string" else keys)
 
 
 def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path, num_ids: int) -> VocabularyMap:

@@ -27,7 +27,7 @@ from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
 from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
 from distembed.data.prepare.row_source import Part, RawInput, RowSource
-from distembed.data.prepare.spool import RowSplits, SpooledBlock, row_splits, split_column
+from distembed.data.prepare.spool import RowSplits, row_splits, split_column
 from distembed.data.prepare.staging import Destination, require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work
 from distembed.data.prepare.write_parquet import (
@@ -117,15 +117,6 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
             f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
             f"{enumerate_names(rare)}; lower --min-count, or give more rows"
         )
-
-
-def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:
-    """Yields a sentence on hashed columns without values, of which the manifest does not tell."""
-    hashed = [place for place, column in enumerate(blocks[0].layout.ids) if column.hash_size is not None]
-    empty = [place for place in hashed if all(block.num_keys(place) == 1 for block in blocks)]
-    if empty:
-        names = [blocks[0].layout.ids[place].name for place in empty]
-        yield f"columns without any value: {enumerate_names(names)}"
 
 
 _UNPACKED_RATIO = 8
@@ -229,8 +220,6 @@ class Preparation:
         for found in ingested.notes():
             note(found)
         splits = self._splits(ingested)
-        for found in notes_on_rows(splits.blocks):
-            note(found)
         memory_bytes, layout = self.limits.counting_bytes, self.source.layout
         columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, self.work.folder, splits)
         learnt, checksums = self._learn(columns, sorted({part.source for part in parts if not part.is_whole}))

@@ -66,20 +66,6 @@ def value_texts(values: pa.Array) -> pa.Array:
     return pc.replace_with_mask(texts, pa.array(mask), pa.array(changed, pa.string()))
 
 
-def vocabulary_texts(texts: pa.Array) -> pa.Array:
-    """Returns the values' own texts for those of a vocabulary; a text whose value an earlier one has stays as it is.
-
-    Vocabularies of earlier versions have 10.0 where a file of text had it.
-    """
-    own = value_texts(texts)
-    if own.equals(texts):
-        return own
-    _, places = np.unique(own.dictionary_encode("encode").indices.to_numpy(), return_index=True)
-    is_first = np.zeros(len(own), bool)
-    is_first[places] = True
-    return pc.if_else(pa.array(is_first), own, texts)
-
-
 def _changing(texts: pa.Array) -> NDArray[np.int64]:
     """Returns the places of the texts that may be written otherwise than the value's own text."""
     if len(texts) <= _FEW:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -25,7 +24,6 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
 from distembed.data.hashing import mix64_array, text_keys
 from distembed.data.table.blocks import KeyColumn, KeyKind
-from distembed.data.table.values import value_texts
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 VOCABULARY_GROUP_ROWS = 131_072
@@ -98,17 +96,14 @@ def sort_keys(keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def key_numbers(keys: pa.Array) -> NDArray[Any]:
-    """Returns the numbers by which an :class:`IdMap` knows keys: of texts, the hashes of their values.
-
-    Vocabularies of earlier versions have 10.0 where a text of CSV had the fraction; the value is 10.
-    """
-    return text_keys(value_texts(keys)) if pa.types.is_string(keys.type) else keys.to_numpy()
+    """Returns the numbers by which an :class:`IdMap` knows keys; of texts, their hashes."""
+    return text_keys(keys) if pa.types.is_string(keys.type) else keys.to_numpy()
 
 
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
     """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys.
 
-    Pages have no checksums, other than the splits': the bytes say what ids stand for, and older versions wrote them so.
+    Its pages have no checksums, unlike those of the splits: a run's ids are compared by the bytes of this file.
     """
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
@@ -160,20 +155,13 @@ def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
 
 
 def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path, column: KeyColumn) -> None:
-    """Makes sure that the keys of a vocabulary, in ascending order, are of distinct values, which hashes may not be.
-
-    Two texts of one value, 10 and 10.0 in a vocabulary of an earlier version, may have one key: the first id counts.
-    """
-    same = np.flatnonzero(keys[1:] == keys[:-1])
-    if not len(same):
-        return
-    texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
-    firsts, seconds = (texts.take(pa.array(ids[same + which] - FIRST_ID)) for which in (0, 1))
-    differs = pc.not_equal(value_texts(firsts), value_texts(seconds)).to_numpy(zero_copy_only=False)
-    for place in np.flatnonzero(differs)[:1].tolist():
+    """Refuses a vocabulary in which two texts have the same hash; the keys are in ascending order."""
+    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1]:
+        texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
+        first, second = texts.take(pa.array(ids[place : place + 2] - FIRST_ID)).to_pylist()
         raise UserError(
-            f"the values {firsts[place].as_py()!r} and {seconds[place].as_py()!r} of column {column.name!r} have the "
-            "same 64-bit key, as two of billions may: change one of them in the input"
+            f"the values {first!r} and {second!r} of column {column.name!r} have the same 64-bit key, as two of "
+            "billions may: change one of them in the input"
         )
 
 

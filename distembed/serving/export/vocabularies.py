@@ -15,7 +15,6 @@ from pathlib import Path
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import Schema
-from distembed.data.table.values import vocabulary_texts
 from distembed.data.table.vocabulary import FIRST_ID, raw_values
 
 _VALUES_AT_ONCE = 1 << 16
@@ -41,7 +40,7 @@ def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features
     for table in dict.fromkeys(tables[name] for name in features):
         if table not in manifest.vocabularies:
             continue
-        values = vocabulary_texts(raw_values(dataset, manifest, table))
+        values = raw_values(dataset, manifest, table)
         is_plain = re.fullmatch(r"[A-Za-z]\w{0,99}", table, re.ASCII) is not None
         file = folder / "vocabularies" / (f"{table}.jsonl" if is_plain else f"{len(files)}.jsonl")
         file.parent.mkdir(exist_ok=True)

@@ -238,16 +238,6 @@ def test_quoted_values_have_several_lines_where_that_is_said(tmp_path: Path) -> 
     assert sorted((row["item"], row["rating"]) for row in rows) == [("i", 1), ("j", 2), ("k", 3)]
 
 
-def test_a_json_object_of_lists(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text(json.dumps({"u": ["a", 3], "v": ["a", "b", "c"]}))
-    options = SequenceOptions(split="last-one")
-    manifest = prepare_sequences(
-        InteractionFiles([tmp_path / "rows.json"]), Preparation(tmp_path / "out"), None, options
-    )
-    assert [row["item"] for row in read(tmp_path / "out", "test")] == [["a", "3"], ["a", "b", "c"]]
-    assert manifest.sources[0].num_rows == 5
-
-
 @pytest.mark.parametrize("late", ["2263-01-01", "2020-01-01T00:00:00.000000003"])
 def test_times_of_parquet_to_the_nanosecond(tmp_path: Path, late: str) -> None:
     """Of times that nanoseconds of 64 bits do not hold, the order is that of microseconds."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -153,29 +152,3 @@ def test_texts_do_not_depend_on_the_texts_beside_them(texts: list[str]) -> None:
     assert value_texts(pa.array(alone, pa.string())).to_pylist() == alone
     sliced = pa.array(["1.0", *texts, "2.0"] * 2, pa.string())[1 : 1 + len(texts)]
     assert value_texts(sliced).to_pylist() == alone
-
-
-def test_a_vocabulary_of_an_earlier_version_is_found(tmp_path: Path) -> None:
-    """It may have 10.0 and True, as a file of text had them; their ids stay, also where it grows."""
-    from distembed.data.dataset.manifest import Manifest
-    from distembed.data.prepare.table.preparation import TableOptions
-
-    (tmp_path / "old.csv").write_text("label,value,other\n" + "0,x10,a\n1,x10,a\n0,xTrue,a\n1,b,a\n" * 2)
-    prepare_table([tmp_path / "old.csv"], tmp_path / "old", SCHEMA)
-    file = tmp_path / "old" / "vocabulary" / "value.parquet"
-    table = pq.read_table(file)
-    texts = {"x10": "10.0", "xTrue": "True"}
-    keys = pa.array([texts.get(key, key) for key in table["key"].to_pylist()])
-    pq.write_table(table.set_column(1, "key", keys), file, compression="zstd")
-    Manifest.load(tmp_path / "old").save(tmp_path / "old")
-    (tmp_path / "new.csv").write_text("label,value,other\n0,10,a\n1,true,a\n0,b,a\n1,c,a\n0,10.00,a\n")
-    for grow in (False, True):
-        options = TableOptions(vocabulary=tmp_path / "old", grow=grow)
-        prepare_table([tmp_path / "new.csv"], tmp_path / "new", SCHEMA, options, overwrite=True)
-        ids = pq.read_table(tmp_path / "new" / "train")["value"].to_pylist()
-        known = {key: place for place, key in enumerate(keys.to_pylist(), start=2)}
-        assert ids == [known["10.0"], known["True"], known["b"], 5 if grow else 1, known["10.0"]]
-        stored = pq.read_table(tmp_path / "new" / "vocabulary" / "value.parquet")
-        assert stored["key"].to_pylist() == [*keys.to_pylist(), *(["c"] if grow else [])]
-        if grow:
-            assert stored["count"].to_pylist()[0] == np.int64(4) + 2

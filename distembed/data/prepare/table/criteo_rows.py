@@ -19,7 +19,6 @@ pandas writes above columns without names. Any other line is a row, well-formed 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,8 +47,6 @@ _CACHED_BYTES = 1 << 20
 _SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\r")
 # A table's line is UTF-8, and a carriage return ends it. In Criteo's grammar, such bytes make a value malformed alone.
 _HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in range(256))
-# The end of a file that was not cut short: a line's end, or a whole last id.
-_WHOLE_END = re.compile(rb"(\n|\t[0-9a-fA-F]{8}\r?)\Z")
 
 
 def parse_regular(text: bytes) -> ParsedBlock | None:
@@ -130,7 +127,6 @@ def _strict_values(name: str, texts: pa.Array) -> pa.Array:
 
 def criteo_layout(layout: TextLayout, place: str, first: bytes) -> TextLayout:
     """Returns how a file of Criteo's rows is read, given its layout without a header and its first bytes."""
-    layout = dataclasses.replace(layout, whole_end=_WHOLE_END)
     end = first.find(b"\n", layout.first_row_byte) + 1 or len(first)
     line = first[layout.first_row_byte : end].removesuffix(b"\n").removesuffix(b"\r")
     fields = line.decode(errors="backslashreplace").split("\t")

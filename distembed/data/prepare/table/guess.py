@@ -21,7 +21,6 @@ from distembed.data.prepare.input_bytes import InputBytes
 from distembed.data.prepare.table.inputs import PARQUET, TableInput
 from distembed.data.prepare.table.raw_rows import opened_parquet
 from distembed.data.prepare.table.source import text_layout
-from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.numbers import number_values, time_values, values_as_numbers
 from distembed.data.table.raw_columns import (
     BOOLEAN,
@@ -51,10 +50,9 @@ class Sample:
     """The first rows of an input."""
 
     name: str
-    table: pa.Table  # with all columns; those of objects in JSON are null
+    table: pa.Table  # with all columns
     text: TextFormat = field(default_factory=TextFormat)
     separator: str | None = None  # of fields; None for Parquet and JSON lines
-    bad: Sequence[RejectedRow] = ()  # lines among the rows that are no rows
 
     def fits(self, schema: TableSchema) -> bool:
         """Returns whether a schema has the same columns, by name, or by number without a header."""
@@ -147,16 +145,8 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
     first = lines[:_FIRST_BYTES]
     text = _text_format(source, first)
     layout = text_layout(source, first, text)
-    block, names, objects = layout.block(lines[layout.first_row_byte :]), layout.columns, []
-    if layout.dialect is None and first.count(b"{") > first.count(b"\n") + 1:
-        num_bad = {name: len(layout.block(first).rows([name]).bad) for name in names}
-        objects = [name for name in names if num_bad[name] > min(num_bad.values())]
-    rows = block.rows([name for name in names if name not in objects])
-    table = rows.table
-    for name in objects:
-        table = table.append_column(name, pa.nulls(table.num_rows, pa.struct([])))
-    bad = [each for each in rows.bad if len(rows.lines) and each.line < rows.lines[-1]]  # the last line may be cut
-    return Sample(source.raw.name, table, text, layout.dialect.separator if layout.dialect is not None else None, bad)
+    table = layout.block(lines[layout.first_row_byte :]).rows(layout.columns).table
+    return Sample(source.raw.name, table, text, layout.dialect.separator if layout.dialect is not None else None)
 
 
 def _text_format(source: TableInput, first: bytes) -> TextFormat:
@@ -215,7 +205,6 @@ _OUTCOME = re.compile(
     re.IGNORECASE,
 )
 _FEW_OUTCOMES = 20  # an outcome's name is believed up to so many values: averages and sums of the past have more
-_CHANCE = 1e-6  # below this probability, it is not by chance that all rows with a value have the label 1
 _WEIGHTS = ("weight", "sample_weight", "row_weight", "importance")
 _TIME_NAME = re.compile(r"(^|_|\b)(hour|day|ts|at)($|_|\b)|(^|_|\b)(date)?time|(time|date|datum|stamp)($|_|\b)", re.I)
 _ID_NAME = re.compile(
@@ -230,7 +219,6 @@ _TIME_FORMATS = (
 _TIMES = (1e8, 4.2e9)  # seconds since 1970 that are taken for times: 1973 to 2103
 _FEW_WHOLE_NUMBERS = 100
 _SEPARATORS = ("|", ";", ",", " ")
-_DECIMAL_COMMA = "^-?[0-9][0-9.]*,[0-9]+$|^-?[0-9]+$"
 _LOOKED_AT = 2000
 
 
@@ -328,21 +316,9 @@ def _why_useless(column: ColumnProfile) -> str | None:
         return "its lists are of numbers with fractions, which get no ids" if (numbers % 1 > 0).any() else None
     if num_distinct == 1 and not column.missing_share:
         return "it has one value"
-    steps = np.zeros(1) if column.numbers is None else np.diff(column.numbers)
-    if column.is_whole and num_distinct == num_rows > 2 and (steps == 1).all():
-        return "it numbers the rows"
     is_id = column.numbers is None or _ID_NAME.search(column.name)
     if num_distinct == num_rows > 1 and is_id and not _separator(column):
         return "every row has a value of its own"
-    if (
-        column.kind == TEXT
-        and num_distinct > 0.9 * num_rows > 90
-        and _share(column, " .* ") > 0.5
-        and not _separator(column)
-    ):
-        return "nearly every row has a text of its own"
-    if column.numbers is None and column.kind == TEXT and _share(column, _DECIMAL_COMMA) == 1:
-        return "its numbers have commas, which are not read: write them as 1234.5"
     return None
 
 
@@ -352,26 +328,10 @@ def _share(column: ColumnProfile, pattern: str) -> float:
 
 
 def _why_outcome(column: ColumnProfile, label: ColumnProfile | None) -> str | None:
-    """Returns why a column is known no sooner than the label; None where it may be a feature.
-
-    That is its name, or that the rows with a rare value, such as 1 or any value at all, all have the label 1 (of a
-    number: one that no other row exceeds), which by chance they would have with probability (share of 1) ** (rows).
-    """
-    if label is None or column.kind == LIST:
-        return None
+    """Returns why a column is known no sooner than the label, by its name; None where it may be a feature."""
     is_few = _is_binary(column) or (column.numbers is not None and len(column.distinct) <= _FEW_OUTCOMES)
-    if is_few and _OUTCOME.fullmatch(column.name):
+    if label is not None and column.kind != LIST and is_few and _OUTCOME.fullmatch(column.name):
         return "its name is an outcome's, which is not known before the label"
-    labels = values_as_numbers(label.rows)[0]
-    usual = pc.equal(column.rows, column.distinct[0]).fill_null(False)
-    usual = usual if pc.sum(usual).as_py() > column.rows.null_count else column.rows.is_null()
-    is_usual = usual.to_numpy(zero_copy_only=False)[~np.isnan(labels)]
-    labels = labels[~np.isnan(labels)]
-    has_two_values = len(column.distinct) + bool(column.rows.null_count) == 2
-    for chosen in (~is_usual, is_usual) if has_two_values else (~is_usual,):
-        least, most = labels[chosen].min(initial=np.inf), labels[~chosen].max(initial=-np.inf)
-        if labels.min() < least >= most and np.mean(labels >= least) ** chosen.sum() < _CHANCE:
-            return f"only rows with the label {least:g} have some of its values"
     return None
 
 
@@ -425,9 +385,6 @@ def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) ->
     """Yields the lines of the schema."""
     first = f"the first {sample.table.num_rows:,} rows of {_shortened(sample.name)}"
     yield f"# Guessed from {first}: read it, and mend what is wrong."
-    if sample.bad:
-        line = _shortened(sample.bad[0].text.decode(errors="backslashreplace"))
-        yield f"# {len(sample.bad):,} lines among them are no rows ({sample.bad[0].reason}), such as {line}"
     for name in shipped_schemas():
         if sample.fits(load_schema(name)):
             yield f"# Its columns are those of the shipped schema {name}, which may do: `--schema {name}`."

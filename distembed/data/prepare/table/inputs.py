@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,17 +27,9 @@ _RECBOLE = (".inter", ".user", ".item", ".kg", ".link")
 _FORMATS |= dict.fromkeys((".csv", ".tsv", ".txt", *_RECBOLE), TEXT)
 _COMPRESSIONS = (".gz", ".zst")
 _SEPARATORS = {".csv": ",", **dict.fromkeys((".tsv", *_RECBOLE), "\t")}
+_CAN_BE_NAMED = "CSV, TSV, JSON lines or Parquet files, folders, patterns, URLs or pipes"
 _PARQUET_MAGIC = b"PAR1"
 _FIRST_BYTES = 16
-
-
-@dataclass(frozen=True)
-class InputKind:
-    """The kind of files that a preparation reads."""
-
-    can_be_named: str  # the inputs that a user can name, for errors
-    is_readable: Callable[[Path], bool]  # other files in a named folder are left out
-    none_in_folder: str  # what a folder without such files lacks, and what to do, for errors
 
 
 @dataclass(frozen=True)
@@ -62,29 +54,25 @@ class TableInput:
         return not (self.is_pipe or is_web or self.compression is not None or self.raw.num_bytes is None)
 
 
-def find_inputs(
-    named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore, kind: InputKind | None = None
-) -> list[TableInput]:
+def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
     """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
 
     Args:
         named: Files, folders, patterns such as ``day_*.csv``, URLs and pipes; ``-`` is standard input.
         note: Function that is told what else lies in a folder, which is not read, and that files may be out of order.
-        kind: Which files of a folder are read; all files of tables unless given.
 
     Raises:
         UserError: Nothing was named, there is nothing where a name leads, or one file is named twice.
     """
-    kind = kind or _FILES
     if not named:
-        raise UserError(f"no input was named: give one or more {kind.can_be_named}.")
+        raise UserError(f"no input was named: give one or more {_CAN_BE_NAMED}.")
     found: list[Path | RemoteFile] = []
     for each in named:
         if is_url(each):
             remote = sorted(list_remote(str(each)), key=lambda file: natural_order(file.url))
             found += remote
         else:
-            found += [file for path in _matching(str(each), kind) for file in _files(path, kind, note)]
+            found += [file for path in _matching(str(each)) for file in _files(path, note)]
     _require_distinct(found)
     local = [each for each in found if isinstance(each, Path)]
     _note_order_of_letters(local, note)
@@ -92,44 +80,46 @@ def find_inputs(
     return [_remote_input(each) if isinstance(each, RemoteFile) else _local_input(each, names[each]) for each in found]
 
 
-def _matching(pattern: str, kind: InputKind) -> list[Path]:
+def _matching(pattern: str) -> list[Path]:
     """Returns the files that a pattern matches, in natural order; a path that is no pattern or exists, as it is."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return [Path(STANDARD_INPUT if pattern == "-" else pattern)]
     found = sorted(glob.glob(pattern, recursive=True), key=natural_order)
     if not found:
-        raise UserError(f"no file matches {pattern!r}; name {kind.can_be_named}.")
+        raise UserError(f"no file matches {pattern!r}; name {_CAN_BE_NAMED}.")
     return list(map(Path, found))
 
 
-def _files(path: Path, kind: InputKind, note: NoteCallback) -> list[Path]:
+def _files(path: Path, note: NoteCallback) -> list[Path]:
     """Returns a file or pipe, or the files of the kind in a folder that are not hidden, in natural order."""
-    if not stat.S_ISDIR(_mode(path, kind)):
+    if not stat.S_ISDIR(_mode(path)):
         return [path]
     try:
         found = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     except OSError as error:
         raise UserError(f"the folder {path} cannot be read: {error.strerror}; name one that can.") from error
-    files = [entry for entry in found if entry.is_file() and kind.is_readable(entry)]
+    files = [entry for entry in found if entry.is_file() and _is_table(entry)]
     if not files:
-        raise UserError(f"the folder {path} has no {kind.none_in_folder}.")
+        raise UserError(
+            f"the folder {path} has no file that ends in {', '.join(_FORMATS)}, perhaps with "
+            f"{' or '.join(_COMPRESSIONS)}; "
+            "name files that do not"
+        )
     if others := [entry.name for entry in found if entry not in files]:
         note(f"of the folder {path} not read: {enumerate_names(others)}; name what else is to be read")
     return sorted(files, key=natural_order)
 
 
-def _mode(path: Path, kind: InputKind) -> int:
+def _mode(path: Path) -> int:
     """Returns the mode of a path's target, as ``stat`` gives it."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         if str(path) == STANDARD_INPUT:
             raise UserError("standard input is closed: pipe rows into the command, or name a file.") from None
-        if os.path.islink(path):
-            raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist.") from None
-        raise UserError(f"{path} does not exist; name {kind.can_be_named}.") from None
+        raise UserError(f"{os.path.realpath(path)} does not exist; name {_CAN_BE_NAMED}.") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise UserError(f"{str(path)!r} cannot be read: {error}; name {kind.can_be_named}.") from error
+        raise UserError(f"{str(path)!r} cannot be read: {error}; name {_CAN_BE_NAMED}.") from error
     if str(path) == STANDARD_INPUT and os.isatty(0):
         raise UserError("standard input is a terminal: pipe rows into the command, or name a file.")
     return mode
@@ -190,7 +180,7 @@ def _local_input(path: Path, name: str) -> TableInput:
         with open_input(str(path)) as file:
             return _described(RawInput(name, str(path), path.stat().st_size), file.read(_FIRST_BYTES))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; name {_FILES.can_be_named}.") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}; name {_CAN_BE_NAMED}.") from error
 
 
 def _remote_input(found: RemoteFile) -> TableInput:
@@ -228,11 +218,3 @@ def _is_table(path: Path) -> bool:
     """Returns whether a file of a folder is read: by its end, or with none unless it begins with _ (Spark's own)."""
     format, _ = _by_name(path.name)
     return format is not None or (path.suffix.lower() in ("", *_COMPRESSIONS) and not path.name.startswith("_"))
-
-
-_FILES = InputKind(
-    can_be_named="CSV, TSV, JSON lines or Parquet files, folders, patterns, URLs or pipes",
-    is_readable=_is_table,
-    none_in_folder=f"file that ends in {', '.join(_FORMATS)}, perhaps with {' or '.join(_COMPRESSIONS)}; name files "
-    "that do not",
-)

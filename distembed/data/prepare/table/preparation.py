@@ -1,4 +1,7 @@
-"""Criteo's click logs, as published, to a Parquet dataset: tables of the shipped schema, with options of their own."""
+"""Tables to a dataset: of any columns, as a schema says, and Criteo's click logs as published.
+
+Criteo's logs are tables of the shipped schema ``criteo``, with options of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,11 @@ from distembed.data.prepare.base import Base
 from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.split import SplitRule
-from distembed.data.prepare.table.inputs import TEXT, InputKind, TableInput, find_inputs
+from distembed.data.prepare.table.inputs import TEXT, TableInput, find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TABLE, TableSchema, load_schema, schema_of_preparation
 
 _RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
-_TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz", ".zst"}
-_FILES = InputKind(
-    can_be_named="files, folders, patterns, URLs or pipes of tab-separated rows",
-    is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
-    none_in_folder=".tsv, .txt, .gz or .zst file; name the files themselves to read others",
-)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def prepare_criteo(
 
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
     """Returns the named inputs, which are read as text whatever their names end in."""
-    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _FILES)]
+    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note)]
 
 
 @dataclass(frozen=True)

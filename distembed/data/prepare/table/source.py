@@ -24,8 +24,6 @@ from distembed.data.table.schema import CRITEO, TableSchema, TextFormat, load_sc
 
 MOST_LINE_BYTES = 16 << 20
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
-_END_BYTES = 16
-"""What is looked at of the end of an input."""
 
 
 def text_layout(
@@ -104,7 +102,6 @@ class TextPart:
         self._source, self._part, self._block_bytes = source, part, block_bytes
         self._layout, self._learn = layout, learn
         self._bytes = InputBytes(source.place, max(0, part.start - 1))
-        self._end = b"\n"
         self.header_lines = 0  # known once the first block is there
         self.lists: Sequence[str] = ()
 
@@ -135,20 +132,10 @@ class TextPart:
             lines = chain([next(lines)[layout.first_row_byte :]], lines)
         quote = layout.dialect.record_quote if layout.dialect is not None else None
         for text in blocks_of_lines(place, lines, self._block_bytes, MOST_LINE_BYTES, quote):
-            self._end = text[-_END_BYTES:]
             yield layout.block(text)
 
     def notes(self) -> list[str]:
-        layout = self._layout
-        if layout is None:  # a pipe without a byte
-            return []
-        notes = list(layout.notes) if self.header_lines else []
-        if self._part.stop is None and layout.whole_end is not None and not layout.whole_end.search(self._end):
-            notes.append(
-                f"{self._source.place}: its last line has no line's end and may have been cut short (kept as it is "
-                "where it is well-formed)"
-            )
-        return notes
+        return list(self._layout.notes) if self._layout is not None and self.header_lines else []
 
 
 _LATER_KEYS = (

@@ -292,7 +292,6 @@ class TextLayout:
     wanted: TableColumns | None = None  # the types of columns of JSON lines; None where they may be of any
     lists: tuple[str, ...] = ()  # columns whose values are words with blanks between them, in RecBole's files
     notes: tuple[str, ...] = ()  # notes on the lines before the first row
-    whole_end: re.Pattern[bytes] | None = None  # matches the end of an input that was not cut short
 
     def block(self, text: bytes) -> RawBlock:
         """Returns the block of some lines."""
