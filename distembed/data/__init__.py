@@ -1,15 +1,13 @@
 """Data: raw files to Parquet datasets, and Parquet datasets to batches.
 
-- ``prepare/`` makes a dataset of raw files; :mod:`distembed.graph.prepare` makes a knowledge graph over its ids.
-- ``table/`` says what columns of any table become, for preparing as for scoring.
-- ``dataset/`` says what a dataset is: ``schema.py`` what its columns are, ``manifest.py`` what its folder holds,
-  ``creation.py`` makes a manifest for files from elsewhere, ``columns.py`` says whether Parquet files fit,
-  ``pieces.py`` and ``row_groups.py`` hold what is read against its checksum, ``verification.py`` all of it, and
-  ``config.py`` says where a config finds it.
-- ``reader/`` reads it: ``order.py`` decides which row comes when, ``decode.py`` reads row groups, ``prefetch.py`` runs
-  ahead in a thread, and ``reader.py`` makes the ``Batch`` of ``batch.py``.
+A raw row becomes part of a batch in four steps, a package each::
 
-Only ``reader/`` needs torch, and it is imported by itself, so that preparing data starts at once.
+    prepare/   raw files -> dataset: inputs are parsed, values get ids, rows are split and written
+    table/     the meaning of a table's columns: a schema, and the parser and encoder that apply it
+    dataset/   the folder between: schema, manifest, row groups with checksums, the cache of remote files
+    reader/    dataset -> shuffled batches for each rank
+
+``reader`` alone needs torch and is imported by itself, so that preparing data starts at once.
 """
 
 from distembed.data.dataset.manifest import Manifest, create_manifest

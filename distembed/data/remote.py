@@ -1,7 +1,7 @@
 """Files at URLs: object stores and web servers, read and written with retries, by fsspec.
 
-What fails for a while is retried after 0.5, 1, 2 and 4 seconds; a file that breaks while it is read is resumed where it
-broke. What cannot succeed, such as a name that is not there, fails at once. Packages for protocols are fsspec's own:
+A failing call is retried after 0.5, 1, 2 and 4 seconds; a file that breaks while it is read is resumed where it
+broke. A call that cannot succeed, as for a missing name, fails at once. Packages for protocols are fsspec's own:
 ``s3fs`` for ``s3://``, ``gcsfs`` for ``gs://``, ``aiohttp`` for ``https://``.
 
 Every function that asks a server raises a :class:`UserError` where the file is not there or may not be read or written,
@@ -41,7 +41,7 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_mod
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What is known of a file before it is read."""
+    """The size and version of a file, as its server gives them."""
 
     url: str
     num_bytes: int | None  # None where the server does not say
@@ -107,14 +107,14 @@ def _retried(action: str) -> Callable[[Callable[Concatenate[str, P], T]], Callab
 
 @_retried("be found")
 def find_remote(url: str) -> RemoteFile:
-    """Returns what is known of one file."""
+    """Returns the size and version of one file."""
     files, path = _fresh_file_system(url)
     return _remote_file(url, files.info(path))
 
 
 @_retried("be listed")
 def list_remote(url: str) -> list[RemoteFile]:
-    """Returns the files that a URL stands for, by name: those that a pattern matches, those in a folder, or one file.
+    """Returns the files that a URL stands for, by name: the files of a pattern or a folder, or one file.
 
     Files whose name begins with a point or an underscore are left out of folders, as other readers of datasets do.
     """
@@ -134,13 +134,13 @@ def list_remote(url: str) -> list[RemoteFile]:
 
 @_retried("be listed")
 def walk_remote(url: str) -> list[RemoteFile]:
-    """Returns all files in a folder and in its folders, by name; none where there is no such folder."""
+    """Returns all files in a folder and in its folders, by name; none where the folder is missing."""
     files, path = _fresh_file_system(url)
     return _described(files, files.find(path, detail=True).values())
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Opens a file for reading from anywhere; what breaks while it is read is resumed at the byte where it broke."""
+    """Opens a file for reading from anywhere; a broken read is resumed at the byte where it broke."""
     return io.BufferedReader(_ResumingReader(url), _COPY_BYTES)
 
 
@@ -265,7 +265,7 @@ def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
 
 
 def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile]:
-    """Returns what a listing says of its files, by name."""
+    """Returns the files of a listing, by name."""
     found = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
     return sorted(found, key=lambda file: file.url)
 
@@ -279,6 +279,6 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _cause(url: str, error: BaseException) -> BaseException:
-    """Returns why a server did not answer, where fsspec says of any failure that there is no such file."""
+    """Returns why a server did not answer, where fsspec says of any failure that the file is missing."""
     is_any_failure = isinstance(error, FileNotFoundError) and url.startswith(("http://", "https://"))
     return error.__cause__ if is_any_failure and isinstance(error.__cause__, Exception) else error

@@ -1,4 +1,4 @@
-"""What is known of a batch before it is on a GPU: that no bag has more than one id.
+"""A mark on a batch, set before it is on a GPU: no bag has more than one id.
 
 Where it is known, composed vectors need no pooling. A GPU would have to be waited for to find it out, and each rank has
 the bags of all others to look up; so it is said of the data, not found in a batch.

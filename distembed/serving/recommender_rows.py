@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import Jagged
+from distembed.data.dataset.records import Block, Jagged, RecordLayout
 from distembed.data.dataset.schema import ITEM, USER, Schema
-from distembed.data.reader.decode import Block, RecordLayout
 from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser

@@ -304,8 +304,7 @@ def test_nothing_of_a_foreign_parquet_file_is_executed(tmp_path: Path) -> None:
     assert canary.exists()  # it would have sung
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path, old: bool) -> None:
+def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path) -> None:
     Graph.from_edges(9, [0, 1], [1, 2], [1.0, 2.0]).write(tmp_path / "graph")
     canary = tmp_path / "canary"
     attack = pickle.dumps(Canary(canary))
@@ -330,4 +329,4 @@ def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path
                 with pytest.raises(UserError, match=re.escape(str(path))):
                     read_all()
         path.write_bytes(content)
-    assert len(files) == 2 + 3 + 1 + 1 + (not old) + 5 and not canary.exists()
+    assert len(files) == 2 + 3 + 1 + 1 + 1 + 5 and not canary.exists()

@@ -141,17 +141,12 @@ def test_rows_may_be_evaluated_only(tmp_path: Path, split: str) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("kind", ["kept", "config"])
-def test_a_run_stands_for_its_dataset(tmp_path: Path, kind: str) -> None:
+def test_a_run_stands_for_its_dataset(tmp_path: Path) -> None:
     manifest = prepare(FIRST, tmp_path / "first")
     run = tmp_path / "run"
-    run.mkdir()
-    if kind == "kept":
-        (run / "dataset").mkdir()
-        (run / "dataset" / "vocabulary").symlink_to(tmp_path / "first" / "vocabulary")
-        manifest.without_rows().write(run / "dataset")
-    else:
-        (run / "config.yaml").write_text(f"data:\n  path: {tmp_path / 'first'}\n")
+    (run / "dataset").mkdir(parents=True)
+    (run / "dataset" / "vocabulary").symlink_to(tmp_path / "first" / "vocabulary")
+    manifest.without_rows().write(run / "dataset")
     prepare(SECOND, tmp_path / "by_run", run)
     prepare(SECOND, tmp_path / "by_dataset", tmp_path / "first")
     assert folder_bytes(tmp_path / "by_run") == folder_bytes(tmp_path / "by_dataset")

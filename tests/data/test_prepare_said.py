@@ -65,16 +65,6 @@ def test_that_no_row_was_lost_is_said_too(tmp_path: Path) -> None:
     assert "train: 320 rows, label rate 0.5" in said and f"dataset {tmp_path / 'out'}" in said
 
 
-@pytest.mark.parametrize(
-    ("cut", "noted", "lost"), [(LINE[:-3], True, 0), (LINE[:60], True, 1), (LINE, False, 0), (LINE + b"\r", False, 0)]
-)
-def test_a_last_row_that_may_be_cut_is_noted(tmp_path: Path, cut: bytes, noted: bool, lost: int) -> None:
-    (tmp_path / "rows.tsv").write_bytes(ROWS + cut)
-    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
-    assert ("rows.tsv: its last line has no line's end and may have been cut short" in said) == noted
-    assert Manifest.load(tmp_path / "out").rejected.num_rows == lost
-
-
 def rows_with(label: bytes | None = None, columns: dict[int, bytes] | None = None) -> bytes:
     """Returns the rows with another label, and with other values in some columns."""
     rows = [line.split(b"\t") for line in reference.lines_of(ROWS)]

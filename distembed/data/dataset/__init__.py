@@ -1,1 +1,1 @@
-"""What a prepared dataset is: its schema, its manifest, and where a config finds it."""
+"""A prepared dataset: its schema, its manifest, its row groups, and where a config finds it."""

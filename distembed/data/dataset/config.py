@@ -27,7 +27,7 @@ class DataConfig:
     """Where the rows are.
 
     Attributes:
-        path: Folder that ``distembed prepare`` made, relative to the working directory, or its URL, such as
+        path: Folder that ``distembed prepare`` made, relative to the working directory, or its URL, for example
             ``s3://bucket/criteo``.
         schema: Name of a known dataset's shape, to describe a model without the data; used where ``path`` is not set.
         ids_per_row: Mean number of ids of a row, for ``schema``: by feature, 1 for features that are not named; a list,
@@ -39,8 +39,8 @@ class DataConfig:
             processors for, at most 4, and for 4 where rows come from a URL. Rows and their order stay the same.
         skip_unreadable: Number of row groups of the training split that may be unreadable, damaged or out of reach;
             rows of other row groups take their place. Evaluations and predictions need all rows.
-        cache_dir: Folder on this machine for what is fetched from a URL; null for ``~/.cache/distembed``.
-        cache_bytes: Most bytes of row groups in it; those that were used last are kept.
+        cache_dir: Folder on this machine for fetched files; null for ``~/.cache/distembed``.
+        cache_bytes: Most bytes of row groups in it; the least recently used are removed.
     """
 
     path: str | None = None
@@ -87,7 +87,7 @@ class DataConfig:
         """Returns the columns, from the dataset's manifest or from the named shape.
 
         Raises:
-            UserError: Neither is given, or what is given is not there; or ``ids_per_row`` does not match the shape.
+            UserError: Neither is given, or the dataset is missing; or ``ids_per_row`` does not match the shape.
         """
         if self.path is None and self.schema is not None:
             return self._with_ids_per_row(SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)])

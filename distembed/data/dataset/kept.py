@@ -1,12 +1,14 @@
-"""What a run keeps of its dataset: the manifest without the rows, and the vocabularies, which say what each id means.
+"""Earlier datasets: the copy that a run keeps of its dataset, and whether the ids of another dataset extend it.
 
-::
+A run keeps the manifest without the rows, and the vocabularies, which give the value of each id::
 
-    RUN/dataset/manifest.json            schema, preparation, vocabularies, and of each split the number of its rows
-    RUN/dataset/vocabulary/C1.parquet    the dataset's own file under another name (a hard link), else a copy
+    RUN/dataset/manifest.json            schema, preparation, vocabularies, and the number of rows of each split
+    RUN/dataset/vocabulary/C1.parquet    a hard link, a copy, or above a gigabyte a symbolic link
 
-Vocabularies of more than a gigabyte together are links to where they lie, with the checksums that they have. So raw
-rows can be scored, and other rows prepared alike, when the dataset itself is gone.
+``distembed prepare --vocabulary EARLIER --grow`` adds new values after the end of an earlier vocabulary::
+
+    earlier    2 u   3 a   4 k
+    now        2 u   3 a   4 k   5 b   6 z
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def kept_dataset(run: str | os.PathLike[str]) -> Path | None:
 
 
 def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True) -> None:
-    """Keeps in a run's folder what the ids of its dataset mean, unless it is there already."""
+    """Copies the manifest and the vocabularies of a dataset into a run's folder, unless they are there."""
     folder, kept = run / KEPT_FOLDER, manifest.without_rows()
     with suppress(UserError):
         found = Manifest.load(folder)
@@ -75,13 +77,13 @@ def _place(source: Path, target: Path, links: bool) -> None:
 
 _SAME_COLUMNS = ("dense", "dense_sequences", "missing_dense", "label_kind")
 _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
-"""What datasets with the same ids and numbers are prepared with alike; ``learnt`` is what transforms have learnt."""
+"""Parts of ``preparation`` that are equal in datasets with equal ids; ``learnt`` has the parameters of transforms."""
 
 
 def require_grown_from(
     earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
 ) -> None:
-    """Makes sure that a dataset's columns are those of an earlier one, and that known values have the ids they had."""
+    """Makes sure that a dataset has the columns of an earlier one, and gives known values their earlier ids."""
     for difference in _differences(earlier_dir, earlier, dataset_dir, manifest):
         raise UserError(
             f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "

@@ -1,17 +1,17 @@
-"""The manifest: one JSON file that says what a dataset folder holds and where it came from.
+"""The manifest: one JSON file that lists the files of a dataset folder and their origin.
 
 A dataset is a folder of Parquet files and a ``manifest.json``::
 
-    DATASET/manifest.json            what follows here
-    DATASET/train/part-00000.parquet columns: those of the schema, ids in [0, num_embeddings)
+    DATASET/manifest.json            this file
+    DATASET/train/part-00000.parquet columns of the schema, ids in [0, num_embeddings)
     DATASET/validation/  test/       the other splits; any names are possible
     DATASET/vocabulary/C1.parquet    which raw value each id stands for (only with a vocabulary)
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
     DATASET/checksums.bin            checksums of the splits' files, a row group each (pieces.py)
 
 The manifest holds no times of day, so preparing the same input twice gives the same bytes. It carries its own checksum
-and those of all files but the splits'. All paths in it lead inside the folder. :func:`create_manifest` writes one for
-Parquet files that were made elsewhere.
+and the checksums of all files but the splits'. All paths in it lead inside the folder. :func:`create_manifest` writes
+one for Parquet files that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Manifest:
 
     @property
     def is_without_rows(self) -> bool:
-        """Whether no file has the rows of the splits: the manifest is what a run keeps of its dataset's."""
+        """Whether no file has the rows of the splits: the manifest is the copy that a run keeps."""
         return any(split.num_rows for split in self.splits.values()) and not self.split_files
 
     def without_rows(self) -> Manifest:
@@ -279,7 +279,7 @@ def create_manifest(
 
     Args:
         dataset_dir: Folder that gets ``manifest.json``.
-        schema: What the columns are; ids are integers in ``[0, num_embeddings)``.
+        schema: Roles of the columns; ids are integers in ``[0, num_embeddings)``.
         splits: Parquet files by the name of their split, inside ``dataset_dir``; relative paths are relative to it.
 
     Raises:
@@ -319,7 +319,7 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
-    """Returns a path relative to the folder; a link in the folder counts as what lies there."""
+    """Returns a path relative to the folder; a link in the folder counts as a file in it."""
     absolute = Path(os.path.abspath(folder / path))
     real = absolute.parent.resolve() / absolute.name  # both may be named by other links
     for file, inside in ((absolute, Path(os.path.abspath(folder))), (real, folder.resolve())):

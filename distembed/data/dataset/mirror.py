@@ -1,16 +1,20 @@
-"""Pieces of remote files on a local disk: of bounded size, least recently used first to go, shared by processes.
+"""Datasets at URLs: a local folder with the manifest and the files that are read whole, and a cache of row groups.
 
 ::
 
-    FOLDER/size            bytes of all pieces, in decimal digits; locked while pieces are changed
-    FOLDER/3f/a1...        a piece, by its checksum, whole: it was written as FOLDER/new
-    FOLDER/fetch-3f        empty; locked by the process that fetches a piece of that folder
+    CACHE/criteo-0123456789abcdef/manifest.json        fetched when a process first opens the dataset
+    CACHE/criteo-0123456789abcdef/vocabulary/...       fetched when first read, and kept
+    CACHE/criteo-0123456789abcdef/mirror.json          the URL of the dataset
+    CACHE/pieces/size                                  bytes of all pieces; locked while pieces are changed
+    CACHE/pieces/3f/a1...                              a row group or a footer, by its checksum
 
-A piece counts before it is written, so that the limit holds at every moment; a process that is killed meanwhile leaves
-a count that is too large, until room is made.
+The folder's name has a checksum of the manifest, so that a dataset that was prepared again gets another folder. Row
+groups are fetched one by one, since a shuffled epoch reads them in random order. All bytes are compared with the
+checksums of the manifest, whether they come from the URL or from the cache.
 
-Trade-off: one process at a time writes, at the speed of memory, and room is made by a look at all pieces, for a tenth
-of the limit at a time; there is no list of them, which a kill might leave wrong.
+The cache has a bounded size, shared by all processes: the least recently used piece goes first. A piece is counted
+before it is written, so that the limit holds at every moment. Trade-off: one process writes at a time, and room is made
+by listing all pieces, for a tenth of the limit at once; no index could be left wrong by a kill.
 """
 
 from __future__ import annotations

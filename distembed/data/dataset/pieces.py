@@ -1,4 +1,4 @@
-"""Parquet files in pieces that have a checksum each: a row group is verified when it is read, in the same pass.
+"""Parquet files in pieces that have a checksum each, and whether a file has the columns of a schema.
 
 ::
 
@@ -6,12 +6,10 @@
       piece 0            piece 1             piece n - 1      piece n
 
 Every byte of a file is in one of its pieces. ``checksums.bin`` has 24 bytes a piece: its size (int64, little-endian)
-and its XXH3; all files of all splits are end to end there, in the manifest's order. A terabyte in row groups of 7 MB
-has 4 MB of them. The manifest has the checksum of ``checksums.bin``. Datasets of older versions have none, and are held
-against nothing.
+and its XXH3. It lists the files of all splits in the manifest's order; the manifest has its checksum. A terabyte in row
+groups of 7 MB takes 4 MB.
 
-Trade-off: Parquet's own checksums of pages would do without a file, but leave out the headers of the pages, where one
-bit can change the encoding or the number of values.
+Trade-off: Parquet's own checksums of pages need no file, but leave out the headers of the pages.
 """
 
 from __future__ import annotations

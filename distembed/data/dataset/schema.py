@@ -164,7 +164,7 @@ class Schema:
 
 
 def plain_fields(value: Any, *always: str) -> dict[str, Any]:
-    """Returns a dataclass in plain values, without the fields that have their defaults, but for those named.
+    """Returns a dataclass in plain values, without the fields that have their defaults; fields in ``always`` stay.
 
     So a field that is added with a default changes neither files nor fingerprints of values that do without it.
     """

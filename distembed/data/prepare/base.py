@@ -105,7 +105,7 @@ class Base:
         return self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
 
     def learnt(self, name: str) -> dict[str, Any]:
-        """Returns what a column's transform learnt."""
+        """Returns the learnt parameters of a column's transform."""
         learnt: dict[str, Any] | None = self.manifest.preparation.get("learnt", {}).get(name)
         if learnt is None:
             raise UserError(

@@ -99,7 +99,7 @@ class Database:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Within the block, DuckDB's errors of memory and disk become errors that say what to do."""
+    """Within the block, DuckDB's errors of memory and disk become errors with a remedy."""
     try:
         yield
     except (duckdb.Error, RuntimeError, OSError) as error:

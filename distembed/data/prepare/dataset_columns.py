@@ -42,7 +42,7 @@ def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database:
     """Returns the parameters of a column's transform, learnt of the training rows.
 
     They are ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
-    ``{"edges": [float, ...]}`` of ``quantile_bins``. The column is given with its number among those of numbers.
+    ``{"edges": [float, ...]}`` of ``quantile_bins``. ``place`` is its number among the columns of numbers.
     """
 
     def training() -> Iterator[NDArray[np.float32]]:
@@ -71,7 +71,7 @@ _PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}",
 _GROUP_KEYS = 1 << 20
 """Most keys of columns that are counted in one database: opening and closing one takes 0.1 s."""
 ColumnsLearnt = dict[str, dict[str, Any]]
-"""By column: the fields of its ``feature`` and ``vocabulary``, and what its transform ``learnt``; None for none."""
+"""By column: its ``feature`` and ``vocabulary`` fields, and the parameters that its transform ``learnt``, or None."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class DatasetColumns:
         return {name: learnt[name] for name in (*self.layout.feature_keys, *self._learnt_numbers)}
 
     def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
-        """Gives ids to the values of a feature and of those that share its vocabulary, and writes all blocks' ids."""
+        """Gives ids to the values of a feature and of features that share its vocabulary; writes all blocks' ids."""
         features = [
             FeatureValues(self.splits, place, column)
             for place, column in self.layout.feature_keys.values()
@@ -147,7 +147,7 @@ class DatasetColumns:
         }
 
     def _mapped(self, values: FeatureValues, id_map: IdMap, vocabulary: Vocabulary | None) -> dict[str, Any]:
-        """Writes the ids of a feature's codes in all blocks, and returns what is learnt of it."""
+        """Writes the ids of a feature's codes in all blocks, and returns its entry of the columns learnt."""
         column, base = values.column, self.base
         lookup = self._lookup(values.place, id_map.num_embeddings)
         lookup.write(self.splits.blocks, values.place, id_map)
@@ -177,7 +177,7 @@ class DatasetColumns:
         return {"feature": feature, "vocabulary": None, "learnt": learnt}
 
     def _lookup(self, place: int, num_embeddings: int) -> LookupTables:
-        """Returns the ids of a column's keys in all blocks, given its number among those of keys."""
+        """Returns the ids of a column's keys in all blocks, given its number among the columns of keys."""
         starts = np.cumsum([0, *(block.num_keys(place) for block in self.splits.blocks)])
         dtype = np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64)
         return LookupTables(self.work / f"lookup-{place}", dtype, starts)
@@ -227,7 +227,7 @@ class DatasetColumns:
         return max((sum(block.num_values(place) for block in blocks) / num_rows for place in lists), default=1.0)
 
     def recorded(self, learnt: ColumnsLearnt) -> dict[str, Any]:
-        """Returns what the manifest says of what was learnt, and of what was applied."""
+        """Returns the manifest's entries of the learnt transforms and of the base."""
         numbers = {name: learnt[name]["learnt"] for name in self._learnt_numbers}
         recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
         return recorded | ({} if self.base is None else {"base": self.base.recorded})

@@ -149,7 +149,7 @@ class Ingested:
         return files
 
     def notes(self) -> Iterator[str]:
-        """Yields what was found in the inputs besides rows, input after input."""
+        """Yields the notes on each input."""
         for described, parts in zip(self.source.inputs, self.found, strict=True):
             yield from (note for found in parts for note in found.notes)
             if not any(found.num_rows + found.num_rejected for found in parts):

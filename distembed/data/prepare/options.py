@@ -1,4 +1,4 @@
-"""How a preparation says how far it is, and what a user should know of the input."""
+"""Options and limits of a preparation, its progress, and its notes for the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProgressUpdate:
 
 ProgressCallback = Callable[[ProgressUpdate], None]
 NoteCallback = Callable[[str], None]
-"""Takes one sentence about the input, such as that a header was left out."""
+"""Takes one sentence about the input, for example that a header was left out."""
 
 
 def ignore(_: object) -> None:
@@ -35,7 +35,7 @@ def ignore(_: object) -> None:
 
 
 INTERPRETER_BYTES = 224 << 20
-"""Memory of a process before it works (Python, numpy, PyArrow and DuckDB: 140 MB), and of what is kept when freed."""
+"""Memory of an idle process (Python, numpy, PyArrow and DuckDB: 140 MB), and memory that is kept when freed."""
 LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (96 << 20)
 """The least that a process can work in, everything included."""
 MOST_THREADS = 1024
@@ -77,7 +77,7 @@ class ResourceLimits:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that may be used above what the interpreter takes."""
+        """Memory that may be used in addition to the interpreter's own."""
         return self.memory_limit_bytes - INTERPRETER_BYTES
 
     @property
@@ -111,7 +111,7 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a dataset's bytes depend on besides the rows and the layout of their columns."""
+    """The options that a dataset's bytes depend on, besides the rows and the layout of their columns."""
 
     split: str = "0.8,0.1,0.1"  # how rows are divided (:class:`~distembed.data.prepare.split.SplitRule`)
     max_rejected: float = 0.01  # largest share of malformed rows that is no error; ``rejected.tsv`` lists them

@@ -9,11 +9,11 @@
 ``time:0.8,0.1,0.1``        as shares, in the order of the time column; rows of the time at which a split begins are all
                             in that split
 ``time:2014-10-28,2014-10-30``  validation begins at the first time, test at the second; numbers are seconds since
-                            1970, whatever the time column's format; of a single time, there is no validation
+                            1970, in any format of the time column; of a single time, there is no validation
 ``column:NAME``             the column says it: ``train``, ``validation`` or ``test``
 ``column:NAME=a,b,c``       so, in other words; of two, there is no validation
 
-A share of validation or test may be 0, and then there is no such split. Rows keep the order of the input in a split.
+A share of validation or test may be 0, and then the dataset lacks that split. Rows keep the order of the input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distembed.base.errors import UserError
 
 SPLIT_NAMES = ("train", "validation", "test")
 TRAIN = 0
-"""Number of the training split among those that a dataset has."""
+"""Number of the training split among the splits of a dataset."""
 
 # Exponents would allow numbers that take hours to write out.
 _SHARE = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}|[0-9]{1,20}/[0-9]{1,20}", re.ASCII)
@@ -49,11 +49,11 @@ _WANTED = {
     "and the third may be 0; 'days'; 'none'; 'time:' with such shares, or with the times at which validation and test "
     "begin; 'column:' with the name of a column; or, with --vocabulary, 'validation' or 'test'",
 }
-"""What each kind of rule may be, for errors."""
+"""The allowed forms of each kind of rule, for errors."""
 
 
 def parse_shares(text: str, wanted: str) -> tuple[Fraction, ...]:
-    """Reads shares that add up to 1, such as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``wanted``."""
+    """Reads shares that add up to 1, as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``wanted``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(_SHARE.fullmatch(part) for part in parts):
         raise UserError(wanted)

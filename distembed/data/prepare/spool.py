@@ -1,9 +1,10 @@
-"""Parsed blocks in files, where they wait until the vocabulary is known, so that memory stays bounded.
+"""Parsed blocks in files, where they wait until the vocabulary is known, and which of their rows are in which split.
 
-A file is the arrays of a block, one after the other: the numbers, then of each id column the lengths of its lists where
-it has lists, codes, keys, and where keys are hashes the texts: where each begins, and their bytes. Where each array
-begins is kept in memory, so one is read without the rest, and without a header (an Arrow file for each block took 0.6
-ms to open, a seventh of the whole preparation).
+A file is the arrays of a block, end to end: the numbers, then the lengths of lists, codes and keys of each id column,
+and the texts of keys that are hashes. The positions of the arrays stay in memory, so one is read without the rest (an
+Arrow file for each block took 0.6 ms to open, a seventh of the whole preparation).
+
+Rows keep the order of the input in a split: row r of a split is the r-th of all rows that are in it.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _num_rows(rows: Rows) -> int:
 def split_column(rule: SplitRule, layout: BlockLayout) -> int:
     """Returns the number of the column that says which split a row is in; -1 where the order of the input does.
 
-    By time, it is a number among the columns of numbers; by a column of texts, among those of keys.
+    By time, it is a number among the columns of numbers; by a column of texts, among the columns of keys.
     """
     if rule.kind == "time":
         places = [place for place, number in enumerate(layout.numbers) if number.role == "time"]

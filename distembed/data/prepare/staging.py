@@ -1,17 +1,18 @@
-"""A folder that appears whole or not at all.
+"""Outputs that appear whole or not at all: a local folder, or a dataset at a URL.
 
-Its files are written in a hidden folder beside the target, flushed to disk, and renamed::
+The files of a folder are written in a hidden folder next to it, flushed to disk, and renamed::
 
     .criteo.preparing/
-        lock          held by the process at work; a second command on the same output is refused at once
-        purpose       the inputs and options that the work is for (a checksum), and the machine since it was started
-        1f0c22ae/     the begin of that checksum
+        lock          held by the working process; a second command on this output is refused at once
+        purpose       a checksum of the inputs and options, the machine, and its boot
+        1f0c22ae/     the beginning of that checksum
             staged/   becomes criteo/
-            work/     results of finished tasks (work.py), and other files that are needed only meanwhile
-    .criteo.replaced/ the dataset that --overwrite replaces, for the moment between two renames
+            work/     results of finished tasks (work.py), and temporary files
+    .criteo.replaced/ the dataset that --overwrite replaces, between two renames
 
-A process that is killed leaves the hidden folder behind. The next command on the same output resumes it where its
-purpose is the same, and else removes it.
+A process that is killed leaves the hidden folder. The next command with an equal purpose resumes it, any other removes
+it. At a URL, each file is uploaded once it is written. The manifest is uploaded last, and removed first where a dataset
+is replaced, so that a folder without one is no dataset.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def kept_folder(
     of before the machine was restarted may never have come to its disk, and are not resumed.
 
     The purpose is a short text that differs for commands which may not resume each other; None where none may. The
-    other arguments and the errors are those of :func:`staged_folder`.
+    other arguments and the errors are as of :func:`staged_folder`.
     """
     output = _real_path(output)
     require_text_name(output)
@@ -175,7 +176,7 @@ def _remove(folder: Path) -> None:
 
 
 def _refusal(output: Path, overwrite: bool, kind: str, marker: str) -> str | None:
-    """Returns why what is at ``output`` may not be replaced; None where it may."""
+    """Returns why the present ``output`` may not be replaced; None where it may."""
     if not overwrite:
         return f"{output} exists already: name another output, remove it, or replace it with --overwrite"
     return (
@@ -253,7 +254,7 @@ _DATASET_FILE = re.compile(
     rf"({'|'.join(SPLIT_NAMES)})/part-[0-9]+\.parquet|vocabulary/[^/]+\.parquet|[^/]+\.bin|"
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(REJECTED_NAME)}"
 )
-"""What a dataset's files are named."""
+"""Names of a dataset's files."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Destination:
         return self.url or str(self.path)
 
     def begin(self, is_resumed: bool) -> None:
-        """Makes sure that nothing is at the URL but what may be replaced, such as an upload that is resumed."""
+        """Refuses a URL with files that may not be replaced; an upload may be resumed."""
         if self.url is None:
             return
         found = self._files_there()
@@ -306,7 +307,7 @@ class Destination:
         )
 
     def remove_manifest(self) -> None:
-        """Removes the manifest at the URL, if one is there: what is there is no dataset any more, or not yet."""
+        """Removes the manifest at the URL, if there is one: a folder without it is no dataset."""
         if self.url is not None and (url := self._files_there().get(MANIFEST_NAME)):
             remove_remote(url)
 
@@ -321,7 +322,7 @@ class Destination:
             (folder / file).unlink(missing_ok=True)
 
     def finish(self, folder: Path, moved: Sequence[str]) -> None:
-        """Uploads what is left in a dataset's folder, the manifest last, and removes all but these and moved files."""
+        """Uploads the remaining files of a dataset, the manifest last, and removes other files at the URL."""
         if self.url is None:
             return
         written = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]

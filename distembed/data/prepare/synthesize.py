@@ -78,7 +78,7 @@ _LEAST_ROW_BYTES, _LEAST_ROW_BYTES_GZIP = 235, 90
 
 @dataclass(frozen=True)
 class SyntheticSummary:
-    """What was written, and what can be learnt from it at best: by the true probabilities, whose logloss is in nats.
+    """The file that was written, and the best logloss (in nats) and AUC: by the true probabilities.
 
     The last tenth of the rows is where a test split would be; its figures are None with fewer than ten rows.
     """

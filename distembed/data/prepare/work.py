@@ -1,8 +1,12 @@
-"""Who runs the tasks of a preparation: threads of this process, or the workers of a Ray or a Spark cluster.
+"""The tasks of a preparation: threads, Ray or Spark run them, and their results outlive a process that is killed.
 
-An engine runs a function on tasks, in any order, and hands each result back once it is there. Which tasks there are,
-and which are done already, is the business of ``work.py``. Workers of a cluster have distembed installed, and see the
-work folder, local inputs and a local output under the same paths as this process.
+A stage is a list of tasks. Each task writes its result to a file when it is done::
+
+    folder/results/read/000000.json     {"bytes": 16777216, "rows": 71804, "result": ...}
+    folder/results/read/000001.json
+
+The same command, run again after it was killed, skips tasks whose file exists. Other files of a task have to be whole
+when it returns, and appear by a rename, since a cluster may run a task twice at once.
 
 =========  =====================================================  ================================================
 engine     cluster                                                a lost worker
@@ -12,8 +16,8 @@ ray        ``RAY_ADDRESS``, one of ``ray start``, else a new one  its tasks run 
 spark      ``MASTER``, ``spark-submit``, ``spark-defaults.conf``  its tasks run again, ``spark.task.maxFailures``
 =========  =====================================================  ================================================
 
-Trade-off: each task is a Spark job of its own, some 50 ms each, so that results come as they are done and the first
-error ends the stage.
+Workers of a cluster have distembed installed, and see the work folder, local inputs and a local output under equal
+paths. Trade-off: each task is a Spark job of its own, some 50 ms each, so that the first error ends the stage.
 """
 
 from __future__ import annotations
@@ -259,7 +263,7 @@ class Work:
         Args:
             name: Name of the stage; each stage has another.
             tasks: The tasks, in the order in which they begin; the same in a command that resumes.
-            do: Runs a task and returns its result: a value that JSON can hold, floats exactly, or a dataclass of such
+            do: Runs a task and returns its result: a value that JSON can hold, floats exactly, or a dataclass of JSON
                 values. It is given a function that takes progress. On a cluster both are pickled.
             threads: Number of tasks that this process runs at a time; with 1 they run in the caller's thread.
             total_bytes: Sum of the bytes that all tasks advance by; None where that is not known.
@@ -329,7 +333,7 @@ def resumable_work(
     """Yields the folder that becomes the dataset when the block ends, and the work.
 
     The block makes its other files and folders anew when it runs again after a kill, or finds them; it uploads the
-    files of a remote destination. The purpose is a JSON value of all that tasks and their results depend on, such as
+    files of a remote destination. The purpose is a JSON value of everything that the results depend on:
     inputs with their sizes and times, options and sizes of parts. It is None where the inputs cannot be read again, as
     pipes: then nothing is kept.
     """

@@ -72,7 +72,7 @@ class WrittenFile:
 
 
 def written_split(files: Sequence[WrittenFile]) -> Split:
-    """Returns what the manifest says of a split, given its files in the order of their rows."""
+    """Returns the manifest's entry of a split, given its files in the order of their rows."""
     num_rows = sum(one.file.num_rows for one in files)
     label_rate = _mean([one.label_sum for one in files], num_rows)
     mean_weight = _mean([one.weight_sum for one in files], num_rows)
@@ -80,7 +80,7 @@ def written_split(files: Sequence[WrittenFile]) -> Split:
 
 
 def _mean(sums: Sequence[float | None], num_rows: int) -> float | None:
-    """Returns the mean over the rows of all files; None without rows, and of what rows do not have."""
+    """Returns the mean over the rows of all files; None without rows, and for a column that rows lack."""
     known = [each for each in sums if each is not None]
     return sum(known) / num_rows if known and num_rows else None
 
@@ -142,7 +142,7 @@ def read_numbers(
 
 
 def read_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
-    """Reads rows of a column of ids, one a row, or of lists of ids, given its number among those of keys."""
+    """Reads rows of a column of ids, one a row, or of lists of ids, given its number among the columns of keys."""
     table = lookup.table(block.index)
     if not block.layout.ids[place].is_list:
         return pa.array(np.take(table, block.codes(place)[rows], mode="clip"))

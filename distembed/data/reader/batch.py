@@ -6,7 +6,7 @@ Ids are a ``KeyedJaggedTensor`` with the features in the schema's order, feature
     lengths     1    1    1         2       0    1            ids of each row, feature by feature
     values      17   4    17        3  9         5            int64
 
-Numbers beside the ids of lists are such a tensor too, with float32 values.
+Numbers beside the ids of lists are a KeyedJaggedTensor too, with float32 values.
 """
 
 from __future__ import annotations

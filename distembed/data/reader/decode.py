@@ -1,7 +1,11 @@
-"""The values of a row group's columns, each of which is checked before it is in a batch.
+"""Decodes row groups of Parquet files into blocks of rows, and checks each value before it is in a batch.
 
-An id outside its table or a label that is not a number would otherwise crash a kernel or end in a silent NaN hours
-later. Where the schema says that numbers may be missing, null and NaN alike are NaN.
+An id outside its table or a label that is not a number would otherwise crash a kernel, or end in a silent NaN hours
+later. Where the schema allows missing numbers, null and NaN alike are NaN.
+
+A run may skip some row groups that cannot be read. The rows of the next readable row group take their place, repeated
+if it has fewer. So every batch keeps its size, every rank takes as many steps, and the rows depend on the damage alone,
+not on the number of ranks. Trade-off: some rows are trained on twice.
 """
 
 from __future__ import annotations
@@ -78,7 +82,7 @@ class GroupRows:
         return columns
 
     def _ids(self, column: pa.Array, feature: CategoricalFeature) -> NDArray[Any]:
-        """Returns ids, each of which is in its table."""
+        """Returns ids, and refuses an id outside its table."""
         values: NDArray[Any] = column.to_numpy()
         for extreme in (int(values.min()), int(values.max())) if len(values) else ():
             if not 0 <= extreme < feature.num_embeddings:
@@ -92,7 +96,7 @@ class GroupRows:
     def _finite(
         self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
     ) -> NDArray[np.float32]:
-        """Returns numbers, NaN for those that are missing; ``lengths`` says how many each row has, if not one."""
+        """Returns numbers, NaN for missing ones; ``lengths`` says how many each row has, if not one."""
         remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
         if column.null_count and not may_miss:
             raise self._error(name, f"{column.null_count} values are null; {remedy}")
@@ -171,7 +175,7 @@ class Decoder:
         self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
 
     def decode(self, segments: Sequence[Segment]) -> Block:
-        """Reads rows, of which there is at least one, into one block."""
+        """Reads one or more rows into one block."""
         records = np.empty((sum(stop - start for _, start, stop in segments), self._layout.width), self._layout.dtype)
         lists: list[dict[str, Jagged]] = []
         filled = 0

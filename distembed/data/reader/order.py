@@ -131,7 +131,7 @@ class EpochOrder:
         return generator.permutation(window.stop - window.start)
 
     def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        """Returns each lane of which this rank takes rows of this batch, the first row in it, and the last + 1."""
+        """Returns the lanes that this rank reads for this batch, the first row in it, and the last + 1."""
         rows, num_lanes = self.batch_rows(batch), self.num_lanes
         first, last = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
@@ -182,7 +182,7 @@ class BatchShares:
         return range(min(first, self.num_rows), min(last, self.num_rows))
 
     def steps(self, rank: int) -> Iterator[range]:
-        """Yields the rows of each step of a rank, of which those that make up for another rank's batch are none."""
+        """Yields the rows of each step of a rank; steps without a batch of its own have no rows."""
         own = self.rows(rank)
         for first in range(own.start, own.start + self.num_steps * self.batch_size, self.batch_size):
             yield own[first - own.start :][: self.batch_size]

@@ -1,4 +1,14 @@
-"""Runs an iterator ahead in a thread of its own, over a bounded buffer."""
+"""Reads a split of a dataset as shuffled batches, one part for each rank, resumable at the exact row.
+
+The order is a function of dataset, :class:`BatchOrder` and epoch alone (``order.py``), so the state is two numbers: the
+epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``), and batches are gathered from them in
+a background thread::
+
+    row groups -> Decoder (threads) -> window of a lane -> _LaneCursor.gather -> BatchAssembler -> Prefetcher -> batch
+
+Trade-off: a rank holds one window of rows for each lane that it reads, at most 8 x 131,072 rows (170 MB for Criteo
+rows), and twice as many with decoding threads, since the windows of all lanes end at about the same time.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +51,7 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        """Returns the next item, or raises what the thread raised: at the end StopIteration, any number of times."""
+        """Returns the next item, or raises the thread's error."""
         if not self._items:
             raise StopIteration
         item = self._items[0].result()
@@ -65,7 +75,7 @@ _Decoded: TypeAlias = tuple[Block, NDArray[np.int64] | None]  # rows, and their 
 def epoch_batches(
     order: EpochOrder, decoder: Decoder, decoding: Decoding, ranks: tuple[int, int], start: tuple[int, int]
 ) -> Iterator[Batch]:
-    """Yields what one rank reads of one epoch from a batch on; batches are pinned where they are made."""
+    """Yields one rank's part of the batches of an epoch, from a batch on."""
     (rank, world_size), (epoch, batch) = ranks, start
     assembler = BatchAssembler(decoder.schema)
 
@@ -152,7 +162,7 @@ class BatchReader:
 
     Args:
         dataset_dir: Folder with ``manifest.json``, or its URL.
-        split: Name of a split in the manifest, such as ``train``.
+        split: Name of a split in the manifest, for example ``train``.
         order: How the rows are ordered and cut into batches, the same on every rank.
         rank: Rank whose part is read.
         world_size: Number of ranks that share each batch.
@@ -203,7 +213,7 @@ class BatchReader:
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """What is wrong with each row group that this rank could not read, by its name."""
+        """The problem of each row group that this rank could not read, by its name."""
         return dict(self._decoder.unreadable)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -237,7 +247,7 @@ class BatchReader:
         """Returns where the reader stands, for any number of ranks.
 
         Args:
-            in_flight: Number of batches that were yielded and not used yet, such as those in a training pipeline: the
+            in_flight: Number of batches that were yielded and not used yet, in a training pipeline: the
                 state is as if these had not been yielded, across the end of an epoch too.
 
         Raises:

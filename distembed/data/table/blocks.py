@@ -1,14 +1,12 @@
-"""What a preparation reads, whatever the kind of rows: parts of inputs, and blocks of parsed rows.
+"""Blocks of parsed rows: the columns of the well-formed rows, and the malformed rows.
 
-An input is cut into *parts*, each of which is read by itself, in any process and on any machine: a range of the bytes
-of a plain text file, some row groups of a Parquet file, or the whole of what can only be read from its beginning. A
-part is read as *blocks* of a bounded size. A block has the columns of its well-formed rows, and the malformed rows::
+::
 
     numbers    label int8, weight float32, time int64, dense float32 ...      [num_rows] each; missing values are NaN
     ids        codes 1 0 2 1, keys [-, k1, k2]                                row i has keys[codes[i]]; 0: none
                for lists: codes of all rows end to end, and the number of values of each row
 
-The :class:`BlockLayout` says once what each column is for, and how its values become numbers or ids.
+The :class:`BlockLayout` says the role of each column, and how its values become numbers or ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,18 @@
-"""A warning where far more values are out of the vocabulary than in training, as of another file's ids or spelling."""
+"""Parsed rows to the columns of a prepared dataset: ids by its vocabularies, and transforms as they were learnt.
+
+The result equals, value for value, the rows that preparing with the dataset's vocabularies would have written::
+
+    parsed     numbers as in the table, keys of the block            ->  log, mean and deviation, bins; ids
+    row        price 12.5   site "a"   device (missing)                  price 0.31    site 17   device 0
+
+The vocabularies are in memory as sorted keys, 16 bytes an id.
+
+Bins: of n numbers in rising order, x_0 to x_(n-1), a bin begins
+at x_(k n // num_bins) for k = 1, 2, ..., and the first at the lowest number; equal numbers stay in one bin::
+
+    numbers    1 1 1 1 2 3 7 9        4 bins would begin at 1, 1, 2, 7: edges 2, 7
+    ids        1 1 1 1 2 2 3 3        0 is a missing number
+"""
 
 from __future__ import annotations
 
@@ -167,7 +181,7 @@ class RowEncoder:
         return self._ids(feature, id_column(found, keys, None))
 
     def _ids(self, feature: str, column: IdColumn) -> NDArray[np.int64]:
-        """Returns the id of each value; what repeats within the block is searched for once."""
+        """Returns the id of each value; a value that repeats is searched for once."""
         table = np.concatenate([np.array([MISSING_ID]), self._id_maps[feature].ids(column.keys[1:])])
         return table[column.codes]
 
@@ -189,7 +203,7 @@ def raw_schema(manifest: Manifest) -> TableSchema:
     """Returns the schema of the raw rows that are scored by a model of a dataset.
 
     Of a dataset of ratings or of sequences they have the columns of the dataset, with users and items as texts; lists
-    are those of JSON or Parquet, or texts with a space between two values. Others are refused by a UserError.
+    are of JSON or Parquet, or texts with a space between two values. Other datasets are refused by a UserError.
     """
     schema = manifest.schema
     if manifest.preparation.get("source") != INTERACTIONS:

@@ -1,7 +1,7 @@
 """Keys of a column of raw values, which are texts or of Arrow's types, or lists of these.
 
 Each distinct value of a block is looked at once: a column becomes codes into its distinct values, and these become
-keys. What a value of a kind is, and which key it has, is a function of its own, chosen by :data:`KEY_KINDS`.
+keys. Each kind of values has a function from values to keys, chosen by :data:`KEY_KINDS`.
 
 A typed value has the key and the verdict of its text (``value_texts.py``): 2.0 and "2.00" are 2, true and "True" are
 true. Integers, numbers and truth values are read without the detour, which costs time.
@@ -71,8 +71,8 @@ def string_keys(distinct: pa.Array) -> Keys:
 def integer_keys(distinct: pa.Array) -> Keys:
     """Returns integers of 64 bits: of digits, of numbers that are whole and of at most 53 bits, and of truth values.
 
-    A text may have a fraction of zeros, as pandas writes integers of which some are missing, or an exponent. It is a
-    number then: with more than 53 bits it may have been rounded, and is malformed.
+    A text may have a fraction of zeros, as pandas writes integers in a column with missing ones, or an
+    exponent. It is a number then: with more than 53 bits it may have been rounded, and is malformed.
     """
     if pa.types.is_string(distinct.type) or pa.types.is_decimal(distinct.type):
         return _written_integers(distinct.cast(pa.string()))
@@ -144,7 +144,7 @@ KEY_KINDS: Mapping[str, Callable[[pa.Array], Keys]] = {
     "hexadecimal": hash_keys,
     "log_bins": log_bin_keys,
 }
-"""Kind of values -> keys of distinct ones, none of which is missing."""
+"""Kind of values -> function from distinct values, without missing ones, to keys."""
 
 
 def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
@@ -161,7 +161,7 @@ def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
 
 
 def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> CodedColumn:
-    """Returns the values of lists as codes of the distinct ones; what is missing within a list is left out."""
+    """Returns the values of lists as codes of the distinct ones; missing values within a list are left out."""
     lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
     values = coded(pc.list_flatten(lists), missing)
     rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -176,7 +176,7 @@ def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> C
 
 
 def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
-    r"""Returns what several columns say together as one column of texts: ``a|b``, where ``|`` within a value is ``\|``.
+    r"""Returns the values of several columns as one column of texts ``a|b``, where ``|`` within a value is ``\|``.
 
     It is missing where the value of one of them is. The columns have one value a row each.
     """
@@ -199,7 +199,7 @@ def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
 
 
 def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
-    """Returns the keys of the well-formed rows, each of which is there once and is of some row."""
+    """Returns the keys of the well-formed rows, each once, without keys of malformed rows."""
     codes, lengths = column.codes, column.lengths
     if good is not None:
         codes = codes[good if lengths is None else np.repeat(good, lengths)]
@@ -217,7 +217,7 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
 
 
 def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
-    """Returns the keys each once, and the codes into these: several values may have one key, such as 10 and 10.0.
+    """Returns the keys each once, and the codes into these: several values may have one key, as 10 and 10.0.
 
     The key of a malformed value is a placeholder, which is never joined with the key of a well-formed one.
     """

@@ -1,7 +1,7 @@
 """Labels, weights, times and numbers of a column of raw values, which are texts or of Arrow's types.
 
 A value that is none is marked, and never an error: each function returns the numbers, and which rows are malformed.
-What is missing is null, or NaN in a column of floating-point numbers.
+A missing value is null, or NaN in a column of floating-point numbers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def weight_values(column: pa.Array) -> tuple[Floats, Bools]:
 
 
 def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8] | Floats, Bools]:
-    """Returns labels, int8 for those of 0 and 1 and float32 for numbers; a missing one is malformed."""
+    """Returns labels, int8 for binary ones and float32 for numbers; a missing one is malformed."""
     if label.at_least is not None:
         numbers, wrong = values_as_numbers(column)
         return (numbers >= label.at_least).astype(np.int8), wrong | np.isnan(numbers)
@@ -140,7 +140,7 @@ def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], 
 def _by_distinct_value(
     column: pa.Array, read: Callable[[pa.Array], tuple[NDArray[Any], Bools]]
 ) -> tuple[NDArray[Any], Bools]:
-    """Returns what ``read`` makes of each distinct value, for every row; a missing value is malformed."""
+    """Reads each distinct value once, and returns the results for every row; a missing value is malformed."""
     encoded = column.dictionary_encode()
     values, wrong = read(encoded.dictionary)
     # one more, for the missing ones, which have the last place
@@ -156,7 +156,7 @@ def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
 
 
 def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64], Bools]:
-    """Returns numbers of seconds, or of parts of seconds, as whole seconds; those of no year to 9999 are malformed."""
+    """Returns numbers of seconds, or of parts of seconds, as whole seconds; numbers after 9999 are malformed."""
     begin, end = _FIRST_SECOND * units_per_second, (_LAST_SECOND + 1) * units_per_second
     if pa.types.is_integer(column.type):
         whole = column.fill_null(0).to_numpy(zero_copy_only=False)
@@ -224,7 +224,7 @@ def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def _iso_time(text: str) -> int | None:
-    """Returns the seconds of one such text; None where it is none."""
+    """Returns the seconds of one ISO 8601 text; None where it is none."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

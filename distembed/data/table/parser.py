@@ -1,6 +1,6 @@
 """Rows of a table to the columns of a dataset, as a schema says; malformed rows are set aside.
 
-What is parsed is an Arrow table of the columns that the schema names. They are texts, as of CSV files, or typed, as of
+The input is an Arrow table of the columns that the schema names. They are texts, as of CSV files, or typed, as of
 Parquet: a number or a truth value and its text are the same value, and true is 1 where a number is wanted. A row is
 malformed, for the first of these reasons:
 
@@ -10,7 +10,7 @@ malformed, for the first of these reasons:
 - ``dense``: a number is there and is not finite in 32 bits;
 - ``id``: a categorical value is there, and is none of its kind.
 
-Sources of rows have reasons of their own, for what is no row of the table at all: ``columns``, ``text`` and ``json``.
+Sources of rows have reasons of their own, for lines that are no rows: ``columns``, ``text`` and ``json``.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TableParser:
             yield reason, name, found[place]
 
     def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
-        """Yields the columns of values that get ids with what they are of in the table, in the layout's order."""
+        """Yields the columns of values that get ids, with their names in the table, in the layout's order."""
         single = self._single_keys(columns, num_rows)
         for name, table_columns in self._schema.categorical_columns.items():
             categorical = self._schema.categorical[name]

@@ -1,4 +1,4 @@
-"""The columns of a raw table that a schema names, found by name, of a type that has such values, as plain arrays."""
+"""The columns of a raw table that a schema names: found by name, checked for their types, and made plain arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUE_TYPES = {
     "string": (*_NUMERIC, TIME),
     **dict.fromkeys(("integer", "hexadecimal", "log_bins", "quantile_bins"), _NUMERIC),
 }
-"""Kind of a categorical column -> kinds of types that hold such values."""
+"""Kind of a categorical column -> kinds of types that hold its values."""
 
 
 class TableColumns:
@@ -32,7 +32,7 @@ class TableColumns:
     Attributes:
         kinds: Kinds of types that each column may be of, by the column's name.
         numbers: The columns that are nothing but numbers.
-        separators: What separates the values of a list in a text, by the name of each column that has lists.
+        separators: Separator of the values of a list in a text, by the name of each column that has lists.
         wanted_by: Who names the columns, for errors.
     """
 
@@ -89,7 +89,7 @@ class TableColumns:
     def require(
         self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = (), remedy: str = ""
     ) -> None:
-        """Makes sure that a table has the columns, each once and of a type that has such values."""
+        """Makes sure that a table has the columns, each once and of a supported type."""
         names = types.names  # a new list each time that it is asked for
         missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in names]
         if missing:
@@ -115,7 +115,7 @@ class TableColumns:
                 )
 
     def _who_names(self, missing: Sequence[str]) -> str:
-        """Returns why a table has to have the missing columns, of which some may be others than the schema's."""
+        """Returns why a table has to have the missing columns, the schema's and others."""
         others = [repr(name) for name in missing if name not in self.kinds]
         if len(others) == len(missing):
             return "is to be kept"
@@ -124,7 +124,7 @@ class TableColumns:
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
         """Returns the columns of a table as arrays: texts as Arrow's string, and lists of these.
 
-        Texts of which the distinct ones alone matter are a dictionary's.
+        Texts that are keys alone are dictionary-encoded.
         """
         self.require(table.schema)
         return {name: self._array(name, table.column(name)) for name in self.kinds}
@@ -152,7 +152,7 @@ def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
 
 @lru_cache(maxsize=1024)
 def type_kind(type_: pa.DataType) -> str | None:
-    """Returns the kind of an Arrow type; None for that of a column without any value, and "other" for what has none."""
+    """Returns the kind of an Arrow type; None for a column without any value, "other" for types without values."""
     if pa.types.is_dictionary(type_):
         return type_kind(type_.value_type)
     if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
@@ -201,5 +201,5 @@ def plain_array(column: pa.Array) -> pa.Array:
 
 
 def _list_ends(lists: pa.Array) -> pa.Array:
-    """Returns where each row's values end among those of all rows; a missing list has none."""
+    """Returns where each row's values end among the values of all rows; a missing list has none."""
     return pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())

@@ -1,4 +1,4 @@
-"""What is known of a table of raw rows: its columns, and what becomes of each in a dataset.
+"""The schema of a table of raw rows: its columns, and the role of each in a dataset.
 
 A schema is a YAML file (``distembed prepare schema`` guesses one)::
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 TABLE, CRITEO = "table", "criteo"
-"""Names of the parsers, and of what a manifest says that a dataset was prepared from."""
+"""Names of the parsers, and of the sources that a manifest names."""
 BINS = ("log_bins", "quantile_bins")
 """Kinds of categorical columns that are numbers in the table."""
 SPLIT_BY_COLUMN, SPLIT_BY_TIME = "column:", "time:"
@@ -103,8 +103,8 @@ class WeightColumn:
 class TimeColumn:
     """The time of a row.
 
-    The format is ``seconds`` or ``milliseconds`` since 1970, to the year 9999; one of strptime such as ``%y%m%d%H``, in
-    UTC; or ``auto``: numbers are seconds, texts ISO 8601, and Parquet's times what they are.
+    The format is ``seconds`` or ``milliseconds`` since 1970, to the year 9999; one of strptime, as ``%y%m%d%H``, in
+    UTC; or ``auto``: numbers are seconds, texts ISO 8601, and Parquet's times as they are.
     """
 
     column: str
@@ -166,7 +166,7 @@ class CategoricalColumn:
 
     @model_validator(mode="after")
     def _require_one_meaning(self) -> CategoricalColumn:
-        """Refuses settings of which one has no meaning beside another."""
+        """Refuses settings that contradict each other."""
         cross, kind, is_bins, shared = self.cross or [], self.kind, self.kind in BINS, self.vocabulary
         own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
         given = [name for name, value in own.items() if value is not None]
@@ -193,7 +193,7 @@ class CategoricalColumn:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableSchema:
-    """The columns of a table, and what becomes of each; those of dense and categorical have the dataset's names."""
+    """The columns of a table and their roles; dense and categorical ones have the dataset's names."""
 
     label: LabelColumn | None = None
     weight: WeightColumn | None = None  # null: all rows weigh 1
@@ -209,7 +209,7 @@ class TableSchema:
     @field_validator("dense", "categorical", mode="before")
     @classmethod
     def _take_defaults(cls, columns: Any) -> Any:
-        """Gives a column of which nothing is said, null in YAML, the defaults."""
+        """Gives a column without settings, null in YAML, the defaults."""
         if not isinstance(columns, dict):
             return columns
         return {name: {} if each is None else each for name, each in columns.items()}
@@ -221,7 +221,7 @@ class TableSchema:
 
     @property
     def categorical_columns(self) -> dict[str, tuple[str, ...]]:
-        """The table's columns of each categorical column of the dataset: one, or those of a cross."""
+        """The table's columns of each categorical column of the dataset: one, or the columns of a cross."""
         return {
             name: tuple(categorical.cross) if categorical.cross is not None else (categorical.column or name,)
             for name, categorical in self.categorical.items()
@@ -239,7 +239,7 @@ class TableSchema:
         return None if column.kind in BINS else column.hash_size or self.hash_size
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what differs from the defaults, in plain values, which :meth:`from_json` reads back."""
+        """Returns the settings that differ from the defaults, in plain values, which :meth:`from_json` reads back."""
         value: dict[str, Any] = _ADAPTER.dump_python(self, exclude_defaults=True)
         return value
 
@@ -264,7 +264,7 @@ _ADAPTER = TypeAdapter(TableSchema)
 
 
 def _inconsistencies(schema: TableSchema) -> Iterator[str]:
-    """Yields what does not go together in a schema, a line each, with the place."""
+    """Yields the contradictions in a schema, a line each, with the place."""
     yield from _repeated_names(schema)
     if not schema.dense and not schema.categorical:
         yield "dense, categorical: a schema names at least one column that a model is trained on"
@@ -372,7 +372,7 @@ def read_schema(path: Path) -> TableSchema:
 
 
 def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
-    """Returns the schema of the rows that a dataset was prepared from, given what its manifest says of that."""
+    """Returns the schema of the rows that a dataset was prepared from, given the manifest's ``preparation``."""
     source = preparation.get("source")
     if source == TABLE and isinstance(preparation.get("schema"), Mapping):
         return TableSchema.from_json(preparation["schema"], "the schema in the dataset's manifest")

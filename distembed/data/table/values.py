@@ -8,7 +8,7 @@
     2026-01-01  2026-01-01T00:00:00.000Z                   2026-01-01
     2026-01-01 12:30:00+02:00                              2026-01-01 10:30:00
 
-A text is a number where JSON would read one. An exponent needs a sign or a point before it, since codes such as 12e3
+A text is a number where JSON would read one. An exponent needs a sign or a point before it, since codes like 12e3
 have neither. All other texts, 007, +7, .5, 12e3, NaN and texts with blanks among them, are as they are written.
 
 A text that may change is found by its first and last byte, and by a regular expression if these fit.

@@ -1,7 +1,7 @@
 """Raw keys to ids: by a vocabulary, or by hashing.
 
 By a vocabulary: 0 is a missing value, 1 every value that the vocabulary lacks; 2, 3, ... are its values. By hashing: 0
-is a missing value, and a key has the id ``1 + mix(key, seed) % (hash_size - 1)``, whatever the data.
+is a missing value, and a key has the id ``1 + mix(key, seed) % (hash_size - 1)``, for any data.
 
 A vocabulary is a Parquet file with the columns id, key and count, in the order of ids. A key is the number that the
 value is (uint32 of hexadecimal digits, int64 of integers) or its text.
@@ -103,7 +103,7 @@ def key_numbers(keys: pa.Array) -> NDArray[Any]:
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
     """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys.
 
-    Its pages have no checksums, unlike those of the splits: a run's ids are compared by the bytes of this file.
+    Its pages have no checksums, unlike the splits' pages: a run's ids are compared by the bytes of this file.
     """
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
@@ -190,7 +190,7 @@ def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
 
 
 def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:
-    """Returns the raw values of ids; null for those that stand for none, such as -1."""
+    """Returns the raw values of ids; null for ids without a value, as -1."""
     return values.take(pa.array(np.where((ids < 0) | (ids >= len(values)), 0, ids)))
 
 

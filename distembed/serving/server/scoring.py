@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.records import Block
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.reader.decode import Block
 from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.batches import plain_tensors
 from distembed.serving.export.feature_vectors import PlainFeature

@@ -1,12 +1,12 @@
-"""Which interactions train, validate and test.
+"""The options of a dataset of interactions, the columns that are read, and the split.
 
 ``last-one``         the last interaction of each user tests
-``last-two``         so, and the one before it validates
+``last-two``         the last tests, and the one before it validates
 ``time:0.8,0.1,0.1`` the first 80% of all interactions train, the next 10% validate, the last 10% test
-``random:0.8,0.2``   so, in a random order; two shares leave out the validation
+``random:0.8,0.2``   shares of a random order; two shares leave out the validation
 ``files``            every file is named for one split
 
-What is last in time is also last in the input where there are no times, and among equal times.
+Interactions without times, or with equal times, are in the order of the input.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InteractionSplit:
 
     @classmethod
     def parse(cls, text: str) -> InteractionSplit:
-        """Reads what the module's docstring lists."""
+        """Reads a split in one of the forms that the module's docstring lists."""
         if text in _LAST:
             return cls(num_last=_LAST[text])
         if text == BY_FILES:

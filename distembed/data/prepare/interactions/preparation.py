@@ -1,7 +1,12 @@
-"""Which interactions a dataset is made of: those with a rating that is high enough, each once, and the k-core.
+"""Interactions of users with items to a Parquet dataset: of ratings, or of sequences.
 
-The k-core is the largest set of interactions in which every user and every item has at least k of them. It is what is
-left when users and items with fewer are taken away again and again, in whatever order.
+1. ``read``: files are read into a database (``reading.py``);
+2. interactions are selected and split by SQL: by their rating, without duplicates, and by the k-core, the largest set
+   in which every user and every item has at least k interactions (found by removing rarer ones until none is left);
+3. ``write``: users, items and other values get ids, and rows are written as Parquet (``tables.py``).
+
+The dataset appears when it is complete (:mod:`~distembed.data.prepare.staging`). Its bytes depend on the rows and the
+options alone.
 """
 
 from __future__ import annotations
@@ -150,7 +155,7 @@ def prepare_ratings(
     """Prepares a dataset with a row for each interaction: the rating, the user, the item and attributes.
 
     Args:
-        files: What to read.
+        files: The inputs.
         preparation: Where the dataset is made.
         columns: Columns of the input; without a rating, every interaction counts as 1.
         options: Which interactions are taken, and how they are split.
@@ -173,7 +178,7 @@ def prepare_sequences(
 ) -> Manifest:
     """Prepares a dataset with a row for a stretch of a user's history: the user, items, and attributes beside them.
 
-    Arguments and errors are those of :func:`prepare_ratings`; ``columns`` have no meaning for files of lists.
+    Arguments and errors are as of :func:`prepare_ratings`; ``columns`` have no meaning for files of lists.
     """
     options = options or SequenceOptions()
     return _prepare(files, preparation, None if options.format == LISTS else columns or InteractionColumns(), options)

@@ -81,7 +81,7 @@ class InteractionInput:
 
     @property
     def wanted(self) -> str:
-        """What a row has, in a sentence."""
+        """A sentence that describes a row, for errors."""
         if self.columns is None:
             return "A line is a user and one or more items, separated by blanks."
         named = [("rating", self.columns.rating), ("time", self.columns.time)]

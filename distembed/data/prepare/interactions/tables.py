@@ -124,7 +124,7 @@ def write_text_vocabularies(
 
 @dataclass(frozen=True, eq=False)
 class EncodedInteractions:
-    """What is known of every interaction, in ids and numbers, and which columns a dataset has."""
+    """The columns of all interactions, in ids and numbers."""
 
     ids: Mapping[str, NDArray[np.int32]]  # by column: user, item, others
     dense: Mapping[str, NDArray[np.float32]]  # by column, NaN where missing

@@ -1,4 +1,4 @@
-r"""Criteo's published rows: their grammar, a fast parse of regular blocks, and what files have besides rows.
+r"""Criteo's published rows: their grammar, a fast parse of regular blocks, and headers.
 
 A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of these reasons that holds:
 
@@ -7,11 +7,11 @@ A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of 
 - ``dense``: an integer is neither empty nor ``-?[0-9]+`` within 64 bits;
 - ``id``: an id is neither empty nor 1 to 8 hexadecimal digits, of either case.
 
-Almost every block is regular: all of its rows are well-formed, and ids have 8 digits. Arrow reads such a block typed,
-and each distinct id is decoded once. Any other block is parsed as a table, in which values that Criteo's grammar
+Almost every block is regular: all of its rows are well-formed, and ids have 8 digits. Arrow reads a regular block
+typed, and each distinct id is decoded once. Any other block is parsed as a table, in which values that Criteo's grammar
 refuses are made malformed before.
 
-A first line is a header where it has 40 fields and the first 14, those of the label and the integers, are all
+A first line is a header where it has 40 fields and the first 14, of the label and the integers, are all
 different, none is empty and none is a number: ``label I1 .. C26`` in any words. So are the numbers 0 to 39, which
 pandas writes above columns without names. Any other line is a row, well-formed or malformed.
 """
@@ -114,7 +114,7 @@ def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
 
 
 def _strict_values(name: str, texts: pa.Array) -> pa.Array:
-    """Returns a column's values; those that the grammar refuses become values that a table refuses too."""
+    """Returns a column's values; a value that the grammar refuses becomes one that a table refuses."""
     if name == _COLUMNS[0]:
         return pc.if_else(pc.is_in(texts, value_set=pa.array(["0", "1"])), texts, pa.scalar(None, pa.string()))
     if name not in CRITEO_DENSE:

@@ -1,4 +1,10 @@
-"""The first rows of a table, and facts about each of its columns: the basis of a guessed schema."""
+"""Guesses a schema from the first rows of a table, and writes it as YAML with comments on each column.
+
+The guess is a beginning, which a user reads and mends. The label is found by its name and values, the time by its name
+and form, weights by their name. Numbers with fractions are dense; whole numbers are dense where there are many, unless
+their name says that they are ids. Columns with one value, with another value in each row, or with the name of an
+outcome are left out, as comments.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +259,7 @@ def guess_schema(inputs: Sequence[TableInput], num_rows: int) -> str:
 
 
 def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
-    """Yields what each column is taken for; there is one label, one weight and one time."""
+    """Yields the guessed role of each column; there is one label, one weight and one time."""
     whole = [column for column in columns if column.missing_share <= 0.01]  # rows without these values are malformed
     binary = [column for column in whole if _is_binary(column)]
     named = {column.name.lower(): column for column in whole if column in binary or column.numbers is not None}
@@ -336,7 +342,7 @@ def _why_outcome(column: ColumnProfile, label: ColumnProfile | None) -> str | No
 
 
 def _feature(column: ColumnProfile) -> _Guess:
-    """Returns what a column is as input of a model."""
+    """Returns the role of a column that is an input of a model."""
     name, texts = column.name, column.distinct
     if column.kind == LIST:
         entries = pc.list_flatten(column.rows)
@@ -410,7 +416,7 @@ def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) ->
 
 
 def _comment(column: ColumnProfile, why: str) -> str:
-    """Returns why a column is taken for what it is, and what was seen of it."""
+    """Returns the comment of a column: the reason of its role, and examples of its values."""
     parts = [why] if why else []
     parts += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
     parts += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []

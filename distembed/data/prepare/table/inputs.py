@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,12 +54,17 @@ class TableInput:
         return not (self.is_pipe or is_web or self.compression is not None or self.raw.num_bytes is None)
 
 
-def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
+def find_inputs(
+    named: Sequence[str | os.PathLike[str]],
+    note: NoteCallback = ignore,
+    is_readable: Callable[[Path], bool] | None = None,
+) -> list[TableInput]:
     """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
 
     Args:
-        named: Files, folders, patterns such as ``day_*.csv``, URLs and pipes; ``-`` is standard input.
-        note: Function that is told what else lies in a folder, which is not read, and that files may be out of order.
+        named: Files, folders, patterns like ``day_*.csv``, URLs and pipes; ``-`` is standard input.
+        note: Function that is told which files of a folder are not read, and that files may be out of order.
+        is_readable: Which files of a folder are read; None for all files of tables.
 
     Raises:
         UserError: Nothing was named, there is nothing where a name leads, or one file is named twice.
@@ -72,7 +77,7 @@ def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ig
             remote = sorted(list_remote(str(each)), key=lambda file: natural_order(file.url))
             found += remote
         else:
-            found += [file for path in _matching(str(each)) for file in _files(path, note)]
+            found += [file for path in _matching(str(each)) for file in _files(path, is_readable or _is_table, note)]
     _require_distinct(found)
     local = [each for each in found if isinstance(each, Path)]
     _note_order_of_letters(local, note)
@@ -90,21 +95,17 @@ def _matching(pattern: str) -> list[Path]:
     return list(map(Path, found))
 
 
-def _files(path: Path, note: NoteCallback) -> list[Path]:
-    """Returns a file or pipe, or the files of the kind in a folder that are not hidden, in natural order."""
+def _files(path: Path, is_readable: Callable[[Path], bool], note: NoteCallback) -> list[Path]:
+    """Returns a file or pipe, or the readable files of a folder that are not hidden, in natural order."""
     if not stat.S_ISDIR(_mode(path)):
         return [path]
     try:
         found = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     except OSError as error:
         raise UserError(f"the folder {path} cannot be read: {error.strerror}; name one that can.") from error
-    files = [entry for entry in found if entry.is_file() and _is_table(entry)]
+    files = [entry for entry in found if entry.is_file() and is_readable(entry)]
     if not files:
-        raise UserError(
-            f"the folder {path} has no file that ends in {', '.join(_FORMATS)}, perhaps with "
-            f"{' or '.join(_COMPRESSIONS)}; "
-            "name files that do not"
-        )
+        raise UserError(f"the folder {path} has no files of rows, by their names: name the files themselves.")
     if others := [entry.name for entry in found if entry not in files]:
         note(f"of the folder {path} not read: {enumerate_names(others)}; name what else is to be read")
     return sorted(files, key=natural_order)

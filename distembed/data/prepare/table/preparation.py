@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
@@ -82,11 +83,11 @@ def prepare_criteo(
         inputs: Files, folders, patterns, URLs or pipes, plain, gzip or Zstandard, in time order; a folder is its files
             in natural order, and ``-`` is standard input.
         output: Dataset folder to make, or the URL of one.
-        options: What the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
+        options: Options that the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
         limits: Memory and threads to use; 2 GiB and every processor unless given.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
-        note: Function that is told in a sentence what should be known of the input, such as a header.
+        note: Function that is told notes on the input, a sentence each.
 
     Returns:
         The manifest that was written.
@@ -103,14 +104,19 @@ def prepare_criteo(
     return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
 
 
+def _is_criteo_file(path: Path) -> bool:
+    """Returns whether a file of a folder is read as Criteo's rows, by its name."""
+    return path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst")
+
+
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
-    """Returns the named inputs, which are read as text whatever their names end in."""
-    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note)]
+    """Returns the named inputs, which are read as text, with any suffix."""
+    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _is_criteo_file)]
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What a preparation does otherwise than the schema says, and what a schema does not say.
+    """Options of a preparation that replace settings of the schema, or that a schema lacks.
 
     None stands for the schema's own setting; ``min_count`` and ``hash_size`` are of columns without one of their own.
     """
@@ -124,7 +130,7 @@ class TableOptions:
     grow: bool = False  # whether values that vocabulary lacks get ids behind its own
 
     def applied_to(self, schema: TableSchema) -> TableSchema:
-        """Returns the schema with what is said here in place of what it says."""
+        """Returns the schema with these options in place of its settings."""
         values = schema.to_json()
         given = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
         values |= {name: value for name, value in given.items() if value is not None}
@@ -153,13 +159,13 @@ def prepare_table(
         inputs: CSV, TSV, JSON lines or Parquet files, plain, gzip or Zstandard, folders of them, patterns, URLs or
             pipes, in time order; ``-`` is standard input.
         output: Dataset folder to make, or the URL of one.
-        schema: What becomes of the columns: a schema, the name of a shipped one, or a YAML file; None for that of the
+        schema: The roles of the columns: a schema, the name of a shipped one, or a YAML file; None for that of the
             dataset whose ids are applied.
-        options: What is done otherwise than the schema says.
+        options: Options that replace settings of the schema.
         limits: Memory, threads and processes to use.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
-        note: Function that is told in a sentence what should be known of the input.
+        note: Function that is told notes on the input, a sentence each.
 
     Returns:
         The manifest that was written.

@@ -1,4 +1,4 @@
-"""What every kind of file gives: some rows of a table, as Arrow's columns, and what is no row, by line."""
+"""Raw rows of a block of any file: Arrow columns, and the lines that are no rows."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class RawBlock(Protocol):
     """A block of a file as it was read, which any thread can turn into rows."""
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
-        """Returns the rows of the block; what is wrong with a line is never an error."""
+        """Returns the rows of the block; a malformed line is never an error."""
 
 
 def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:
-    """Returns the block of raw rows; those that the parser rejects are named by their lines."""
+    """Returns the block of raw rows; rows that the parser rejects are named by their lines."""
     block = parser.parse(raw.table)
     rejected = list(raw.bad)
     for row in block.rejected:

@@ -1,4 +1,4 @@
-"""Text files of a table: what their first lines say of their columns, and ranges of them as blocks."""
+"""A table as the source of rows of a preparation: inputs are cut into parts, read as blocks, and parsed."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ class TableSource:
 
     Args:
         inputs: The inputs in order, from :func:`~distembed.data.prepare.table.inputs.find_inputs`.
-        schema: What becomes of the columns.
-        needs_label: Whether rows have what only training needs (:class:`~distembed.data.table.parser.TableParser`).
-        others: Columns that raw blocks have besides those of the schema.
+        schema: The roles of the columns.
+        needs_label: Whether rows have the columns that only training needs.
+        others: Columns that raw blocks have in addition to the schema's.
         may_lack: The column that text files without a header may lack, as rows to predict lack the label.
         wanted_by: Who names the columns, for errors.
 
@@ -287,13 +287,13 @@ class _ParquetPart:
 
 
 def _wanted(columns: TableColumns) -> str:
-    """Returns what a row has, in words."""
+    """Returns a description of a row's columns."""
     kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
     return ", ".join(kinds[:8]) + (" ..." if len(kinds) > 8 else "")
 
 
 def _hints(schema: TableSchema) -> dict[str, str]:
-    """Returns what may be at fault where most rows are malformed by a reason."""
+    """Returns a likely cause for each reason that most rows may be malformed by."""
     text = {"text": "Text is read as UTF-8: convert other encodings, such as with `iconv -f WINDOWS-1252 -t UTF-8`."}
     if schema.time is None or schema.time.format not in ("auto", "seconds"):
         return text
@@ -313,7 +313,7 @@ def _require_criteo(schema: TableSchema) -> None:
 
 
 def _columns(schema: TableSchema) -> tuple[object, ...]:
-    """Returns what becomes of the columns of a schema, ids and missing numbers left aside."""
+    """Returns the roles of a schema's columns, without settings of ids and missing numbers."""
     dense = [(name, each.column, each.transform) for name, each in schema.dense.items()]
     ids = [(name, each.column, each.kind, each.holds_lists, each.cross) for name, each in schema.categorical.items()]
     return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids

@@ -1,14 +1,16 @@
-"""Rows of CSV and TSV text.
+r"""Rows of text: CSV and TSV, and JSON lines, which are an object a line.
 
-A line is no row, for the first of these reasons that holds:
+A line is no row, for the first of these reasons:
 
 - ``text``: it is not UTF-8, or has a carriage return that ends no line;
-- ``columns``: it is empty, has another number of fields than the header, or its quotation marks do not go in pairs: a
-  quoted field begins and ends with one, and has two for each that is meant. Where a value may have several lines, all
-  lines after a mark that is never closed are no rows.
+- ``columns``: it is empty, has another number of fields than the header, or unpaired quotation marks: a quoted field
+  begins and ends with one, and doubles each mark within. Where a value may have several lines, all lines after an
+  unclosed mark are no rows;
+- ``json``: it is no JSON object, or has an object or a list of lists for a value, or a list where one value is wanted.
+  A key that a line lacks is a missing value, as null is.
 
-Almost every block has only rows and no quotation mark, which one parse by Arrow finds out. Where anything else turns
-up, the lines at fault are found first, and the others are parsed.
+Arrow reads almost every block in one parse. Where that fails, the lines at fault are found first, and the rest is
+parsed. JSON values of mixed types are read by Python, value by value, 20 times slower; a value means the same in both.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Dialect:
 
     @property
     def record_quote(self) -> bytes | None:
-        """The quotation mark, where what it encloses may have newlines."""
+        """The quotation mark, where a quoted value may have newlines."""
         return self.quote.encode() if self.quote is not None and self.newlines_in_values else None
 
     @cached_property
@@ -135,7 +137,7 @@ def _undecodable(lines: Lines) -> list[int]:
 def _read_with_numbers(
     text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str]
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Returns what :func:`_read` does, with numbers as float64 where all of them are finite, or missing.
+    """Reads as :func:`_read` does, with numbers as float64 where all of them are finite or missing.
 
     Arrow's reader takes no notice of blanks around a number, and takes nan and inf for one: all are texts then.
     """
