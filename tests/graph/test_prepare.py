@@ -177,7 +177,7 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
     for inputs, output, message in (
         ([], "out", "no input"),
         ([tmp_path / "none.csv"], "out", "does not exist"),
-        ([tmp_path / "empty"], "out", "has no file that ends in"),
+        ([tmp_path / "empty"], "out", "has no files of rows"),
         ([file, tmp_path / "empty" / ".." / "edges.csv"], "out", "named twice"),
         ([file], "", "lies inside the output"),
     ):
