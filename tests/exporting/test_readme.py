@@ -1,4 +1,4 @@
-"""The examples of the guide "Out to a server", run as they stand there."""
+"""The examples of the guide to exporting, run as they stand there."""
 
 import os
 import re
