@@ -9,10 +9,9 @@ import torch
 from distembed.base.errors import RunError, UserError
 from distembed.composition import COMPOSITIONS
 from distembed.serving.export.batches import made_up_batch, plain_inputs
-from distembed.serving.export.compiling import compile_program, require_running
 from distembed.serving.export.export_run import ExportOptions, export_run
 from distembed.serving.export.feature_vectors import PlainFeature
-from distembed.serving.export.programs import ProgramInputs, save_program
+from distembed.serving.export.programs import ProgramInputs, compile_program, require_running, save_program
 from distembed.serving.export.table_groups import Materialise, TableStorage
 from distembed.serving.model_folder.compiled import CompiledNetwork, load_compiled, processor_name
 from distembed.serving.model_folder.manifest import CompiledProgram, ExportedProgram, ExportManifest, Parity, Precision

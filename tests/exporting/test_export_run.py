@@ -25,7 +25,7 @@ from distembed.data.table.vocabulary import raw_values
 from distembed.serving.export import export_run as exporting
 from distembed.serving.export.batches import SplitRows
 from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.stored_weights import FloatWeight
+from distembed.serving.export.table_groups import FloatWeight
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged, sample_inputs

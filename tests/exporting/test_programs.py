@@ -14,7 +14,7 @@ from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.models import DCN, DLRM, Model
 from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Partition
-from distembed.serving.export.batches import made_up_batch
+from distembed.serving.export.batches import made_up_batch, plain_inputs
 from distembed.serving.export.programs import save_program
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.export.table_groups import Materialise, TableStorage
@@ -204,9 +204,11 @@ def test_shards_and_their_network_score_as_the_whole(name: str, tmp_path: Path) 
     vectors = []
     for number, shard in enumerate(shards):
         save_program(
-            shard, exported.shard_inputs(made_up_batch(schema(exported.tables), 5), shard), tmp_path / str(number)
+            shard,
+            plain_inputs(made_up_batch(schema(exported.tables), 5), shard.features, False),
+            tmp_path / str(number),
         )
-        own = exported.shard_inputs(batch, shard).tensors
+        own = plain_inputs(batch, shard.features, False).tensors
         vectors.append(load_program(tmp_path / str(number))(*own.values()))
     with torch.no_grad():
         found = network(torch.cat(vectors, dim=1), batch["dense_features"])

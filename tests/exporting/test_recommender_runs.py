@@ -15,10 +15,8 @@ import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.serving.export.batches import SplitRows
-from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.exporters import EXPORTERS
-from distembed.serving.export.parity import require_close_metric
-from distembed.serving.export.recommended_parity import RecommendedCheck
+from distembed.serving.export.export_run import EXPORTERS, ExportOptions, export_run
+from distembed.serving.export.parity import RecommendedCheck, require_close_metric
 from distembed.serving.export.table_groups import TableStorage
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program, load_programs

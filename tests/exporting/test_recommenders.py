@@ -24,7 +24,7 @@ from distembed.models.next_items import ItemCollections, NextItems, NextItemsWit
 from distembed.models.sasrec import CausalTransformer
 from distembed.models.session import RecurrentStates
 from distembed.partitions import PARTITIONS, KeyedHash
-from distembed.serving.export import item_choice
+from distembed.serving.export import recommenders
 from distembed.serving.export.batches import ANY, BATCH
 from distembed.serving.export.feature_vectors import PlainFeature
 from distembed.serving.export.programs import ProgramInputs, save_program
@@ -237,7 +237,7 @@ def collections_of(model: Model) -> list[Any]:
 def test_chunks_of_any_size_recommend_alike(
     monkeypatch: pytest.MonkeyPatch, chunk: int, materialise: Materialise
 ) -> None:
-    monkeypatch.setattr(item_choice, "_LEAST_CHUNK", chunk)
+    monkeypatch.setattr(recommenders, "_LEAST_CHUNK", chunk)
     for name in ("sasrec", "mf"):
         model = recommender(name)
         program = exported(model).whole_program(TableStorage("fp32", materialise))

@@ -1,4 +1,4 @@
-"""Batches of the reader as the plain inputs of programs, and rows that are made up where there is no dataset."""
+"""Batches of the reader as the plain inputs of programs, and made-up batches where there is no dataset."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ _MADE_UP_LIST = 3
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Rows of a dataset's split.
-
-    Attributes:
-        dataset: Folder of the dataset.
-        split: Name of the split.
-        num_rows: Number of the split's rows.
-    """
+    """The rows of a dataset's split."""
 
     dataset: str
     split: str
@@ -37,11 +31,7 @@ class SplitRows:
 
     @classmethod
     def find(cls, dataset: str) -> SplitRows | None:
-        """Returns the rows to compare scores on: of the test split, or else validation, or training; None without any.
-
-        Args:
-            dataset: A dataset, or what a run keeps of one, which has no rows.
-        """
+        """Returns the rows of the test split, else of validation, else of training; None for a dataset without rows."""
         if not Path(dataset).exists():
             return None
         manifest = Manifest.load(dataset)
@@ -51,7 +41,7 @@ class SplitRows:
         return cls(dataset, found[0], manifest.splits[found[0]].num_rows) if found else None
 
     def batches(self, batch_size: int, most_rows: int) -> Iterator[Batch]:
-        """Yields the first rows in batches of this size, of which the last one may have fewer."""
+        """Yields the first rows in batches of ``batch_size``; the last batch may have fewer."""
         rows = range(min(most_rows, self.num_rows))
         order = BatchOrder(batch_size, shuffle=False)
         with closing(BatchReader(self.dataset, self.split, order, rows=rows)) as reader:
@@ -59,7 +49,7 @@ class SplitRows:
 
 
 def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
-    """Returns a batch of valid ids and of numbers that are drawn, where no rows are at hand; labels are 0."""
+    """Returns a batch of drawn ids and numbers, with labels of 0."""
     generator = torch.Generator().manual_seed(seed)
     ids, lengths = [], []
     for feature in schema.categorical:
@@ -79,13 +69,7 @@ def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
 
 
 def plain_inputs(batch: Batch, features: Sequence[PlainFeature], takes_numbers: bool) -> ProgramInputs:
-    """Returns a batch's ids and numbers as a program takes them, and which of their sizes may differ.
-
-    Args:
-        batch: The batch.
-        features: The features whose ids the program takes.
-        takes_numbers: Whether it takes numbers.
-    """
+    """Returns the ids of some features of a batch, and its numbers if asked for, as a program takes them."""
     has_lists = any(feature.is_list for feature in features)
     num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
     dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}
@@ -94,7 +78,7 @@ def plain_inputs(batch: Batch, features: Sequence[PlainFeature], takes_numbers: 
 
 
 def plain_tensors(batch: Batch, features: Sequence[PlainFeature], takes_numbers: bool) -> dict[str, Tensor]:
-    """Returns the tensors alone, in a hundredth of the time."""
+    """Returns the tensors of :func:`plain_inputs` alone, in a hundredth of the time."""
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
     names = [feature.name for feature in features]

@@ -1,7 +1,7 @@
-"""Exports a trained run: makes its programs, writes them with what their inputs mean, and checks that they score alike.
+"""Exports a trained run: makes its programs, writes them with their inputs' meaning, and compares their scores.
 
-Memory: the trained model, its tables once more as they are stored, and once more while they are checked; time is that
-of writing and reading the tables, and of scoring the rows that are compared.
+Memory: the trained model, its tables once more as they are stored, and once more during the comparison. Time: writing
+and reading the tables, and scoring the rows that are compared.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,22 +23,27 @@ from distembed.base.units import format_bytes
 from distembed.base.version import __version__
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import ITEM
 from distembed.data.prepare.staging import staged_folder
+from distembed.data.reader import Batch
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.serving.export.batches import SplitRows, made_up_batch
-from distembed.serving.export.compiling import compile_network, require_compiler
-from distembed.serving.export.exportable import Check, Exportable
-from distembed.serving.export.exporters import EXPORTERS
-from distembed.serving.export.programs import BATCH, ProgramInputs, save_program
-from distembed.serving.export.raw_values import Change, feature_changes, number_changes
-from distembed.serving.export.sample import write_sample
+from distembed.models import Model
+from distembed.serving.export.batches import SplitRows, made_up_batch, plain_inputs
+from distembed.serving.export.parity import ParityCheck, RecommendedCheck, ScoreCheck
+from distembed.serving.export.programs import BATCH, ProgramInputs, compile_network, require_compiler, save_program
+from distembed.serving.export.raw_values import (
+    Change,
+    feature_changes,
+    number_changes,
+    write_sample,
+    write_vocabularies,
+)
+from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
-from distembed.serving.export.shards import divide_tables
-from distembed.serving.export.table_groups import Materialise, TableStorage
-from distembed.serving.export.vocabularies import write_vocabularies
+from distembed.serving.export.table_groups import Materialise, TableStorage, divide_tables
 from distembed.serving.model_folder.manifest import (
     MANIFEST_NAME,
-    CompiledProgram,
     ExportedFeature,
     ExportedNumber,
     ExportedProgram,
@@ -46,14 +52,57 @@ from distembed.serving.model_folder.manifest import (
     Parity,
     Precision,
 )
-from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.tasks import NextItemConfig, RankingConfig
 from distembed.training.trained_run import TrainedRun
 
 NETWORK = "network.pt2"
 EXAMPLE_NAME = "serving_example.py"
-"""A program that scores raw rows with torch alone, which lies beside this file and in every exported folder."""
+"""A script that scores raw rows with torch alone; it is copied from this package into every exported folder."""
 SAMPLE_ROWS = 256
+
+Exportable = ScoredModel | RecommendingModel
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Exports models of a task.
+
+    Attributes:
+        make: Makes the form from which programs are made, of a trained model, the manifest of its dataset, and the
+            number of items to recommend for a row.
+        check: The check of a written program.
+    """
+
+    make: Callable[[WholeModel, Manifest, int], Exportable]
+    check: Callable[[WholeModel, Any, Program, Precision], ParityCheck[Any]]
+
+
+def _scored(whole: WholeModel, manifest: Manifest, _: int) -> ScoredModel:
+    return ScoredModel.of(whole.module.model, whole.task, manifest.schema)
+
+
+def _next_items(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
+    return RecommendingModel.of_next_items(*_recommended(whole, manifest, num_best))
+
+
+def _rankings(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
+    return RecommendingModel.of_rankings(*_recommended(whole, manifest, num_best))
+
+
+def _recommended(whole: WholeModel, manifest: Manifest, num_best: int) -> tuple[Model, tuple[int, ...], int, bool]:
+    task = whole.blueprint.config.task
+    assert isinstance(task, NextItemConfig | RankingConfig)
+    return whole.module.model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "click": Exporter(_scored, ScoreCheck),
+    "rating": Exporter(_scored, ScoreCheck),
+    "ranking": Exporter(_rankings, RecommendedCheck),
+    "next_item": Exporter(_next_items, RecommendedCheck),
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +112,11 @@ class ExportOptions:
     Attributes:
         precision: How the numbers of its tables are stored.
         materialise: Which tables are stored as the vector of each id.
-        server_bytes: Memory for tables of one server, over which they are divided into shards; None for one server.
-        overwrite: Whether an exported model that is there is replaced.
-        metric_rows: So many of the first rows of a split are scored for the metric.
-        num_best: Number of items that are recommended for a row, by models that do.
-        compile: Whether the program is compiled too, for the processor of this machine.
+        server_bytes: Bytes of tables on one server, above which tables are divided into shards; None for no limit.
+        overwrite: Whether to replace an exported model in the folder.
+        metric_rows: The number of a split's first rows that are scored for the metric.
+        num_best: Number of items that a model of recommendations returns for a row.
+        compile: Whether to compile the program too, for the processor of this machine.
 
     Raises:
         UserError: A name is unknown, or there is no compiler.
@@ -100,14 +149,11 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         run: The run.
         output: The folder.
         options: How it is exported.
-        data: The dataset whose rows scores are compared on; the run's own unless given, where it still is.
-
-    Returns:
-        Its manifest.
+        data: The dataset on whose rows scores are compared; the run's own unless given.
 
     Raises:
         UserError: The run's task or model has no programs, the folder exists, or a table does not fit a server.
-        RunError: It scores otherwise than the trained model, or cannot be written.
+        RunError: The scores differ from the trained model's, or the folder cannot be written.
     """
     exporter = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
     with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
@@ -140,30 +186,34 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         )
         check = exporter.check(whole, model, load_programs(folder, manifest), options.precision)
         rows = SplitRows.find(data or run.config.data.require_path())
-        parity = _compare(folder, manifest, model, check, rows, options.metric_rows)
+        batch, parity = _compare(check, rows, options.metric_rows)
+        write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
+        shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
         manifest = dataclasses.replace(manifest, parity=parity)
         if options.compile:
             inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
             compiled = compile_network(folder, manifest.network, inputs)
             manifest = dataclasses.replace(manifest, compiled=compiled)
             check = exporter.check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
-            manifest = _compare_compiled(manifest, compiled, check, rows, options.metric_rows)
+            _, parity = _compare(check, rows, options.metric_rows)
+            compiled = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
+            manifest = dataclasses.replace(manifest, compiled=compiled)
         manifest = dataclasses.replace(manifest, checksums=_checksums(folder))
         write_json(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 
 def _in_float32(run: TrainedRun) -> TrainedRun:
-    """Returns a run whose networks compute in float32, as those of exported models do."""
+    """Returns a run whose networks compute in float32, as exported models do."""
     train = dataclasses.replace(run.config.train, precision="fp32")
     return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
 
 
 def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) -> list[list[str]]:
-    """Returns the tables of each shard; none where one server has them all.
+    """Returns the tables of each shard; no shards where one server has room for all tables.
 
     Raises:
-        UserError: A table does not fit a server, or they cannot be divided.
+        UserError: A table does not fit a server, or the model's tables cannot be divided.
     """
     sizes = {table.name: storage.bytes(table) for table in model.tables}
     if server_bytes is None or sum(sizes.values()) <= server_bytes:
@@ -179,20 +229,20 @@ def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) 
 def _save_programs(
     folder: Path, model: Exportable, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
 ) -> list[ExportedProgram]:
-    """Writes the programs, and returns the network's and those of the shards."""
+    """Writes the programs, and returns the network's and the shards' programs."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
     inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
     if not shards:
         save_program(model.whole_program(storage), inputs, folder / NETWORK)
         features = [feature.name for feature in model.features]
         return [ExportedProgram(NETWORK, list(inputs.tensors), model.outputs, features, sum(sizes.values()))]
-    assert isinstance(model, ScoredModel), "only such tables are divided"
+    assert isinstance(model, ScoredModel), "other tables are not divided"
     network, programs = model.sharded_programs(shards, storage)
     saved = []
     vectors = []
     for number, (program, names) in enumerate(zip(programs, shards, strict=True)):
         file = f"tables/shard-{number:05d}.pt2"
-        own = model.shard_inputs(made_up_batch(whole.blueprint.batch_schema, 5), program)
+        own = plain_inputs(made_up_batch(whole.blueprint.batch_schema, 5), program.features, takes_numbers=False)
         save_program(program, own, folder / file)
         with torch.no_grad():
             vectors.append(program(*own.tensors.values()))
@@ -236,29 +286,14 @@ def _tables(
     ]
 
 
-def _compare(
-    folder: Path, manifest: ExportManifest, model: Exportable, check: Check, rows: SplitRows | None, metric_rows: int
-) -> Parity:
-    """Compares the outputs of what was written with the trained model's, and writes the sample."""
+def _compare(check: ParityCheck[Any], rows: SplitRows | None, metric_rows: int) -> tuple[Batch, Parity]:
+    """Compares a program's outputs with the trained model's; returns the sample, and the differences."""
     batch = check.sample(rows, SAMPLE_ROWS)
     parity = check.on_sample(batch)
-    write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
-    shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
     if rows is None:
-        return parity
+        return batch, parity
     metric, exported, trained = check.on_split(rows, metric_rows)
-    return dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
-
-
-def _compare_compiled(
-    manifest: ExportManifest, compiled: CompiledProgram, check: Check, rows: SplitRows | None, metric_rows: int
-) -> ExportManifest:
-    """Compares the outputs of the compiled program with the trained model's; returns the manifest that says how."""
-    parity = check.on_sample(check.sample(rows, SAMPLE_ROWS))
-    if rows is not None:
-        check.on_split(rows, metric_rows)
-    compared = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
-    return dataclasses.replace(manifest, compiled=compared)
+    return batch, dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
 
 
 def _checksums(folder: Path) -> dict[str, str]:

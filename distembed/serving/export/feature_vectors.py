@@ -25,12 +25,7 @@ from distembed.serving.export.table_groups import StoredTable, TableGroup, Table
 
 @dataclass(frozen=True)
 class PlainFeature:
-    """A categorical feature of a batch.
-
-    Attributes:
-        name: Its name.
-        is_list: Whether a row may have any number of ids; if not, it has one.
-    """
+    """A categorical feature of a batch; a row has one id of it, or any number where it is a list."""
 
     name: str
     is_list: bool
@@ -38,12 +33,7 @@ class PlainFeature:
 
 @dataclass(frozen=True, eq=False)
 class FeatureIds:
-    """The ids of one feature; what a model asks a KeyedJaggedTensor for by the feature's name.
-
-    Attributes:
-        ids: Its ids, row after row.
-        lengths: The number of ids of each row.
-    """
+    """The ids of one feature, row after row, in the place of a JaggedTensor."""
 
     ids: Int64[Tensor, " ids"]
     lengths: Int64[Tensor, " batch"]
@@ -54,19 +44,10 @@ class FeatureIds:
 
 
 class PlainFeatures:
-    """The ids of a batch, in the place of a KeyedJaggedTensor, from which a program of plain tensors can be made.
+    """The ids of a batch in the place of a KeyedJaggedTensor, for programs of plain tensors.
 
-    A feature with one id a row is taken by its places, which follow from where it begins, so that no shape depends on
-    the numbers in ``lengths``; a list has as many ids as these say.
-
-    Attributes:
-        values: The ids of all features.
-        lengths: How many ids each row has of each feature.
-
-    Args:
-        features: The features, in the order of ``lengths``.
-        values: The ids of all features.
-        lengths: How many ids each row has of each feature.
+    The places of a feature with one id a row follow from the place of its first id, so that no shape depends on the
+    numbers in ``lengths``. A list has as many ids as ``lengths`` says.
     """
 
     def __init__(
@@ -86,7 +67,7 @@ class PlainFeatures:
             self._starts = counts.cumsum(0) - counts
 
     def of_single(self, names: Sequence[str]) -> Int64[Tensor, "features batch"]:
-        """Returns the ids of features that have one a row."""
+        """Returns the ids of features with one id a row."""
         places = [self._places[name] for name in names]
         if not self._has_lists:
             ids = self.values.view(len(self._features), self.lengths.shape[1])
@@ -95,7 +76,7 @@ class PlainFeatures:
         return self.values[self._starts[places].unsqueeze(1) + rows]
 
     def of_list(self, name: str) -> FeatureIds:
-        """Returns the ids of a feature that is a list."""
+        """Returns the ids of a list."""
         place = self._places[name]
         lengths = self.lengths[place]
         num_ids: Any = lengths.sum().item()
@@ -103,16 +84,12 @@ class PlainFeatures:
         return FeatureIds(self.values[self._starts[place] + torch.arange(num_ids)], lengths)
 
     def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
-        """Returns the last ids of each row of a feature, in their order, and its last one again for each that it lacks.
+        """Returns the last ``most`` ids of each row of a list; a shorter row repeats its last id.
 
         ::
 
             a b c d e     ->  c d e
-            a b           ->  a b b          of a row without ids it is any id at all        most 3
-
-        Args:
-            name: The feature.
-            most: So many ids of a row.
+            a b           ->  a b b          a row without ids has any id        most 3
         """
         place = self._places[name]
         lengths = self.lengths[place]
@@ -123,7 +100,7 @@ class PlainFeatures:
         return padded[firsts.unsqueeze(1) + numbers]
 
     def rows_of(self, name: str) -> tuple[Int64[Tensor, " ids"], Bool[Tensor, " ids"]]:
-        """Returns the row of every id of all features, and whether it is an id of this one."""
+        """Returns the row of every id of all features, and whether it is an id of the feature ``name``."""
         num_rows = self.lengths.shape[1]
         lines = torch.arange(self.lengths.numel())
         owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
@@ -139,14 +116,9 @@ class PlainFeatures:
 class FeatureVectors(nn.Module):
     """Takes the place of an embedding collection of bags, with tables as they are stored.
 
-    Attributes:
-        tables: The tables.
-        keys: The keys of its output.
-        dims: The number of columns of each key.
-
     Args:
         tables: The tables of the collection.
-        weights: The weight of each partition, of each table by its name.
+        weights: The weights of each table's partitions, by the table's name.
         features: The features of a batch, by name.
         storage: How the tables are stored.
     """
@@ -168,7 +140,7 @@ class FeatureVectors(nn.Module):
         groups: dict[Any, list[tuple[CompositionalEmbeddingBagConfig, StoredTable]]] = {}
         for table in tables:
             stored = stored_table(table, weights[table.name], storage.form(table))
-            groups.setdefault(stored.likeness, []).append((table, stored))
+            groups.setdefault(stored.kind, []).append((table, stored))
         self.groups = nn.ModuleList(
             TableGroup([stored for _, stored in own], storage.precision) for own in groups.values()
         )
@@ -179,7 +151,7 @@ class FeatureVectors(nn.Module):
         return KeyedTensor(self.keys, self.dims, self.vectors(features))
 
     def vectors(self, features: PlainFeatures) -> Float[Tensor, "batch columns"]:
-        """Returns them side by side, in the order of :attr:`keys`."""
+        """Returns the pooled vectors of all features side by side, in the order of the output's keys."""
         by_feature: dict[str, Tensor] = {}
         for group, lookups in zip(self.groups, self._lookups, strict=True):
             if lookups.single:
@@ -194,21 +166,14 @@ class FeatureVectors(nn.Module):
 
 @dataclass(frozen=True)
 class _Lookups:
-    """What is looked up in a group of tables.
+    """The lookups of a group of tables; tables have their numbers within the group."""
 
-    Attributes:
-        single: Names of the features with one id a row.
-        single_tables: Number of the table of each of these.
-        lists: Name, number of the table, and pooling of each list.
-    """
-
-    single: list[str]
-    single_tables: list[int]
-    lists: list[tuple[str, int, Any]]
+    single: list[str]  # names of the features with one id a row
+    single_tables: list[int]  # the table of each
+    lists: list[tuple[str, int, Any]]  # name, table and pooling of each list
 
 
 def _lookups(tables: Sequence[CompositionalEmbeddingBagConfig], features: Mapping[str, PlainFeature]) -> _Lookups:
-    """Returns what is looked up in these tables."""
     found = _Lookups([], [], [])
     for number, table in enumerate(tables):
         for name in table.feature_names:

@@ -1,84 +1,124 @@
-"""Whether an exported model scores as the trained one: row by row on a sample, and by the task's metric on a split."""
+"""Whether an exported model scores as the trained one: row by row on a sample, and by the task's metric on a split.
+
+Recommended items of the trained model are found by :class:`~distembed.tasks.catalogue.CatalogueRanking`, as in its
+evaluations. Both models are judged by the NDCG of the recommended items alone, since a program does not return the
+ranks of other items. For one target a row it is the task's ``ndcg@k``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import RunError
+from distembed.data.dataset.schema import ITEM, ITEM_TARGET, SPARSE_FEATURES
 from distembed.data.reader import Batch
 from distembed.serving.export.batches import SplitRows, made_up_batch
+from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.model_folder.manifest import Parity, Precision
 from distembed.serving.model_folder.programs import Program
 from distembed.serving.whole_model import WholeModel
+from distembed.tasks.catalogue import CatalogueRanking
+from distembed.tasks.ranking import RELEVANT
+from distembed.tasks.ranking_metrics import RankingMetrics
 
 MOST_DIFFERENCE = 1e-6
-"""Largest difference of a score from the trainer's where tables are in fp32, or of it relative to scores above 1."""
+"""Largest difference of a score from the trainer's where tables are in fp32; relative to scores above 1."""
 MOST_METRIC_DIFFERENCE = 5e-4
 """Largest difference of the headline metric, such as AUC."""
 _BATCH_SIZE = 8192
+_RECOMMENDED_BATCH_SIZE = 256
+_MOST_SCORES = 1 << 32
+"""Most scores of rows and items that a metric of recommendations is computed from."""
 
-Scores = Mapping[str, NDArray[Any]]
+ModelT = TypeVar("ModelT", ScoredModel, RecommendingModel)
 
 
 @dataclass(frozen=True)
-class ParityCheck:
+class ParityCheck(ABC, Generic[ModelT]):
     """Compares an exported model with the trained one.
 
     Attributes:
         whole: The trained model, in float32.
-        model: The same as programs are made of it.
-        program: Inputs -> scores, as whoever serves the exported model computes them.
+        model: The trained model in the form from which its programs are made.
+        program: The written program, loaded as a server loads it.
         precision: How its tables are stored.
     """
 
     whole: WholeModel
-    model: ScoredModel
+    model: ModelT
     program: Program
     precision: Precision
 
+    @abstractmethod
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
-        """Returns a batch of the first rows, or of made-up ones where there are none."""
+        """Returns a batch of the first rows, or of made-up rows where there are none."""
+
+    @abstractmethod
+    def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """Returns the exported model's outputs of a batch in plain values, by their names."""
+
+    @abstractmethod
+    def on_sample(self, batch: Batch) -> Parity:
+        """Compares the outputs of a batch.
+
+        Raises:
+            RunError: They differ by more than rounding does, or are not finite.
+        """
+
+    @abstractmethod
+    def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
+        """Compares a metric of the first ``most_rows`` rows.
+
+        Returns:
+            The name of the metric, and its values for the exported and the trained model.
+
+        Raises:
+            RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
+        """
+
+    def _run(self, batch: Batch) -> Any:
+        with torch.inference_mode():
+            return self.program(*self.model.inputs(batch).tensors.values())
+
+
+class ScoreCheck(ParityCheck[ScoredModel]):
+    """Compares the number that each model gives a row."""
+
+    def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
         if rows is None:
             return made_up_batch(self.whole.blueprint.batch_schema, num_rows)
         return next(iter(rows.batches(num_rows, num_rows)))
 
     def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns the exported model's scores of a batch in plain values, by the name of the output."""
-        return {"prediction": self.scores(batch).tolist()}
+        return {"prediction": self._scores(batch).tolist()}
 
-    def scores(self, batch: Batch) -> NDArray[np.float32]:
-        """Returns the exported model's scores of a batch."""
-        with torch.inference_mode():
-            found: NDArray[np.float32] = self.program(*self.model.inputs(batch).tensors.values()).numpy()
-        return found
-
-    def trained_scores(self, batch: Batch) -> NDArray[np.float32]:
-        """Returns the trained model's scores of a batch."""
-        found: NDArray[np.float32] = self.whole.task.predictions(self.whole.outputs(batch))["prediction"]
+    def _scores(self, batch: Batch) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self._run(batch).numpy()
         return found
 
     def on_sample(self, batch: Batch) -> Parity:
-        """Compares the scores of a batch.
-
-        Raises:
-            RunError: They differ by more than rounding does, or are no numbers.
-        """
-        found, trained = self.scores(batch), self.trained_scores(batch)
+        found = self._scores(batch)
+        trained: NDArray[np.float32] = self.whole.task.predictions(self.whole.outputs(batch))["prediction"]
         if not np.isfinite(found).all():
             raise RunError(
                 f"{np.count_nonzero(~np.isfinite(found))} of {len(found)} scores of the exported model are no numbers: "
                 f"the tables have values that {self.precision} does not hold; choose --precision fp32."
             )
-        scale = np.maximum(1, np.abs(trained))
-        relative, absolute = np.abs(found - trained) / scale, np.abs(found - trained)
+        differences = np.abs(found - trained)
+        relative = differences / np.maximum(1, np.abs(trained))
         if self.precision == "fp32" and relative.size and relative.max() > MOST_DIFFERENCE:
             row = int(relative.argmax())
             raise RunError(
@@ -86,28 +126,110 @@ class ParityCheck:
                 f"in place of {trained[row]:.8g}, and at most {MOST_DIFFERENCE:g} is rounding. Nothing was written; "
                 "please report this with the run's config."
             )
-        return Parity(len(found), float(absolute.max()) if absolute.size else 0.0)
+        return Parity(len(found), float(differences.max(initial=0.0)))
 
     def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
-        """Returns the name of the task's headline metric, and its values for the exported and the trained model.
-
-        Args:
-            rows: The rows to compare on.
-            most_rows: So many of the first are.
-
-        Raises:
-            RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
-        """
         whole = self.whole.on_dataset(rows.dataset)
-        trained, exported = _Rows(), _Rows()
+        exported: list[Mapping[str, NDArray[Any]]] = []
+        trained: list[Mapping[str, NDArray[Any]]] = []
         for batch in rows.batches(_BATCH_SIZE, most_rows):
             outputs = whole.outputs(whole.task.prepare_batch(batch, None))
-            trained.add(outputs)
-            exported.add({**outputs, **whole.task.rows_of_scores(self.scores(batch))})
+            trained.append(outputs)
+            exported.append({**outputs, **whole.task.rows_of_scores(self._scores(batch))})
         headline = whole.task.headline.name
-        found, wanted = (float(whole.task.metrics(rows.joined())[headline]) for rows in (exported, trained))
+        found, wanted = (float(whole.task.metrics(_joined(parts))[headline]) for parts in (exported, trained))
         require_close_metric(whole.task.headline.heading, rows.split, (found, wanted), self.precision)
         return headline, found, wanted
+
+
+def _joined(parts: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best items of rows; where there are fewer, ids are -1 and scores -inf."""
+
+    items: Int64[Tensor, "rows best"]
+    scores: Float[Tensor, "rows best"]
+
+
+class RecommendedCheck(ParityCheck[RecommendingModel]):
+    """Compares the items that each model recommends for a row."""
+
+    def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
+        # sequences are whole, as raw rows are; users are the users of the split
+        if rows is None:
+            drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
+            return self.whole.task.prediction_batch(drawn)
+        own = self.whole.on_dataset(rows.dataset).task.evaluation_batches(rows.split, num_rows)
+        if own is not None:
+            return next(own)
+        return self.whole.task.prediction_batch(next(iter(rows.batches(num_rows, num_rows))))
+
+    def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        best = self._best(batch)
+        scores = [[score if np.isfinite(score) else None for score in row] for row in best.scores.tolist()]
+        return dict(zip(self.model.outputs, (best.items.tolist(), scores), strict=True))
+
+    def _best(self, batch: Batch) -> _Best:
+        return _Best(*self._run(batch))
+
+    def _trained_best(self, batch: Batch) -> _Best:
+        with torch.inference_mode():
+            model = self.whole.module.model
+            queries = model(*[batch[name] for name in model.batch_fields])
+            left_out = self.model.left_out(batch)
+            none = JaggedTensor(left_out.values()[:0], lengths=torch.zeros_like(left_out.lengths()))
+            ranking = CatalogueRanking(queries.catalogue, tuple(self.model.reserved), self.model.num_best)
+            ranked = ranking.rank(queries.vectors.float(), none, left_out)
+            offsets = 0.0 if queries.offsets is None else queries.offsets.float().unsqueeze(1)
+            return _Best(ranked.best, ranked.best_scores + offsets)
+
+    def on_sample(self, batch: Batch) -> Parity:
+        found, trained = self._best(batch), self._trained_best(batch)
+        if found.scores.isnan().any():
+            raise RunError(
+                "scores of the exported model are no numbers: the tables have values that "
+                f"{self.precision} does not hold; choose --precision fp32."
+            )
+        differences = _differences(found, trained)
+        if self.precision == "fp32":
+            scale = trained.scores.abs().clamp(min=1)
+            relative = torch.where(trained.scores.isfinite(), differences / scale, differences)
+            if relative.numel() and relative.max() > MOST_DIFFERENCE:
+                row = int(relative.amax(1).argmax())
+                raise RunError(
+                    f"the exported model recommends otherwise than the trained one: for row {row} of the sample "
+                    f"{_shown(found, row)} in place of {_shown(trained, row)}, and at most {MOST_DIFFERENCE:g} of a "
+                    "score is rounding. Nothing was written; please report this with the run's config."
+                )
+        largest = differences[differences.isfinite()]
+        return Parity(len(found.items), float(largest.max()) if len(largest) else 0.0)
+
+    def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
+        metrics = RankingMetrics((self.model.num_best,))
+        name = f"ndcg@{self.model.num_best}"
+        values: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for batch in self._split_batches(rows, most_rows):
+            relevant = _relevant(batch)
+            for own, best in zip(values, (self._best(batch), self._trained_best(batch)), strict=True):
+                own.append(metrics.of_queries(_ranks(best, relevant), relevant.lengths().long()))
+        found, trained = (metrics.means(torch.cat(own).numpy())[name] for own in values)
+        require_close_metric(f"NDCG@{self.model.num_best}", rows.split, (found, trained), self.precision)
+        return name, found, trained
+
+    def _split_batches(self, rows: SplitRows, most_rows: int) -> Iterator[Batch]:
+        """Yields the batches of an evaluation: fewer rows of a large catalogue."""
+        num_items = max(table.num_embeddings for table in self.model.tables if ITEM in table.feature_names)
+        most = min(most_rows, max(_RECOMMENDED_BATCH_SIZE, _MOST_SCORES // num_items))
+        task = self.whole.on_dataset(rows.dataset).task
+        own = task.evaluation_batches(rows.split, _RECOMMENDED_BATCH_SIZE)
+        if own is not None:
+            yield from islice(own, -(-most // _RECOMMENDED_BATCH_SIZE))
+            return
+        for batch in rows.batches(_RECOMMENDED_BATCH_SIZE, most):
+            yield task.prepare_batch(batch, None)
 
 
 def require_close_metric(heading: str, split: str, values: tuple[float, float], precision: Precision) -> None:
@@ -125,14 +247,41 @@ def require_close_metric(heading: str, split: str, values: tuple[float, float], 
         )
 
 
-@dataclass
-class _Rows:
-    """The outputs of batches, by name."""
+def _differences(found: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
+    """Returns how far each exported item's score is from the trained model's score of that item.
 
-    parts: list[Scores] = field(default_factory=list)
+    Items may change places where their scores are equal but for rounding, so items are matched by their ids. An item
+    that the trained model does not recommend has at most its last score. Where one of the two models recommends fewer
+    items, the difference is infinite.
+    """
+    is_same = found.items.unsqueeze(2) == trained.items.unsqueeze(1)
+    of_items = trained.scores.gather(1, is_same.int().argmax(2))
+    own = torch.where(is_same.any(2), of_items, trained.scores[:, -1:])
+    differences = torch.maximum((found.scores - own).abs(), (found.scores - trained.scores).abs())
+    # fewer items for both: -inf less -inf
+    return torch.where((found.items == -1) & (trained.items == -1), 0.0, differences.nan_to_num(torch.inf, torch.inf))
 
-    def add(self, outputs: Scores) -> None:
-        self.parts.append(outputs)
 
-    def joined(self) -> dict[str, NDArray[Any]]:
-        return {name: np.concatenate([part[name] for part in self.parts]) for name in self.parts[0]}
+def _shown(best: _Best, row: int) -> str:
+    pairs = zip(best.items[row].tolist(), best.scores[row].tolist(), strict=True)
+    return ", ".join(f"{item} ({score:.8g})" for item, score in pairs)
+
+
+def _relevant(batch: Batch) -> JaggedTensor:
+    """Returns the items that each row of an evaluation should find."""
+    if RELEVANT in batch.fields:
+        found = batch[RELEVANT]
+        assert isinstance(found, KeyedJaggedTensor)
+        return found[ITEM]
+    features = batch[SPARSE_FEATURES]
+    assert isinstance(features, KeyedJaggedTensor)
+    targets = features[ITEM_TARGET]
+    return JaggedTensor(targets.values(), lengths=targets.lengths()[targets.lengths() > 0])
+
+
+def _ranks(best: _Best, relevant: JaggedTensor) -> Int64[Tensor, " relevant"]:
+    """Returns the place of each relevant item among the best of its row; k for an item that is not among them."""
+    lengths = relevant.lengths().long()
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    is_it = best.items[rows] == relevant.values().long().unsqueeze(1)
+    return torch.where(is_it.any(1), is_it.int().argmax(1), best.items.shape[1])

@@ -1,9 +1,18 @@
-"""Programs of ``torch.export``: made of a module and its inputs, and saved."""
+"""Programs of ``torch.export``: made of a module and its inputs, saved, and compiled by AOTInductor where asked for.
+
+A compiled program is machine code for the processor of this machine, with the weights within. Trade-off: for single
+rows a program spends its time on starting operations, and a compiled one has a handful of them; in exchange it is code,
+takes its bytes a second time, and runs on one kind of machine.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_tracing
 
-from distembed.base.errors import RunError
+from distembed.base.errors import RunError, UserError
 from distembed.base.quiet import silenced_loggers
+from distembed.serving.model_folder.compiled import processor_name
+from distembed.serving.model_folder.manifest import CompiledProgram, ExportedProgram
 from distembed.serving.model_folder.program_check import require_plain_program
+from distembed.serving.model_folder.programs import read_program
+
+COMPILED = "compiled/network.pt2"
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramInputs:
-    """Inputs of a program, and which of their dimensions differ from call to call.
+    """Inputs of a program, and their dimensions that differ from call to call.
 
     Attributes:
-        tensors: The inputs by name, in their order; at least two rows, so that none is taken for the only size.
-        dynamic: Of each input, which dimensions differ, and whether these are the batch.
+        tensors: The inputs by name, in their order; of at least two rows, since a size of one is taken to be constant.
+        dynamic: The dimensions of each input that differ, as ``torch.export.export`` takes them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -31,25 +45,19 @@ class ProgramInputs:
 
 
 BATCH = torch.export.Dim("batch")
-"""The number of rows, which is the same in all inputs."""
+"""The number of rows, which all inputs share."""
 ANY = torch.export.Dim.DYNAMIC
-"""A size of its own, such as the number of ids."""
+"""A size that no other input shares, such as the number of ids."""
 
 
 def save_program(module: nn.Module, inputs: ProgramInputs, file: Path) -> None:
-    """Makes a program of a module and saves it.
-
-    Args:
-        module: The module.
-        inputs: Inputs to follow its operations with.
-        file: The file to write.
+    """Makes a program of a module by following its operations on some inputs, and saves it.
 
     Raises:
-        RunError: The module does what a program cannot, such as to depend on the numbers in a tensor.
+        RunError: The module does something that a program cannot, for example depends on the numbers in a tensor.
     """
     try:
-        with torch.no_grad(), silenced_loggers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), _quiet():
             is_fx_tracing()  # which logs a notice once a process
             shapes = {name: dict(dims) for name, dims in inputs.dynamic.items()}
             arguments = tuple(inputs.tensors.values())
@@ -66,11 +74,94 @@ def save_program(module: nn.Module, inputs: ProgramInputs, file: Path) -> None:
         ) from error
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with silenced_loggers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _plain(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns a program without what loading would unpickle or evaluate, and without the places of its source code."""
+    """Returns a program without values that loading would unpickle or evaluate, and without places of source code."""
     for node in program.graph.nodes:
         node.meta = {name: value for name, value in node.meta.items() if name == "val"}
     program.graph_module.meta.clear()
     program.example_inputs = None
-    program._guards_code = []  # sizes are compared all the same: of inputs with the same symbol
+    program._guards_code = []  # inputs whose sizes share a symbol are compared nevertheless
     return program
+
+
+def require_compiler() -> None:
+    """Makes sure that there is a C++ compiler.
+
+    Raises:
+        UserError: There is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UserError(
+            "--compile needs a C++ compiler, and there is neither one that CXX names nor g++: install g++ (Debian and "
+            "Ubuntu: the package g++), or leave --compile out."
+        ) from error
+
+
+def compile_network(folder: Path, network: ExportedProgram, inputs: ProgramInputs) -> CompiledProgram:
+    """Compiles the network of a folder and runs it; its scores are not compared with the trained model's yet.
+
+    Args:
+        folder: The folder of the exported model.
+        network: Its network.
+        inputs: Inputs of the network, of at least two rows.
+
+    Raises:
+        RunError: It cannot be compiled, or does not run.
+    """
+    compile_program(folder / network.file, inputs, folder / COMPILED)
+    require_running(folder / COMPILED, inputs)
+    return CompiledProgram(COMPILED, processor_name(), torch.backends.cpu.get_cpu_capability(), 0.0)
+
+
+def compile_program(file: Path, inputs: ProgramInputs, output: Path) -> None:
+    """Compiles the program of a file for inputs of any sizes that it takes, and writes it to ``output``.
+
+    Raises:
+        UserError: The file has no program.
+        RunError: The program cannot be compiled.
+    """
+    output.parent.mkdir(exist_ok=True)
+    program = read_program(file)
+    try:
+        with torch.no_grad(), _quiet():
+            program.example_inputs = (tuple(inputs.tensors.values()), {})
+            torch._inductor.aoti_compile_and_package(program, package_path=str(output))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the compiler has many of its own
+        raise RunError(
+            f"{file.name} cannot be compiled by AOTInductor: {type(error).__name__}: {error}. Export without --compile."
+        ) from error
+
+
+def require_running(file: Path, inputs: ProgramInputs) -> None:
+    """Makes sure that a compiled program runs, in a process of its own, since faulty machine code ends its process.
+
+    Raises:
+        RunError: It does not run.
+    """
+    shapes = {name: list(tensor.shape) for name, tensor in inputs.tensors.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "distembed.serving.model_folder.compiled", str(file), json.dumps(shapes)],
+        input=json.dumps({name: tensor.tolist() for name, tensor in inputs.tensors.items()}),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        found = done.stderr.strip().splitlines()
+        reason = f"signal {-done.returncode}" if done.returncode < 0 else found[-1] if found else "no reason given"
+        raise RunError(
+            f"what AOTInductor compiled does not run ({reason}), so that nothing was written. Export without --compile."
+        )

@@ -1,31 +1,41 @@
-"""What became of raw values on their way into a dataset, in plain values, and raw numbers that become given ones."""
+"""Raw values of an exported model: how they become ids and numbers, the vocabularies, and the rows of the sample."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.encoder import raw_schema
 from distembed.data.table.schema import TableSchema
+from distembed.data.table.vocabulary import FIRST_ID, MISSING_ID, raw_values
+from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNumber
+from distembed.serving.model_folder.reading import SAMPLE_NAME
 
 Change = Mapping[str, Any]
+"""The change of a column's raw values, in plain values; empty for datasets that distembed did not prepare."""
+_VALUES_AT_ONCE = 1 << 16
+_CANDIDATES = 100
 
 
 def number_changes(manifest: Manifest) -> dict[str, Change]:
-    """Returns what is done to each column of numbers; nothing is known of datasets that were made elsewhere."""
+    """Returns the change of each column of numbers."""
     schema = _raw_schema(manifest)
     columns = {} if schema is None else schema.dense
     return {name: _settings(schema, columns.get(name)) | _learnt(manifest, name) for name in manifest.schema.dense}
 
 
 def feature_changes(manifest: Manifest) -> dict[str, Change]:
-    """Returns how each feature's raw values become ids; nothing is known of datasets that were made elsewhere."""
+    """Returns how each feature's raw values become ids."""
     schema = _raw_schema(manifest)
     found: dict[str, Change] = {}
     for name in manifest.schema.categorical_names:
@@ -33,41 +43,6 @@ def feature_changes(manifest: Manifest) -> dict[str, Change]:
         hashed = {} if schema is None or column is None else {"hash_size": schema.hash_size_of(column)}
         found[name] = _settings(schema, column) | hashed | _learnt(manifest, name)
     return found
-
-
-def raw_number(change: Change, number: float) -> float | None:
-    """Returns a raw number that becomes this one, as far as rounding allows; None for a missing one.
-
-    Args:
-        change: What is done to the column, as :func:`number_changes` has it.
-        number: The number in the dataset.
-    """
-    if math.isnan(number):
-        return None
-    if change.get("transform") == "log":
-        return math.expm1(number)
-    if "mean" in change:
-        raw: float = number * change["std"] + change["mean"]
-        return raw
-    return number
-
-
-def raw_quantile(edges: Sequence[float], bin_: int) -> float:
-    """Returns a number in a bin of ``quantile_bins``: the edge at which it begins, or a number below the first edge.
-
-    Args:
-        edges: The edges, ascending.
-        bin_: The bin, from 1 on; bins past the last one have its number.
-    """
-    if not edges:
-        return 0.0
-    below = float(np.nextafter(np.float32(edges[0]), np.float32(-np.inf)))
-    return [below, *edges][min(bin_ - 1, len(edges))]
-
-
-def raw_log(bin_: int) -> float:
-    """Returns a number in a bin of ``log_bins``: the square of its logarithm is a quarter above the bin."""
-    return float(bin_) if bin_ <= 2 else math.exp(math.sqrt(bin_ + 0.25))
 
 
 def _raw_schema(manifest: Manifest) -> TableSchema | None:
@@ -86,3 +61,141 @@ def _settings(schema: TableSchema | None, column: Any) -> dict[str, Any]:
 def _learnt(manifest: Manifest, name: str) -> dict[str, Any]:
     learnt: Mapping[str, dict[str, Any]] = manifest.preparation.get("learnt", {})
     return learnt.get(name, {})
+
+
+def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features: Sequence[str]) -> dict[str, str]:
+    """Writes the raw values of ids as text files, for programs that have neither Arrow nor distembed.
+
+    A line is a JSON text. The first line has id 2: 0 is a missing value, and 1 any value that is not in the file::
+
+        "68fd1e64"
+        "05db9164"
+
+    Args:
+        folder: The folder of the exported model.
+        dataset: The dataset, or the copy that a run keeps of it.
+        manifest: Its manifest.
+        features: Names of the features.
+
+    Returns:
+        The file of each feature that has one, relative to the folder.
+
+    Raises:
+        UserError: A vocabulary is damaged.
+    """
+    tables = {feature.name: feature.table_name for feature in manifest.schema.categorical}
+    files: dict[str, str] = {}
+    for table in dict.fromkeys(tables[name] for name in features):
+        if table not in manifest.vocabularies:
+            continue
+        values = raw_values(dataset, manifest, table)
+        is_plain = re.fullmatch(r"[A-Za-z]\w{0,99}", table, re.ASCII) is not None
+        file = folder / "vocabularies" / (f"{table}.jsonl" if is_plain else f"{len(files)}.jsonl")
+        file.parent.mkdir(exist_ok=True)
+        with file.open("w", encoding="utf-8") as written:
+            for start in range(FIRST_ID, len(values), _VALUES_AT_ONCE):
+                chunk = values.slice(start, _VALUES_AT_ONCE).to_pylist()
+                written.writelines(f"{json.dumps(value)}\n" for value in chunk)
+        files[table] = f"vocabularies/{file.name}"
+    return {name: files[tables[name]] for name in features if tables[name] in files}
+
+
+def write_sample(
+    folder: Path,
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Sequence[Any]],
+    features: Sequence[ExportedFeature],
+    numbers: Sequence[ExportedNumber],
+) -> None:
+    """Writes ``sample.json``: rows with their raw values, ids, numbers and outputs, to check an installation.
+
+    ::
+
+        {"values": [17, 4, ...], "lengths": [[1, 1, ...], ...], "dense": [[0.3, ...], ...],
+         "outputs": {"prediction": [0.21, ...]},
+         "rows": [{"C1": "68fd1e64", "genres": ["drama"], "C2": null, "I1": 2.0}, ...]}
+
+    A row has a value for each feature and each number, by its name in the dataset. Null is a missing value. A feature
+    with a vocabulary has a raw value of the vocabulary, or a value of its kind that the vocabulary lacks; bins have a
+    number in the bin, and any other feature has the id. A number is a raw number that becomes the given one.
+
+    Args:
+        folder: The folder of the exported model, with its vocabularies.
+        inputs: The inputs of the program for these rows.
+        outputs: The program's outputs for each row, by name.
+        features: The features, in the order of ``lengths``.
+        numbers: The columns of numbers, in the order of ``dense``.
+    """
+    pieces = inputs["values"].split(inputs["lengths"].sum(1).tolist())
+    rows: list[dict[str, Any]] = [{} for _ in range(inputs["lengths"].shape[1])]
+    for feature, ids, lengths in zip(features, pieces, inputs["lengths"].tolist(), strict=True):
+        raw = _values_of_ids(folder, feature, ids.tolist())
+        start = 0
+        for row, length in zip(rows, lengths, strict=True):
+            own = raw[start : start + length]
+            row[feature.name] = own if feature.is_list else own[0]
+            start += length
+    for place, number in enumerate(numbers):
+        for row, value in zip(rows, inputs["dense"][:, place].tolist(), strict=True):
+            row[number.name] = _raw_number(number.change, value)
+    plain = {name: tensor.tolist() for name, tensor in inputs.items()}
+    values = {**plain, "outputs": {name: list(each) for name, each in outputs.items()}, "rows": rows}
+    (folder / SAMPLE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -> list[Any]:
+    """Returns the raw values of ids, or the ids where there is no vocabulary, which is read line by line."""
+    kind = feature.change.get("kind")
+    if kind == "quantile_bins":
+        return [None if each == MISSING_ID else raw_quantile(feature.change["edges"], each) for each in ids]
+    if feature.vocabulary is None:
+        return list(ids)
+    wanted, known = set(ids), dict[int, Any]({MISSING_ID: None})
+    unknown = {_candidate(kind, number) for number in range(_CANDIDATES)}
+    with (folder / feature.vocabulary).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, FIRST_ID):
+            value = json.loads(line)
+            unknown.discard(value)
+            if number in wanted:
+                known[number] = value
+    found = [known.get(each, min(unknown)) for each in ids]
+    return [None if each is None else raw_log(int(each)) for each in found] if kind == "log_bins" else found
+
+
+def _candidate(kind: str | None, number: int) -> str:
+    """Returns one of many values of a kind, few of which are in a vocabulary."""
+    if kind == "hexadecimal":
+        return f"{2**32 - 1 - number:08x}"
+    if kind == "log_bins":
+        return f"{1 - 2**53 + number}"
+    return f"{2**63 - 1 - number}" if kind == "integer" else f"unknown {number}"
+
+
+def _raw_number(change: Change, number: float) -> float | None:
+    """Returns a raw number that becomes this one, as far as rounding allows; None for a missing number."""
+    if math.isnan(number):
+        return None
+    if change.get("transform") == "log":
+        return math.expm1(number)
+    if "mean" in change:
+        raw: float = number * change["std"] + change["mean"]
+        return raw
+    return number
+
+
+def raw_quantile(edges: Sequence[float], bin_: int) -> float:
+    """Returns a number in a bin of ``quantile_bins``: the edge at which it begins, or a number below the first edge.
+
+    Args:
+        edges: The edges, ascending.
+        bin_: The bin, from 1 on; a bin after the last one has the last one's number.
+    """
+    if not edges:
+        return 0.0
+    below = float(np.nextafter(np.float32(edges[0]), np.float32(-np.inf)))
+    return [below, *edges][min(bin_ - 1, len(edges))]
+
+
+def raw_log(bin_: int) -> float:
+    """Returns a number in a bin of ``log_bins``: the square of its logarithm is a quarter above the bin."""
+    return float(bin_) if bin_ <= 2 else math.exp(math.sqrt(bin_ + 0.25))

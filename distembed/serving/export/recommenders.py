@@ -1,19 +1,33 @@
-"""The programs of models that recommend items: which comes next in a sequence, and which a user takes.
+"""The programs of models that recommend items: the next item of a sequence, and the items that a user takes.
 
-Both map plain tensors to the best items of each row and their scores. ``item`` is a list of either one's rows: of a
-next item the history, the earliest first, of which the network sees the last ones; of a user the items to leave out.
-A history's items are not recommended where ``task.exclude_seen`` leaves them out, as in the trainer's ``predict``. An
-empty list is a list too.
+Both map plain tensors to the best items of each row and their scores. ``item`` is a list in both. For the next item it
+is the history, the earliest item first, of which the network sees the last ones; ``task.exclude_seen`` leaves its items
+out, as in the trainer's ``predict``. For a user it is the items to leave out. A list may be empty.
+
+All items of the catalogue are scored for each call. Their vectors are composed chunk by chunk from the stored table, so
+that neither all vectors nor all scores are in memory at a time::
+
+    items    | chunk | chunk | chunk |      vectors of a chunk, scores [batch, chunk], the best k of it; then dropped
+    best     |   k  ->   k  ->   k   |
+
+Trade-off: a catalogue of a million items of 64 numbers takes 256 MB as vectors and a quarter of that as partitions of 4
+collisions. Composing it reads and writes the 256 MB in each call, which is most of the time of a call of few rows. A
+server with the memory wants ``--materialise always``: vectors are then read in place. A tied model has one copy of the
+vectors in either form.
+
+The best items are chosen by products in float32. Their scores are then computed in float64 and rounded, as the
+trainer's are (:mod:`distembed.tasks.catalogue.ranking`); float64 for all items would take twice the time. An item whose
+score is equal to the last chosen one but for rounding may be left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -30,14 +44,88 @@ from distembed.models.next_items import NextItems, NextItemsWithNumbers
 from distembed.models.sequences import SequenceLayout
 from distembed.serving.export.batches import plain_inputs
 from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures
-from distembed.serving.export.item_choice import ItemChoice
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import TableGroup, TableStorage, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
+from distembed.tasks.catalogue.best_items import best_keys, ids_of, keys_of, scores_of
 from distembed.tasks.next_item import SEEN
 from distembed.tasks.ranking import EXCLUDED
 
 Recommended = tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]
+
+
+_LEAST_CHUNK, _MOST_CHUNKS = 1 << 16, 64
+"""Items of a chunk, unless there were more chunks: each makes a program longer."""
+
+
+class ItemChoice(nn.Module):
+    """Maps queries to their best items and the scores ``h . u_i + b_i`` of these; equal scores are ordered by id.
+
+    Args:
+        items: The table of items, alone in its group.
+        num_items: Number of its ids.
+        bias: The bias of each id, or None.
+        reserved: Ids that stand for no item.
+        num_best: Number of items of each query.
+    """
+
+    def __init__(
+        self, items: TableGroup, num_items: int, bias: Tensor | None, reserved: Sequence[int], num_best: int
+    ) -> None:
+        super().__init__()
+        self.items = items
+        own = torch.zeros(num_items) if bias is None else bias.detach().clone().float()
+        own[list(reserved)] = -torch.inf
+        self.register_buffer("bias", own)
+        self.register_buffer("zero", torch.zeros(1, 1, dtype=torch.int64))
+        self._num_items, self._num_best = num_items, num_best
+        self._chunk = max(_LEAST_CHUNK, -(-num_items // _MOST_CHUNKS))
+
+    def forward(
+        self,
+        queries: Float[Tensor, "batch dim"],
+        owners: Int64[Tensor, " ids"],
+        left_out: Int64[Tensor, " ids"],
+        is_item: Bool[Tensor, " ids"],
+    ) -> tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]:
+        """Returns the best items of each query and their scores; -1 and -inf where there are fewer.
+
+        Args:
+            queries: The queries.
+            owners: The row of each id in ``left_out``.
+            left_out: Ids that are not recommended to their row.
+            is_item: Whether an id in ``left_out`` is an item; others change nothing.
+        """
+        chunks = [
+            self._best_between(first, min(first + self._chunk, self._num_items), queries, (owners, left_out, is_item))
+            for first in range(0, self._num_items, self._chunk)
+        ]
+        keys = best_keys(torch.cat(chunks, dim=1), self._num_best)
+        return ids_of(keys), scores_of(keys)
+
+    def _best_between(
+        self, first: int, stop: int, queries: Tensor, left_out: tuple[Tensor, Tensor, Tensor]
+    ) -> Int64[Tensor, "batch most"]:
+        """Returns the keys of the best items of a chunk."""
+        bias = cast(Tensor, self.bias)[first:stop]
+        vectors = self._vectors(first, stop)
+        scores = torch.addmm(bias, queries, vectors.T)
+        owners, ids, is_item = left_out
+        places = ids - first
+        is_here = is_item & (places >= 0) & (places < stop - first)
+        minus = torch.where(is_here, -torch.inf, 0.0)
+        scores = scores.index_put((owners, places.clamp(0, stop - first - 1)), minus, accumulate=True)
+        rounded, columns = scores.topk(min(self._num_best, stop - first))
+        exact = (queries.double().unsqueeze(1) * vectors[columns].double()).sum(2) + bias[columns].double()
+        return keys_of(torch.where(rounded > -torch.inf, exact.float(), -torch.inf), columns + first)
+
+    def _vectors(self, first: int, stop: int) -> Float[Tensor, "ids dim"]:
+        """Returns the vectors of a chunk."""
+        if self.items.is_full:
+            return self.items.vectors_between(first, stop)
+        # the compiler of torch 2.13 leaves stacked rows unwritten that depend on no tensor
+        ids = torch.arange(first, stop) + cast(Tensor, self.zero)
+        return self.items.vectors(ids, [0])[0]
 
 
 @dataclass(frozen=True)
@@ -56,7 +144,7 @@ class NextItemProgram(nn.Module):
     Args:
         model: The model.
         features: The features that it looks up, items first.
-        lookups: The table of each, alone in its group.
+        lookups: The group of each feature's table.
         choice: The items to choose from.
         excludes_seen: Whether a history's items are left out.
     """
@@ -90,7 +178,7 @@ class NextItemProgram(nn.Module):
 
 
 def _layout(lengths: Int64[Tensor, " batch"], most: int) -> SequenceLayout:
-    """Returns the layout of rows of equally many slots, with a query at the last token of each."""
+    """Returns the layout of rows of ``most`` slots each, with a query at the last token of each row."""
     num_rows = lengths.shape[0]
     left = lengths.clamp(max=most)
     ages = (left.unsqueeze(1) - 1 - torch.arange(most)).clamp(min=0).flatten()
@@ -100,12 +188,9 @@ def _layout(lengths: Int64[Tensor, " batch"], most: int) -> SequenceLayout:
 
 
 class RankingProgram(nn.Module):
-    """Maps users, and the items that they have, to the best other items and their scores.
+    """Maps users, and items to leave out, to the best other items and their scores.
 
-    Args:
-        users: The table of users, alone in its group.
-        choice: The items to choose from.
-        biases: Whether the last number of a vector is a bias.
+    The last number of a vector is a bias where ``biases`` is set.
     """
 
     features = (PlainFeature(USER, is_list=False), PlainFeature(ITEM, is_list=True))
@@ -125,24 +210,23 @@ class RankingProgram(nn.Module):
 
 
 def _left_out(features: PlainFeatures) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what the rows' items leave out, as :meth:`ItemChoice.forward` takes it."""
+    """Returns the last three arguments of :meth:`ItemChoice.forward` for the items of the rows."""
     owners, is_item = features.rows_of(ITEM)
     return owners, features.values, is_item
 
 
 @dataclass(frozen=True)
 class RecommendingModel:
-    """A trained model that recommends items, and what its program is made of.
+    """A trained model that recommends items, in the form from which its program is made.
 
     Attributes:
-        outputs: Names of what the program returns.
-        features: The features that it takes.
+        features: The features that the program takes.
         tables: Its tables.
         reserved: Ids that stand for no item.
         num_best: Number of items of each row.
-        make_program: Makes the program, with tables as they are stored.
-        lists: Returns the features of a batch's rows, of which items are those that the rows may leave out.
-        excludes_seen: Whether a row's items are left out.
+        whole_program: Makes the program, with tables in a storage.
+        lists: Returns each feature's ids of the rows of a batch; ``item`` has the items that may be left out.
+        excludes_seen: Whether the items of a row are left out.
     """
 
     outputs = ("items", "scores")
@@ -152,7 +236,7 @@ class RecommendingModel:
     tables: Sequence[CompositionalEmbeddingConfig]
     reserved: Sequence[int]
     num_best: int
-    make_program: Callable[[TableStorage], nn.Module]
+    whole_program: Callable[[TableStorage], nn.Module]
     lists: Callable[[Batch], Mapping[str, JaggedTensor]]
     excludes_seen: bool
 
@@ -160,16 +244,10 @@ class RecommendingModel:
     def of_next_items(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of the next item as its program is made of it.
-
-        Args:
-            model: The model with its weights.
-            reserved: Ids that stand for no item.
-            num_best: Number of items of each row.
-            excludes_seen: Whether a history's items are left out.
+        """Returns a model of the next item.
 
         Raises:
-            UserError: The model has parts that such programs do not have, or there are fewer items than wanted.
+            UserError: The model has a part that a program cannot have, or the catalogue has fewer items.
         """
         if not isinstance(model, NextItems):
             raise _unknown_model(model, "sasrec and gru")
@@ -192,9 +270,9 @@ class RecommendingModel:
     def of_rankings(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of users and items so; arguments and errors as :meth:`of_next_items`.
+        """Returns a model of users and items; errors as :meth:`of_next_items`.
 
-        Its program leaves out the items that it is given, which are none where seen items are candidates.
+        Its program leaves out the items that it is given; where seen items are candidates it is given none.
         """
         if not isinstance(model, MF):
             raise _unknown_model(model, "mf")
@@ -209,11 +287,11 @@ class RecommendingModel:
 
     @property
     def recommends(self) -> RecommendedItems:
-        """What the manifest says of the outputs."""
+        """The manifest's description of the outputs."""
         return RecommendedItems(ITEM, self.num_best, self.excludes_seen)
 
     def inputs(self, batch: Batch) -> ProgramInputs:
-        """Returns the inputs of the program for the rows of a batch, as the task prepares one or as it is drawn."""
+        """Returns the program's inputs for the rows of a batch that a task prepared or :func:`made_up_batch` drew."""
         found, names = self.lists(batch), [feature.name for feature in self.features]
         values = torch.cat([found[name].values().long() for name in names])
         lengths = torch.cat([found[name].lengths().long() for name in names])
@@ -227,10 +305,6 @@ class RecommendingModel:
             return items
         return JaggedTensor(items.values()[:0], lengths=torch.zeros_like(items.lengths()))
 
-    def whole_program(self, storage: TableStorage) -> nn.Module:
-        """Returns the program that has all tables."""
-        return self.make_program(storage)
-
 
 def _unknown_model(model: Model, known: str) -> UserError:
     return UserError(
@@ -239,11 +313,11 @@ def _unknown_model(model: Model, known: str) -> UserError:
 
 
 def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
-    """Returns the items before the target of each row that has one, and what stands beside them."""
+    """Returns the items before the target of each row that has one, and the values of the other features."""
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
     lists: dict[str, JaggedTensor] = ids.to_dict()
-    if SEEN not in batch.fields:  # of a batch that is drawn all items are
+    if SEEN not in batch.fields:  # all items of a batch that is drawn
         return lists
     seen = batch[SEEN]
     assert isinstance(seen, KeyedJaggedTensor)
@@ -254,22 +328,17 @@ def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
 
 
 def _users(batch: Batch) -> Mapping[str, JaggedTensor]:
-    """Returns the users of rows, and the items that they have; of a batch that is drawn, its items."""
+    """Returns the users of rows, and the items that they have, or the items of a batch that is drawn."""
     ids, taken = batch[SPARSE_FEATURES], batch.fields.get(EXCLUDED, batch[SPARSE_FEATURES])
     assert isinstance(ids, KeyedJaggedTensor) and isinstance(taken, KeyedJaggedTensor)
     return {USER: ids[USER], ITEM: taken[ITEM]}
 
 
 class _StoredTables:
-    """The tables of a model, each alone in its group, so that an item table may be gone over too.
-
-    Args:
-        model: The model.
-        catalogue: The items that it chooses from.
-        num_best: How many of them it chooses.
+    """The tables of a model, each alone in its group, so that all items can be read in the order of their ids.
 
     Raises:
-        UserError: There are fewer, or the model has other collections.
+        UserError: The catalogue has fewer items than ``num_best``, or the model has collections of another kind.
     """
 
     def __init__(self, model: Model, catalogue: Catalogue, num_best: int) -> None:

@@ -1,7 +1,7 @@
 """The programs of models that give a number for each row: clicks and ratings.
 
-They are the run's own model, whose networks are copied, with tables as they are stored in the place of its embedding
-collections, and the task's score at the end. All of it computes in float32, also where the run was trained in bf16.
+A program is a copy of the run's own model, with stored tables in the place of its embedding collections, and the task's
+score at the end. It computes in float32, also where the run was trained in bf16.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ _FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
 
 
 class ScoreProgram(nn.Module):
-    """Maps ids and numbers of rows to scores [batch], with all tables within.
-
-    Args:
-        model: The model, without its embedding collections.
-        task: The task.
-        features: The features that the model reads.
-    """
+    """Maps ids and numbers of rows to scores [batch]; ``model`` has stored tables in place of its collections."""
 
     def __init__(self, model: Model, task: Task, features: Sequence[PlainFeature]) -> None:
         super().__init__()
@@ -58,12 +52,7 @@ class ScoreProgram(nn.Module):
 
 
 class VectorScoreProgram(nn.Module):
-    """Maps the vectors and numbers of rows to scores [batch], where shards have the tables.
-
-    Args:
-        model: The model, with :class:`GivenVectors` in the place of its embedding collection.
-        task: The task.
-    """
+    """Maps the vectors and numbers of rows to scores [batch]; ``model`` has :class:`GivenVectors` as collection."""
 
     def __init__(self, model: Model, task: Task) -> None:
         super().__init__()
@@ -80,11 +69,7 @@ class VectorScoreProgram(nn.Module):
 
 
 class GivenVectors(nn.Module):
-    """Takes the place of an embedding collection whose vectors come from shards.
-
-    Args:
-        shards: The tables of each shard, in the order in which their vectors stand side by side.
-    """
+    """Takes the place of an embedding collection whose vectors come from shards, side by side in their order."""
 
     def __init__(self, shards: Sequence[FeatureVectors]) -> None:
         super().__init__()
@@ -97,15 +82,7 @@ class GivenVectors(nn.Module):
 
 
 class ShardProgram(nn.Module):
-    """Maps the ids of a shard's features to their vectors [batch, columns].
-
-    Attributes:
-        features: The features, in the order of ``lengths``.
-
-    Args:
-        features: The features, in the order of ``lengths``.
-        vectors: Their tables.
-    """
+    """Maps the ids of a shard's features, which are in the order of ``lengths``, to their vectors [batch, columns]."""
 
     def __init__(self, features: Sequence[PlainFeature], vectors: FeatureVectors) -> None:
         super().__init__()
@@ -121,15 +98,14 @@ class ShardProgram(nn.Module):
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A trained model that gives a number for each row, and what programs are made of.
+    """A trained model that gives a number for each row, in the form from which its programs are made.
 
     Attributes:
         model: The model with its weights.
         task: Its task.
         collections: Its embedding collections, by their paths.
         features: The features that they read, in the dataset's order.
-        takes_numbers: Whether the model is given numbers.
-        outputs: Names of what its programs return.
+        takes_numbers: Whether the model takes numbers.
     """
 
     outputs: ClassVar[tuple[str, ...]] = ("prediction",)
@@ -143,10 +119,10 @@ class ScoredModel:
 
     @classmethod
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
-        """Returns a model as programs are made of it.
+        """Returns a model with its embedding collections and their features.
 
         Raises:
-            UserError: The model takes fields of a batch that programs do not have, or it has other collections.
+            UserError: The model takes other fields of a batch than ids and numbers, or has other collections.
         """
         others = [name for name in model.batch_fields if name not in _FIELDS]
         if others:
@@ -176,10 +152,6 @@ class ScoredModel:
         """Returns the inputs of the whole program for the rows of a batch."""
         return plain_inputs(batch, self.features, self.takes_numbers)
 
-    def shard_inputs(self, batch: Batch, program: ShardProgram) -> ProgramInputs:
-        """Returns the inputs of a shard's program for the rows of a batch."""
-        return plain_inputs(batch, program.features, takes_numbers=False)
-
     def whole_program(self, storage: TableStorage) -> ScoreProgram:
         """Returns the program that has all tables."""
         stored = {
@@ -191,11 +163,7 @@ class ScoredModel:
     def sharded_programs(
         self, shards: Sequence[Sequence[str]], storage: TableStorage
     ) -> tuple[VectorScoreProgram, list[ShardProgram]]:
-        """Returns the program of the network, and one of each shard's tables.
-
-        Args:
-            shards: Names of the tables of each shard.
-            storage: How they are stored.
+        """Returns the program of the network, and a program for the tables of each shard, given by their names.
 
         Raises:
             UserError: The model has several embedding collections.
@@ -221,6 +189,6 @@ class ScoredModel:
         return FeatureVectors(tables, weights, {each.name: each for each in self.features}, storage)
 
     def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
-        """Returns a copy of the model with other modules in the place of its collections, which are not copied."""
+        """Returns a copy of the model with the given modules in the place of its collections, by their paths."""
         places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
         return copy.deepcopy(self.model, places).eval()

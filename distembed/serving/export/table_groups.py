@@ -1,17 +1,17 @@
-"""Tables of an exported model, looked up in groups of like ones: a few operations for all tables of a group.
+"""Tables of an exported model: how they are stored, on which server, and how tables of one kind are looked up at once.
 
 A group has one weight for each partition, in which the rows of its tables lie one after another::
 
     table   C1            C2                  C3
     rows    0 ... 99      100 ... 349         350 ... 353        row r of C2 is row 100 + r of the weight
 
-Trade-off: for a single row of 26 tables starting operations costs more than what they do; stacking the weights costs
-their memory once more, while a model is exported.
+Trade-off: for a single row of 26 tables starting an operation costs more than the operation itself, and a group needs a
+few operations for all of its tables. Stacking the weights takes their memory once more during an export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -19,16 +19,18 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from distembed.base.errors import UserError
+from distembed.base.units import format_bytes
 from distembed.composition import Product
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.partitions import Naive
-from distembed.serving.export.stored_weights import StoredWeight, store_weight, stored_bytes
 from distembed.serving.model_folder.manifest import Precision, TableForm
 
 Materialise = Literal["auto", "never", "always"]
-"""Which tables are stored as the vector of each id: those that are smaller so, none, or all."""
+"""Which tables are stored as the vector of each id: the tables that are smaller in that form, none, or all."""
 _IDS_AT_ONCE = 1 << 16
+_BYTES_OF_SCALE_AND_OFFSET = 8
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class TableStorage:
     def bytes_by_form(self, table: CompositionalEmbeddingConfig) -> dict[TableForm, int]:
         """Returns the bytes of a table in each form."""
         parts = [
-            stored_bytes(part.num_rows, part.dim, "fp32" if part.is_function else self.precision)
+            _stored_bytes(part.num_rows, part.dim, "fp32" if part.is_function else self.precision)
             for part in table.partition_tables()
         ]
         width = table.num_vectors * table.embedding_dim
-        full = stored_bytes(table.num_embeddings, width, self.precision)
+        full = _stored_bytes(table.num_embeddings, width, self.precision)
         return {"compositional": sum(parts), "materialised": full}
 
     def form(self, table: CompositionalEmbeddingConfig) -> TableForm:
@@ -65,12 +67,104 @@ class TableStorage:
         return self.bytes_by_form(table)[self.form(table)]
 
 
+def _stored_bytes(num_rows: int, num_columns: int, precision: Precision) -> int:
+    if precision == "int8":
+        return num_rows * (num_columns + _BYTES_OF_SCALE_AND_OFFSET)
+    return num_rows * num_columns * (2 if precision == "fp16" else 4)
+
+
+def divide_tables(table_bytes: Mapping[str, int], server_bytes: int) -> list[list[str]]:
+    """Returns the names of the tables on each server: few servers of about equal loads, with whole tables.
+
+    Args:
+        table_bytes: Bytes of each table by its name.
+        server_bytes: Bytes of tables that a server has room for.
+
+    Raises:
+        UserError: A table alone is larger.
+    """
+    largest = max(table_bytes, key=lambda name: table_bytes[name])
+    if table_bytes[largest] > server_bytes:
+        raise UserError(
+            f"--server-memory is {format_bytes(server_bytes)}, and the table {largest!r} alone takes "
+            f"{format_bytes(table_bytes[largest])}; tables are not divided: give more, store it with --precision int8, "
+            "or train it further compressed."
+        )
+    # the largest table first, each on the server with the least load; one server more until all tables fit
+    for num_servers in range(-(-sum(table_bytes.values()) // server_bytes), len(table_bytes) + 1):
+        loads, servers = [0] * num_servers, [list[str]() for _ in range(num_servers)]
+        for name in sorted(table_bytes, key=lambda name: -table_bytes[name]):
+            least = loads.index(min(loads))
+            loads[least] += table_bytes[name]
+            servers[least].append(name)
+        if max(loads) <= server_bytes:
+            return [server for server in servers if server]
+    raise AssertionError("a server for each table has room, as none is larger")
+
+
+class FloatWeight(nn.Module):
+    """A weight whose numbers are stored in float32 or float16 and read in float32."""
+
+    def __init__(self, weight: Float[Tensor, "rows columns"], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().to(dtype))
+
+    def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
+        """Returns rows of the weight."""
+        return nn.functional.embedding(rows, cast(Tensor, self.weight)).float()
+
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        """Returns consecutive rows, of a weight in float32 without a copy."""
+        return cast(Tensor, self.weight)[first:stop].float()
+
+
+class Int8Weight(nn.Module):
+    """A weight whose numbers are stored in 8 bits: ``number = code * scale + offset``, of each row its own.
+
+    The codes of a row span its range, as in FBGEMM's row-wise quantisation: the offset is the smallest number, and the
+    scale is the range over 255. A number is wrong by half a step at most, a 510th of its row's range.
+    """
+
+    def __init__(self, weight: Float[Tensor, "rows columns"]) -> None:
+        super().__init__()
+        weight = weight.detach().float()
+        offset = weight.amin(dim=1)
+        scale = (weight.amax(dim=1) - offset) / 255
+        steps = torch.where(scale > 0, scale, 1.0).unsqueeze(1)  # a row of equal numbers has the scale 0
+        codes = ((weight - offset.unsqueeze(1)) / steps).round_().clamp_(0, 255).to(torch.uint8)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("offset", offset)
+
+    def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
+        """Returns rows of the weight."""
+        codes, scale, offset = (cast(Tensor, each) for each in (self.codes, self.scale, self.offset))
+        flat = rows.flatten()
+        taken = codes[flat]
+        numbers = torch.addcmul(offset[flat].unsqueeze(1), taken.float(), scale[flat].unsqueeze(1))
+        return numbers.view(*rows.shape, codes.shape[1])
+
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        """Returns consecutive rows."""
+        codes, scale, offset = (cast(Tensor, each)[first:stop] for each in (self.codes, self.scale, self.offset))
+        return torch.addcmul(offset.unsqueeze(1), codes.float(), scale.unsqueeze(1))
+
+
+StoredWeight = FloatWeight | Int8Weight
+
+
+def _store_weight(weight: Float[Tensor, "rows columns"], precision: Precision) -> StoredWeight:
+    if precision == "int8":
+        return Int8Weight(weight)
+    return FloatWeight(weight, torch.float16 if precision == "fp16" else torch.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class StoredTable:
-    """A table as it is stored.
+    """A table in the form in which it is stored.
 
     Attributes:
-        config: The table; one that is materialised has one partition, a row for each id.
+        config: The table; a materialised table has one partition, with a row for each id.
         weights: The weight of each partition.
     """
 
@@ -78,8 +172,8 @@ class StoredTable:
     weights: Sequence[Tensor]
 
     @property
-    def likeness(self) -> tuple[Any, ...]:
-        """What tables of a group have in common."""
+    def kind(self) -> tuple[Any, ...]:
+        """What tables must share to be looked up in one group."""
         config, combine = self.config, self.config.combine
         settings = tuple(combine.setting_values().values())
         shape = tuple(weight.shape[1] for weight in self.weights)
@@ -87,17 +181,11 @@ class StoredTable:
 
 
 def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], form: TableForm) -> StoredTable:
-    """Returns a table in the form in which it is stored.
-
-    Args:
-        table: The table.
-        weights: The weight of each of its partitions.
-        form: The form.
-    """
+    """Returns a table, with the weight of each of its partitions, in the form in which it is stored."""
     if form == "compositional":
         return StoredTable(table, weights)
     width = table.num_vectors * table.embedding_dim
-    plain = replace(table, pre_hash=None, id_policy="error")  # all ids of the table, as they lie in it
+    plain = replace(table, pre_hash=None, id_policy="error")  # all ids of the table, unhashed
     vectors = torch.empty(table.num_embeddings, width)
     for ids, chunk in composed_chunks(plain, weights, None, _IDS_AT_ONCE):
         vectors[ids] = chunk
@@ -106,14 +194,10 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
 
 
 class TableGroup(nn.Module):
-    """Like tables, whose ids are looked up and composed at once.
+    """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
     An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values, as the table's settings
-    say; where these say that it is an error, it is replaced too: nothing outside of the weights is ever read.
-
-    Args:
-        tables: Tables of one :attr:`StoredTable.likeness`.
-        precision: How their numbers are stored.
+    say. Where the settings make it an error, it is replaced too: a program never reads outside of its weights.
     """
 
     def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
@@ -123,7 +207,7 @@ class TableGroup(nn.Module):
         functions = [part.is_function for part in first.partition_tables()]
         stacked = [torch.cat(list(weights)) for weights in zip(*(table.weights for table in tables), strict=True)]
         self.weights = nn.ModuleList(
-            store_weight(weight, "fp32" if is_function else precision)
+            _store_weight(weight, "fp32" if is_function else precision)
             for weight, is_function in zip(stacked, functions, strict=True)
         )
         num_rows = torch.tensor([[len(weight) for weight in table.weights] for table in tables]).T
@@ -132,11 +216,11 @@ class TableGroup(nn.Module):
         self._map = _id_map(first)
 
     def forward(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids, of which each line is looked up in the table of this number."""
+        """Returns the composed vectors of ids; ``tables`` has the number of the table of each line."""
         return self.vectors(self._map([self._configs[table] for table in tables], ids), tables)
 
     def vectors(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids that lie within their tables, as they are: not hashed, for one."""
+        """Returns the composed vectors of ids that lie within their tables; they are not hashed."""
         schemes = [self._configs[table].scheme for table in tables]
         rows = type(schemes[0]).rows_of_tables(schemes, ids)
         rows = rows + self._first_rows[:, list(tables)].unsqueeze(2)
@@ -145,11 +229,11 @@ class TableGroup(nn.Module):
 
     @property
     def is_full(self) -> bool:
-        """Whether the vectors lie in the weight as they are, in the order of ids."""
+        """Whether the weight has the vectors themselves, in the order of ids."""
         return isinstance(self._configs[0].scheme, Naive)
 
     def vectors_between(self, first: int, stop: int) -> Float[Tensor, "ids width"]:
-        """Returns the vectors of ids that follow each other, of a group of one table that is full."""
+        """Returns the vectors of consecutive ids, of a group of one full table."""
         return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
 
 
@@ -157,7 +241,6 @@ _IdMap = Callable[[Sequence[CompositionalEmbeddingConfig], Int64[Tensor, "lines 
 
 
 def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
-    """Returns what maps ids into tables like this one."""
     if table.pre_hash is not None:
         return _hashed
     return _modulo if table.id_policy == "modulo" else _known_or_unknown
@@ -171,13 +254,13 @@ def _hashed(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "
 
 
 def _modulo(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
-    return ids % _column(table.num_embeddings for table in tables)
+    return ids % _column([table.num_embeddings for table in tables])
 
 
 def _known_or_unknown(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
-    is_known = (ids >= 0) & (ids < _column(table.num_embeddings for table in tables))
-    return torch.where(is_known, ids, _column(table.oov_id or 0 for table in tables))
+    is_known = (ids >= 0) & (ids < _column([table.num_embeddings for table in tables]))
+    return torch.where(is_known, ids, _column([table.oov_id or 0 for table in tables]))
 
 
-def _column(numbers: Any) -> Int64[Tensor, "lines 1"]:
-    return torch.tensor(list(numbers)).unsqueeze(1)
+def _column(numbers: Sequence[int]) -> Int64[Tensor, "lines 1"]:
+    return torch.tensor(numbers).unsqueeze(1)
