@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.fx.tracer import Tracer
 from torchrec.inference.modules import quantize_inference_model, shard_quant_model
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant.embedding_modules import quant_prep_enable_quant_state_dict_split_scale_bias_for_types
 
 from distembed.serving.quantization import MODULE_MAPPING, QUANTIZATION_MAPPING
 
-LEAVES = ["IntNBitTableBatchedEmbeddingBagsCodegen"]
 MOST_PARTITIONS = 9
 
 
@@ -67,9 +65,3 @@ def take_weights(sharded: nn.Module, quantized: nn.Module) -> None:
     assert not result.unexpected_keys
     own = [key for key in result.missing_keys if ".tbes." not in key and "_dist" not in key]
     assert not own, own
-
-
-def script(model: nn.Module) -> Any:
-    """Returns a model traced by TorchRec's tracer and compiled by TorchScript."""
-    graph = Tracer(leaf_modules=LEAVES).trace(model)
-    return torch.jit.script(torch.fx.GraphModule(model, graph))

@@ -1,23 +1,20 @@
-"""The steps of ``torchrec.inference.dlrm_predict``, from a trained model to a compiled one, with either collection."""
+"""The steps of ``torchrec.inference.dlrm_predict``, from a trained model to its shards, with either collection."""
 
-import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.datasets.utils import Batch
-from torchrec.inference.dlrm_predict import DLRMModelConfig, DLRMPredictFactory, DLRMPredictModule
+from torchrec.inference.dlrm_predict import DLRMPredictModule
 from torchrec.inference.modules import quantize_dense, set_pruning_data
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from tests.embedding.schemes import make_partition, small_composition
-from tests.quantization.inference import quantize, script, shard, tables_on_the_cpu, take_weights
+from tests.quantization.inference import quantize, shard, tables_on_the_cpu, take_weights
 
 FEATURES = ["x", "y"]
 TABLES = [f"t_{name}" for name in FEATURES]
@@ -64,30 +61,27 @@ def our_tables(partition: str, composition: str) -> CompositionalEmbeddingBagCol
     )
 
 
-def served(quantized: DLRMPredictModule, world_size: int, sharding_type: str = "table_wise") -> Any:
-    """Returns a quantised model that is sharded, given its weights, traced, compiled, saved and loaded."""
+def served(quantized: DLRMPredictModule, world_size: int, sharding_type: str = "table_wise") -> DLRMPredictModule:
+    """Returns a quantised model in shards that have its weights."""
     with tables_on_the_cpu():
         sharded, _ = shard(quantized, world_size, sharding_type, TABLES)
-        take_weights(sharded.predict_module, quantized.predict_module)
-        sharded(requests())  # TorchRec makes what a trace holds in the first batch
-        compiled = script(sharded)
-    file = io.BytesIO()
-    torch.jit.save(compiled, file)
-    file.seek(0)
-    return torch.jit.load(file)
+    take_weights(sharded.predict_module, quantized.predict_module)
+    assert isinstance(sharded, DLRMPredictModule)
+    return sharded
 
 
 def require_served_as_quantized(partition: str, composition: str, dtype: torch.dtype, world_size: int) -> None:
     quantized = quantize(predictor(our_tables(partition, composition)), dtype)
-    compiled = served(quantized, world_size)
+    sharded = served(quantized, world_size)
     for num_rows in (1, 6):
         batch = requests(num_rows, seed=num_rows)
-        predictions = compiled(batch)["default"]
+        with tables_on_the_cpu():
+            predictions = sharded(batch)["default"]
         assert predictions.shape == (num_rows,)
         torch.testing.assert_close(predictions, quantized(batch)["default"], rtol=0, atol=1e-6)
 
 
-def test_the_compiled_model_gives_what_the_quantized_one_does() -> None:
+def test_the_sharded_model_gives_the_predictions_of_the_quantized_one() -> None:
     require_served_as_quantized("quotient_remainder", "product", torch.qint8, 2)
 
 
@@ -106,38 +100,17 @@ def test_full_tables_are_served_as_stock_ones() -> None:
     with torch.no_grad():
         for table, embedding in zip(TABLES, tables_of(stock).embedding_bags.values(), strict=True):
             embedding.weight.copy_(tables_of(ours).weights(table)[0])
-    found = [served(quantize(model), 2)(requests())["default"] for model in (ours, stock)]
+    with tables_on_the_cpu():
+        found = [served(quantize(model), 2)(requests())["default"] for model in (ours, stock)]
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
-def test_the_factory_makes_a_stock_model_whose_tables_cannot_be_loaded() -> None:
-    """``create_predict_module`` makes its collection itself; the compiled model has no key for its tables."""
-    batch = requests()
-    sparse = KeyedJaggedTensor(FEATURES, batch["id_list_features.values"], lengths=batch["id_list_features.lengths"])
-    config = DLRMModelConfig(
-        dense_in_features=NUM_DENSE,
-        dense_arch_layer_sizes=LAYERS["dense_arch_layer_sizes"],
-        over_arch_layer_sizes=LAYERS["over_arch_layer_sizes"],
-        id_list_features_keys=FEATURES,
-        embedding_dim=DIM,
-        num_embeddings=SIZE,
-        num_embeddings_per_feature=[SIZE] * len(FEATURES),
-        sample_input=Batch(batch["float_features"], sparse, torch.zeros(6)),
-    )
-    with tables_on_the_cpu():
-        compiled = DLRMPredictFactory(config).create_predict_module(1, "cpu")
-    assert compiled(batch)["default"].shape == (6,)
-    assert not [key for key in compiled.state_dict() if key.endswith(("t_x.weight", "t_y.weight"))]
-
-
-def test_a_dense_part_of_half_precision_runs_and_does_not_compile_for_either() -> None:
+def test_a_dense_part_of_half_precision_runs_for_either() -> None:
     for tables in (stock_tables(), our_tables("quotient_remainder", "product")):
         quantized, batch = quantize(predictor(tables)), requests()
         expected = quantized(batch)["default"]
         halved = quantize_dense(quantized, torch.half)
         torch.testing.assert_close(halved(batch)["default"], expected, rtol=0, atol=2e-3)
-        with pytest.raises(RuntimeError, match="must have the same dtype, but got Float and Half"):
-            script(halved)(batch)
 
 
 def test_stock_tables_are_cut_to_their_first_rows_and_compositional_ones_refuse() -> None:

@@ -8,16 +8,18 @@ from torch import Tensor, nn
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS
 from torchrec.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+from torchrec.fx.tracer import Tracer
 from torchrec.inference.modules import DEFAULT_FUSED_PARAMS, quantize_inference_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS, KeyedHash, QuotientRemainder
 from distembed.serving.quantization import QUANTIZATION_MAPPING
-from tests.quantization.inference import quantize, script, shard, tables_on_the_cpu, take_weights
+from tests.quantization.inference import quantize, shard, tables_on_the_cpu, take_weights
 from tests.quantization.test_collections import DIM, SIZE, Both, batch
 
 POLICIES: list[dict[str, Any]] = [
@@ -49,7 +51,7 @@ class StockBoth(nn.Module):
 
 
 class Plain(nn.Module):
-    """A model of ids and lengths in place of a batch, which can be compiled."""
+    """A model of ids and lengths in place of a batch, as the inference path takes it."""
 
     def __init__(self, model: Any, sequence_keys: list[str]) -> None:
         super().__init__()
@@ -81,7 +83,6 @@ def require_sharded_as_unsharded(partition: str, composition: str, fields: dict[
         sharded, plan = shard(quantized, 2, kind)
         take_weights(sharded, quantized)
         require_equal(sharded(*arguments), expected)
-        require_equal(script(sharded)(*arguments), expected, 1e-6)
     assert {own.sharding_type for module in plan.plan.values() for own in module.values()} == {kind}
     for collection in (sharded.model.bags, sharded.model.sequences):
         assert all(isinstance(own, ShardedQuantEmbeddingCollection) for own in collection.lookups.values())
@@ -90,7 +91,7 @@ def require_sharded_as_unsharded(partition: str, composition: str, fields: dict[
 
 
 @pytest.mark.parametrize(("kind", "partition", "composition", "fields"), SAMPLE)
-def test_shards_and_their_compiled_traces_give_what_the_unsharded_collections_do(
+def test_shards_give_the_outputs_of_the_unsharded_collections(
     kind: str, partition: str, composition: str, fields: dict[str, Any]
 ) -> None:
     require_sharded_as_unsharded(partition, composition, fields, kind)
@@ -99,7 +100,7 @@ def test_shards_and_their_compiled_traces_give_what_the_unsharded_collections_do
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("partition", "composition", "fields"), ALL)
-def test_every_scheme_and_composition_is_sharded_and_compiled(
+def test_every_scheme_and_composition_is_sharded(
     partition: str, composition: str, fields: dict[str, Any], kind: str
 ) -> None:
     require_sharded_as_unsharded(partition, composition, fields, kind)
@@ -118,8 +119,7 @@ def test_full_tables_give_what_stock_ones_do(kind: str) -> None:
         with tables_on_the_cpu():
             sharded, _ = shard(quantized, 2, kind)
             take_weights(sharded, quantized)
-            sharded(features.values(), features.lengths())  # TorchRec makes what a trace holds in the first batch
-            outputs.append(script(sharded)(features.values(), features.lengths()))
+            outputs.append(sharded(features.values(), features.lengths()))
     require_equal(*outputs, tolerance=1e-6)
 
 
@@ -175,36 +175,26 @@ def test_without_loading_them_a_sharded_model_has_no_weights_for_either() -> Non
 
 
 @pytest.mark.parametrize(("pooling", "is_weighted"), [("sum", True), ("mean", True), ("mean", False), ("max", False)])
-def test_compiled_traces_pool_weighted_and_empty_bags(pooling: str, is_weighted: bool) -> None:
-    class Bags(nn.Module):
-        def __init__(self, tables: nn.Module) -> None:
-            super().__init__()
-            self.tables = tables
-
-        def forward(self, values: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
-            chosen = {"weights": weights} if is_weighted else {}
-            return self.tables(KeyedJaggedTensor(keys=["x", "y"], values=values, lengths=lengths, **chosen)).values()
-
+def test_shards_pool_weighted_and_empty_bags(pooling: str, is_weighted: bool) -> None:
     table = CompositionalEmbeddingBagConfig("t", SIZE, DIM, ["x", "y"], "quotient_remainder", pooling=pooling)
-    model = Bags(CompositionalEmbeddingBagCollection([table], is_weighted=is_weighted))
+    model = nn.Sequential(CompositionalEmbeddingBagCollection([table], is_weighted=is_weighted))
     quantized = quantize(model)
-    compiled = script(quantized)
-    for num_rows in (0, 1, 7):
-        features = batch(num_rows, weighted=True)
-        arguments = (features.values(), features.lengths(), features.weights())
-        assert compiled(*arguments).shape == (num_rows, 2 * DIM)
-        require_equal([compiled(*arguments)], [quantized(*arguments)], 1e-6)
+    with tables_on_the_cpu():
+        sharded, _ = shard(quantized, 2, "row_wise")
+        take_weights(sharded, quantized)
+        for num_rows in (0, 1, 7):
+            features = batch(num_rows, weighted=True)
+            found = sharded(features).values()
+            assert found.shape == (num_rows, 2 * DIM)
+            require_equal([found], [quantized(features).values()], 1e-6)
 
 
-def test_a_compiled_trace_refuses_ids_outside_of_the_table() -> None:
-    compiled = script(plain(Both()))
-    for dtype in (torch.int64, torch.int32):
-        for wrong in (SIZE, -1):
-            with pytest.raises(torch.jit.Error, match="table 't', feature 'x': ids lie between 0 and 59"):
-                compiled(torch.tensor([wrong, 2], dtype=dtype), torch.ones(2, dtype=torch.int32))
-        compiled(torch.tensor([SIZE - 1, 0], dtype=dtype), torch.ones(2, dtype=torch.int32))
-    with pytest.raises(torch.jit.Error, match="are no integers"):
-        compiled(torch.rand(2), torch.ones(2, dtype=torch.int32))
+def test_torchscript_and_traces_are_refused_with_the_way_that_works() -> None:
+    for collection in quantize(Both()).children():
+        with pytest.raises(UserError, match=r"torch.jit.script does not compile a Quantized\w+; use torch.export"):
+            torch.jit.script(collection)
+        with pytest.raises(UserError, match=r"torch.fx does not trace a Quantized\w+; use torch.export of the float"):
+            Tracer(leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"]).trace(collection)
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 5])

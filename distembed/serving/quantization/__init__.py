@@ -1,13 +1,7 @@
-"""Tables for inference with fewer bits: rows of int8 or int4 with a scale and an offset each, and half precision.
+"""Compositional collections for inference in TorchRec, with partitions in int8, int4 or half precision.
 
-- ``rows.py`` quantises a weight row by row, and reads rows of it, in torch's own operations alone.
-- ``lookups.py`` holds the partitions of a collection in TorchRec's quantised collections, which FBGEMM looks up.
-- ``tables.py`` is the base of the quantised collections: ids to rows, looked up and composed in float32.
-- ``bag_collection.py`` and ``collection.py`` are those collections, of bags and of sequences.
-- ``mappings.py`` says what replaces what, for TorchRec's functions.
-
-Exported programs read ``rows.py``, since they need torch alone. Collections take FBGEMM's lookups: those run on CUDA
-too, TorchRec's own sharders divide them, and its tools for state dicts and tracing know them.
+``lookups.py`` holds the partitions in TorchRec's quantised collections, which FBGEMM looks up, also on CUDA; TorchRec's
+sharders divide them. ``collections.py`` maps ids to rows and composes the looked-up rows in float32.
 """
 
 from typing import TYPE_CHECKING
@@ -15,9 +9,12 @@ from typing import TYPE_CHECKING
 from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
-    from distembed.serving.quantization.bag_collection import QuantizedCompositionalEmbeddingBagCollection
-    from distembed.serving.quantization.collection import QuantizedCompositionalEmbeddingCollection
-    from distembed.serving.quantization.mappings import MODULE_MAPPING, QUANTIZATION_MAPPING
+    from distembed.serving.quantization.collections import (
+        MODULE_MAPPING,
+        QUANTIZATION_MAPPING,
+        QuantizedCompositionalEmbeddingBagCollection,
+        QuantizedCompositionalEmbeddingCollection,
+    )
 
 __all__ = [
     "MODULE_MAPPING",

@@ -1,10 +1,10 @@
 """The partitions of a collection, in quantised collections of TorchRec.
 
-A partition is a plain table to TorchRec, looked up without pooling. Its quantised collection of sequences takes tables
-of one dimension only, so that there is one for each dimension among the partitions. TorchRec's sharders find these
+A partition is a plain table to TorchRec, looked up without pooling. TorchRec's quantised collection of sequences takes
+tables of one dimension only, so that there is one collection for each dimension. TorchRec's sharders find these
 collections as children, and divide them by table and row, and on CUDA by column, as they do stock sequences.
 
-Trade-off: where they are divided, the vectors of every partition are sent, and composed where they arrive; composing
+Trade-off: a divided collection sends the vectors of every partition, which are composed where they arrive. Composing
 them first would send one vector for an id or, for bags, one for a bag.
 """
 
@@ -34,10 +34,10 @@ _SETTINGS = (
     MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
     MODULE_ATTR_ROW_ALIGNMENT_INT,
 )
-"""What TorchRec's ``quant_prep_...`` functions set on a collection before it is quantised."""
+"""Attributes that TorchRec's ``quant_prep_...`` functions set on a collection before it is quantised."""
 
 _COLUMNS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
-"""How many columns share a byte, for the dtypes of which several do."""
+"""How many columns share a byte, for dtypes of less than 8 bits."""
 
 
 def lookup_key(part: PartitionTable, feature_name: str) -> str:
@@ -82,11 +82,7 @@ def quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
 
 
 def quantized_bytes(lookups: nn.Module) -> int:
-    """Returns the bytes of the rows in a quantised collection, with their scales, offsets and padding.
-
-    Args:
-        lookups: A collection of TorchRec's, or what its sharder made of one.
-    """
+    """Returns the bytes of the rows in a quantised collection of TorchRec, or in its sharded form, with padding."""
     if isinstance(lookups, ShardedQuantEmbeddingCollection):
         tables = list(lookups.tbes_configs())
     else:
@@ -117,7 +113,7 @@ def _take_weights(stock: EmbeddingCollection, weights: Mapping[str, Tensor]) -> 
 
 
 def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
-    """Returns the ``qconfig`` of a collection for its partitions: dtypes of tables are theirs, and outputs float32."""
+    """Returns the ``qconfig`` of a collection with the dtype of each table for its partitions, and float32 outputs."""
     qconfig: Any = module.qconfig
     dtypes = getattr(qconfig, "per_table_weight_dtype", None) or {}
     by_partition = {
@@ -130,11 +126,6 @@ def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
 
 
 def _require_unpruned(module: CompositionalTables[Any]) -> None:
-    """Raises an error where a table is to be cut to its first rows.
-
-    Raises:
-        UserError: One is.
-    """
     asked = getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {})
     for table in module.tables():
         if table.name in asked:
@@ -145,11 +136,6 @@ def _require_unpruned(module: CompositionalTables[Any]) -> None:
 
 
 def _require_whole_bytes(qconfig: QuantConfig, parts: Sequence[PartitionTable]) -> None:
-    """Raises an error where the columns of a partition do not fill whole bytes.
-
-    Raises:
-        UserError: They do not.
-    """
     by_partition = qconfig.per_table_weight_dtype or {}
     for part in parts:
         dtype = by_partition.get(part.name, qconfig.weight().dtype)

@@ -1,0 +1,254 @@
+"""The quantised collections: raw ids to rows of partitions, and rows to composed vectors in float32.
+
+::
+
+    quantize_inference_model(model, quantization_mapping=QUANTIZATION_MAPPING)
+    quantize_embeddings(
+        model, torch.qint8, inplace=True,
+        additional_qconfig_spec_keys=list(MODULE_MAPPING), additional_mapping=MODULE_MAPPING,
+    )
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor, nn
+from torchrec.inference.modules import DEFAULT_QUANT_MAPPING
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from distembed.base.errors import UserError
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+)
+from distembed.embedding.batches import jagged_vectors
+from distembed.embedding.ids import IdMapper
+from distembed.embedding.pooling import pool
+from distembed.embedding.tables import CompositionalTables, EmbeddedFeature, refuse_torchscript
+from distembed.serving.quantization.lookups import dim_name, lookup_key, quantized_bytes, quantized_lookups
+
+TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
+
+
+class QuantizedTables(nn.Module, Generic[TableT]):
+    """Base of the quantised collections.
+
+    Attributes:
+        lookups: The quantised partitions, in a collection of TorchRec for each dimension.
+        functions: The functions of path-based tables by name, in float32.
+
+    Args:
+        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
+    """
+
+    def __init__(self, module: CompositionalTables[TableT]) -> None:
+        super().__init__()
+        self._tables = module.tables()
+        self._map_ids = IdMapper(self._tables)
+        self._output_dtype: torch.dtype = cast(Any, module.qconfig).activation().dtype
+        self.lookups = quantized_lookups(module)
+        self.functions = nn.ParameterDict(
+            {
+                name: nn.Parameter(function.detach().clone(), requires_grad=False)
+                for name, function in module.functions.items()
+            }
+        )
+
+    @classmethod
+    def from_float(cls, module: Any) -> "QuantizedTables[TableT]":
+        """Returns a float collection quantised as its ``qconfig`` says; ``torch.ao.quantization`` calls it."""
+        return cls(module)
+
+    def embed(self, features: KeyedJaggedTensor, is_weighted: bool = False) -> Iterator[EmbeddedFeature[TableT]]:
+        """Yields every feature that a table reads, looked up and composed in float32, in the tables' order.
+
+        Raises:
+            UserError: The batch lacks a feature, an id lies outside of its table, features have batch sizes of their
+                own, the batch has no weights although ``is_weighted`` is set, or torch.fx traces the module.
+        """
+        if isinstance(features, torch.fx.Proxy):
+            raise UserError(
+                f"torch.fx does not trace a {type(self).__name__}; use torch.export of the float model, as "
+                "`distembed export` does."
+            )
+        batch = maybe_td_to_kjt(features)
+        _require_whole(batch, is_weighted)
+        counts, names = batch.length_per_key(), batch.keys()
+        ids, mapped = batch.values().split(counts), self._map_ids(batch).values().long().split(counts)
+        lengths = batch.lengths().view(len(counts), batch.stride()).unbind()
+        weights = batch.weights().split(counts) if is_weighted else [None] * len(counts)
+        places = {name: place for place, name in enumerate(names)}
+        rows = {
+            name: table.scheme.rows(mapped[_require_place(name, table, places)])
+            for table in self._tables
+            for name in table.feature_names
+        }
+        vectors = self._look_up(rows, {name: lengths[places[name]] for name in rows})
+        for table in self._tables:
+            for name in table.feature_names:
+                looked_up = [vectors[lookup_key(part, name)] for part in table.lookup_tables()]
+                composed, place = self._compose(table, looked_up, rows[name]), places[name]
+                yield EmbeddedFeature(table, name, composed, ids[place], lengths[place], weights[place])
+
+    def _look_up(
+        self, rows: Mapping[str, Int64[Tensor, "k ids"]], lengths: Mapping[str, Int[Tensor, " batch"]]
+    ) -> dict[str, Float[Tensor, "ids dim"]]:
+        """Returns the vectors of every feature's rows in each partition that holds vectors, by the lookup's key."""
+        batches: dict[str, list[tuple[str, Tensor, Tensor]]] = {name: [] for name in self.lookups}
+        for table in self._tables:
+            for name in table.feature_names:
+                for j, part in enumerate(table.lookup_tables()):
+                    batches[dim_name(part.dim)].append((lookup_key(part, name), rows[name][j], lengths[name]))
+        found: dict[str, Tensor] = {}
+        for name, batch in batches.items():
+            keys, own_rows, own_lengths = map(list, zip(*batch, strict=True))
+            outputs = self.lookups[name](KeyedJaggedTensor(keys, torch.cat(own_rows), lengths=torch.cat(own_lengths)))
+            found |= {key: outputs[key].values() for key in keys}
+        return found
+
+    def _compose(
+        self, table: TableT, vectors: list[Float[Tensor, "ids dim"]], rows: Int64[Tensor, "k ids"]
+    ) -> Float[Tensor, "ids width"]:
+        functions = [self.functions[part.name] for part in table.function_tables()]
+        if not functions:
+            return table.combine.compose(vectors)
+        # ids are grouped by function: the vectors of ids take the place of tables, in which row i is that of id i
+        order = torch.arange(rows.shape[1], device=rows.device).expand(len(vectors), -1)
+        return table.combine.embed([*vectors, *functions], torch.cat([order, rows[len(vectors) :]]))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses ``torch.jit.script``, which calls this first."""
+        refuse_torchscript(self)
+
+    def tables(self) -> list[TableT]:
+        """Returns the compositional tables, in order."""
+        return list(self._tables)
+
+    def output_dtype(self) -> torch.dtype:
+        """Returns the dtype of the outputs; vectors are composed and pooled in float32 in any case."""
+        return self._output_dtype
+
+    def memory_bytes(self) -> int:
+        """Returns the bytes of quantised rows, with the padding that FBGEMM aligns them by, and of functions."""
+        functions = sum(function.nbytes for function in self.functions.values())
+        return functions + sum(quantized_bytes(lookups) for lookups in self.lookups.values())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tables."""
+        return next(iter(self.buffers())).device
+
+
+def _require_whole(batch: KeyedJaggedTensor, is_weighted: bool) -> None:
+    if batch.variable_stride_per_key():
+        raise UserError(
+            "the batch has a size for each feature, which TorchRec's quantised lookups do not take; give every feature "
+            "a bag for each row."
+        )
+    if is_weighted and batch.weights_or_none() is None:
+        raise UserError(
+            "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with weights=, or "
+            "the collection without is_weighted."
+        )
+
+
+def _require_place(name: str, table: CompositionalEmbeddingConfig, places: Mapping[str, int]) -> int:
+    if name not in places:
+        raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(places)}.")
+    return places[name]
+
+
+class QuantizedCompositionalEmbeddingBagCollection(
+    QuantizedTables[CompositionalEmbeddingBagConfig], EmbeddingBagCollectionInterface
+):
+    """Takes the place of a :class:`CompositionalEmbeddingBagCollection` for inference; keys and shapes are the same.
+
+    Args:
+        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
+    """
+
+    def __init__(self, module: CompositionalEmbeddingBagCollection) -> None:
+        super().__init__(module)
+        self._is_weighted = module.is_weighted()
+        self._configs = module.embedding_bag_configs()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks ids up, composes and pools; errors as of :meth:`embed`."""
+        keys: list[str] = []
+        dims: list[int] = []
+        pooled = []
+        for feature in self.embed(features, self._is_weighted):
+            names = feature.table.vector_names(feature.name)
+            keys += names
+            dims += [feature.table.embedding_dim] * len(names)
+            pooled.append(pool(feature.vectors, feature.lengths, feature.table.pooling, feature.weights))
+        return KeyedTensor(keys, dims, torch.cat(pooled, dim=1).to(self._output_dtype))
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Returns whether per-sample weights are applied."""
+        return self._is_weighted
+
+
+class QuantizedCompositionalEmbeddingCollection(
+    QuantizedTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface
+):
+    """Takes the place of a :class:`CompositionalEmbeddingCollection` for inference; keys and shapes are the same.
+
+    Args:
+        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
+    """
+
+    def __init__(self, module: CompositionalEmbeddingCollection) -> None:
+        super().__init__(module)
+        self._need_indices = module.need_indices()
+        self._configs = module.embedding_configs()
+        self._names = module.embedding_names_by_table()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks ids up and composes; each output has its feature's lengths; errors as of :meth:`embed`."""
+        outputs: dict[str, JaggedTensor] = {}
+        for feature in self.embed(features):
+            keys = feature.table.vector_names(feature.name)
+            ids = feature.ids if self._need_indices else None
+            vectors = feature.vectors.to(self._output_dtype)
+            outputs |= jagged_vectors(keys, self.embedding_dim(), vectors, feature.lengths, ids, None)
+        return outputs
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """Returns the dimension of a vector."""
+        return self._tables[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        """Returns whether the outputs carry their ids."""
+        return self._need_indices
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Returns the keys of the output for each table."""
+        return self._names
+
+
+MODULE_MAPPING: dict[type[nn.Module], type[nn.Module]] = {
+    CompositionalEmbeddingBagCollection: QuantizedCompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingCollection: QuantizedCompositionalEmbeddingCollection,
+}
+"""The quantised class of each compositional collection, for ``quantize_embeddings``."""
+
+QUANTIZATION_MAPPING: dict[str, type[nn.Module]] = DEFAULT_QUANT_MAPPING | {
+    torch.typename(float_class): quantized_class for float_class, quantized_class in MODULE_MAPPING.items()
+}
+"""The quantised class of each collection, TorchRec's own too, by type name, for ``quantize_inference_model``."""
