@@ -1,4 +1,4 @@
-"""Measures what checksums cost when a checkpoint is saved and loaded: against torch's own in turns, and by a clock.
+"""Measures the cost of checksums when a checkpoint is saved and loaded: against none in turns, and by a clock.
 
 Tables of a gibibyte are saved to a folder and loaded back. The disk's own time varies by more than checksums take, so
 that the time spent on them is also measured by itself, within the save and the load::
@@ -10,67 +10,33 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import xxhash
 from bench_common import surroundings
 from torch import nn
 
+from distembed.base.checksums import checksum_of
 from distembed.base.files import write_json
-from distembed.checkpoints import load_checkpoint, save_checkpoint, verified_files
+from distembed.checkpoints import blocks, load_checkpoint, save_checkpoint
 
 TABLES, ROWS, DIM = 8, 2**21, 16
-_XXH3 = xxhash.xxh3_128  # the name in the module is replaced below
 
 
-class _NoDigest:
-    """What computes nothing in the place of a digest."""
-
-    def update(self, data: object) -> None:
-        pass
-
-    def hexdigest(self) -> str:
-        return ""
-
-
-class _TimedDigest:
-    """A digest that counts the seconds it takes."""
-
-    seconds = 0.0
+class _TimedChecksum:
+    """A checksum that counts the seconds it takes; several threads may compute it at once."""
 
     def __init__(self) -> None:
-        self._digest = _XXH3()
+        self.seconds = 0.0
 
-    def update(self, data: Any) -> None:
+    def __call__(self, data: Any) -> str:
         started = time.perf_counter()
-        self._digest.update(data)
-        _TimedDigest.seconds += time.perf_counter() - started
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-
-def _timed_checksum(data: bytes) -> str:
-    digest = _TimedDigest()
-    digest.update(data)
-    return digest.hexdigest()
-
-
-@contextmanager
-def _checksums(digest: Callable[[], object], checksum: Callable[[bytes], str]) -> Iterator[None]:
-    """Replaces how checksums are computed within the block."""
-    crc32 = nullcontext if digest is _NoDigest else verified_files._without_crc32
-    with (
-        mock.patch.object(verified_files, "_without_crc32", crc32),  # torch's own, where there are no others
-        mock.patch.object(verified_files.xxhash, "xxh3_128", digest),
-        mock.patch.object(verified_files, "checksum_of", checksum),
-    ):
-        yield
+        found = checksum_of(data)
+        self.seconds += time.perf_counter() - started
+        return found
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -83,20 +49,17 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     """Returns medians of seconds and of shares, by what was done."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.EmbeddingBag(ROWS, DIM) for _ in range(TABLES)])
-    kinds = {
-        "none": lambda: _checksums(_NoDigest, lambda data: ""),
-        "checksums": nullcontext,
-        "timed": lambda: _checksums(_TimedDigest, _timed_checksum),
-    }
+    timed = _TimedChecksum()
+    kinds = {"none": lambda data: "", "checksums": checksum_of, "timed": timed}
     seconds: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}}
     for number in range(repeats + 1):  # the first turn warms up
-        for kind, within in kinds.items():
+        for kind, checksum in kinds.items():
             path = folder / f"{kind}-{number}"
-            with within():
+            with mock.patch.object(blocks, "checksum_of", checksum):
                 for action in (save_checkpoint, load_checkpoint):
-                    _TimedDigest.seconds = 0.0
+                    timed.seconds = 0.0
                     took = _seconds(lambda action=action, path=path: action(path, model))  # type: ignore[misc]
-                    own = _TimedDigest.seconds / took if kind == "timed" else took
+                    own = timed.seconds / took if kind == "timed" else took
                     if number:
                         seconds[action.__name__[:4]].setdefault(kind, []).append(own)
             for file in path.iterdir():

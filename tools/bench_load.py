@@ -61,7 +61,7 @@ def median_seconds(work: Callable[[], object], rounds: int) -> float:
 
 def measure_loading(run: Path, rounds: int) -> dict[str, Any]:
     """Returns the seconds of loading a run and of reading its file, in turns."""
-    (file,) = (run / "checkpoints").glob("step-*/*.distcp")
+    (file,) = (run / "checkpoints").glob("step-*/*.blocks")
     reading: list[float] = []
     loading: list[float] = []
     for _ in range(rounds):

@@ -1,20 +1,14 @@
-"""Saving and loading checkpoints: ``torch.distributed.checkpoint``, free of the layout that saved them.
+"""Saving and loading checkpoints that any plan, kernel and number of ranks can read.
 
 ::
 
     checkpoints/step-00000600/
-        .metadata  __0_0.distcp  ...    by torch.distributed.checkpoint, under these names:
-                                        model.NAME             weights, with the size of the whole tensor
-                                        optimizer.NAME.STATE   see distembed.checkpoints.optimizer_state
-                                        random.DEVICE.RANK     see distembed.checkpoints.random_state
-                                        ranks.NAME.RANK        what each rank has for itself
-        progress.json                   written last: step, reader's position, names of optimizers, checksums
+        rank-0.blocks  ...   the numbers (distembed.checkpoints.blocks)
+        index.json           name, type, size and blocks of each tensor (distembed.checkpoints.content has the names)
+        progress.json        written last: step, reader's position, names of optimizers, checksums
 
-Nothing of these files is executed when they are read (:mod:`distembed.checkpoints.metadata`), and what is read is
-held against its checksum (:mod:`distembed.checkpoints.verified_files`).
-
-What one plan, kernel and number of ranks has saved, any other loads, as does a module that is not sharded: each rank
-reads its own shards of each tensor (:mod:`distembed.checkpoints.shards`) straight into its live weights and states.
+Nothing of these files is executed when they are read, and every byte is verified against a checksum. Each rank reads
+its own shards of each tensor straight into its live weights and states; a module that is not sharded reads them too.
 Learning rates are not saved; they follow from the step.
 """
 
@@ -26,8 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
+from distembed.checkpoints.blocks import DamagedFile
 from distembed.checkpoints.content import (
     CheckpointContent,
     Progress,
@@ -35,18 +30,17 @@ from distembed.checkpoints.content import (
     describe_tables,
     live_states,
     live_weights,
+    restore_random_state,
 )
-from distembed.checkpoints.random_state import restore_random_state
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
-from distembed.checkpoints.transfer import not_read, read_tensors, write_checkpoint
-from distembed.checkpoints.verified_files import DamagedFile
+from distembed.checkpoints.transfer import not_read, on_every_rank, read_tensors, write_checkpoint
 from distembed.optim.live_state import set_step_count
 from distembed.sharding.lookup import sharded_lookups
 
 RUN_KEYS = ("step", "samples", "seconds", "reader")
-"""What the progress of a run has at least, which :func:`load_run` returns."""
+"""Keys that the progress of every run has."""
 
 
 def save_checkpoint(
@@ -62,8 +56,8 @@ def save_checkpoint(
         model: A ``DistributedModelParallel``, or a plain module that every rank has alike.
         optimizer: The optimizer of its parameters; for a ``DistributedModelParallel`` a ``CombinedOptimizer`` of the
             fused one and any others.
-        progress: What :func:`load_checkpoint` shall return, as JSON holds it; its ``step`` is the number of steps done,
-            which Adam and its kin need to continue.
+        progress: Values for JSON that :func:`load_checkpoint` returns; ``step`` is the number of steps done, which Adam
+            and its kin need to continue.
 
     Raises:
         UserError: The path names no checkpoint, an optimizer's states have no names, or ``step`` is missing.
@@ -83,8 +77,6 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Reads weights, and optimizer state where asked, into the live model; all ranks call it.
 
-    Nothing of a checkpoint is executed, and each block is held against its checksum.
-
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
         model: A model as for :func:`save_checkpoint`, under any plan on any number of ranks.
@@ -92,7 +84,7 @@ def load_checkpoint(
         collectives: The ranks; those of the default process group unless given.
 
     Returns:
-        What :func:`save_checkpoint` was given as ``progress``.
+        The ``progress`` that :func:`save_checkpoint` was given.
 
     Raises:
         UserError: The checkpoint is of another model or of other optimizers; the error lists the differences, and
@@ -104,18 +96,16 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """What a run finds in the checkpoint that it goes on from, beside its model.
+    """The state of a run in a checkpoint, apart from its model.
 
     Attributes:
-        values: What was saved as the values of its :class:`Progress`.
-        tensors: The tensors of it that this rank goes on with, by name: its own or, on another number of ranks, those
-            of none, one or several of the ranks that saved, so that each goes to one rank.
-        has_checksums: Whether the checkpoint has checksums; those of early versions of distembed have none.
+        values: The values of its :class:`Progress`.
+        tensors: The tensors of its :class:`Progress` that this rank resumes with, by name. On another number of ranks
+            than saved them, each rank's tensor goes to one rank, so that a rank has none, one or several.
     """
 
     values: dict[str, Any]
     tensors: dict[str, list[Tensor]]
-    has_checksums: bool
 
 
 def load_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
@@ -146,7 +136,7 @@ def load_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, colle
     for key, tensor in own.items():
         name = key.partition(".")[2].rpartition(".")[0]
         tensors.setdefault(name, []).append(tensor)
-    return ResumedRun(saved.progress, tensors, saved.has_checksums)
+    return ResumedRun(saved.progress, tensors)
 
 
 def _load(
@@ -160,37 +150,25 @@ def _load(
     weights = live_weights(model)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
-    saved: SavedCheckpoint | None = None
-    problem: UserError | RunError | None = None
-    try:
+
+    def read_description() -> SavedCheckpoint:
         saved = SavedCheckpoint.read(checkpoint)
         if differences := saved.differences(weights, describe_tables(model), optimizers):
-            problem = UserError(differences)
-        else:
-            further = _further_shards(saved, further_tensors)
-    except (UserError, RunError) as error:
-        problem = error
-    problems = [found for found in collectives.gather(problem) if found is not None]
-    if problems or saved is None:
-        # what one rank cannot reach is not damaged
-        raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
+            raise UserError(differences)
+        try:
+            to_read.update({key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()})
+        except ValueError as error:  # the number of a rank is none
+            raise not_read(checkpoint, error) from error
+        return saved
+
+    saved = on_every_rank(collectives, read_description)
     if optimizer is not None:
         to_read |= saved.states_to_read(live_states(optimizer, weights))
-    to_read |= further
-    read_tensors(checkpoint, saved.metadata, to_read, collectives)
+    read_tensors(checkpoint, saved.tensors, to_read, collectives)
     forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.optimizer_steps)
     return saved
-
-
-def _further_shards(
-    saved: SavedCheckpoint, further_tensors: Callable[[SavedCheckpoint], Mapping[str, Tensor]]
-) -> dict[str, TensorShards]:
-    try:
-        return {key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()}
-    except ValueError as error:  # a rank's number that is none
-        raise not_read(saved.path, error) from error
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
@@ -198,7 +176,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
 
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
-        suffixes: How the names of the weights end, after a dot.
+        suffixes: Ends of the names of the weights, after a dot.
 
     Returns:
         The weights, one a suffix.
@@ -206,23 +184,21 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
     Raises:
         UserError: The checkpoint has no such weight, or cannot be read.
     """
-    checkpoint = str(checkpoint)
-    read = SavedCheckpoint.read(checkpoint)
-    saved, weights = read.tensors, {}
+    saved, weights = SavedCheckpoint.read(str(checkpoint)), {}
     for suffix in suffixes:
-        names = [name for name in saved if name.startswith("model.") and name.endswith(f".{suffix}")]
+        names = [name for name in saved.tensors if name.startswith("model.") and name.endswith(f".{suffix}")]
         if len(names) != 1:
             raise UserError(
                 f"{checkpoint} has {len(names)} weights that end in .{suffix}; use the config that the run was started "
                 "with."
             )
-        weights[names[0]] = read.empty(names[0])
+        weights[names[0]] = saved.empty(names[0])
     shards = {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}
-    read_tensors(checkpoint, read.metadata, shards, Collectives())
+    read_tensors(saved.path, saved.tensors, shards, Collectives())
     return list(weights.values())
 
 
 def forget_caches(model: nn.Module) -> None:
-    """Drops rows that a device caches of tables in host memory, which have been read anew."""
+    """Drops the rows of tables in host memory that a device caches, after the tables have been read anew."""
     for lookup in sharded_lookups(model):
         lookup.purge()

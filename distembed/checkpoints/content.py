@@ -1,10 +1,24 @@
-"""What a rank writes of a checkpoint: its part of the live model, its optimizers, and its random state."""
+"""The parts of a checkpoint that a rank writes: weights, optimizer states, random state, and tensors of its own.
 
+The names of tensors say nothing of the layout::
+
+    model.NAME              a weight or buffer of the model
+    optimizer.NAME.STATE    see distembed.checkpoints.optimizer_state
+    random.DEVICE.RANK      the state of torch's random number generators on a rank
+    ranks.NAME.RANK         a tensor that a rank has for itself, such as its place in the dataset
+
+A rank's random state serves that rank only as long as the number of ranks is the same. On another number of ranks each
+rank starts a new stream, seeded by a hash of the first rank's saved state, the number of ranks and its own number, so
+that no rank repeats the numbers of another.
+"""
+
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
@@ -13,7 +27,6 @@ from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
 from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
-from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.config import meaning_of_weights
 from distembed.embedding.tables import CompositionalTables
@@ -21,17 +34,14 @@ from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.live_state import optimizer_names, parameter_states
 from distembed.sharding.parameters import ShardedParameters
 
-RANKS = "ranks"
-"""The section of what each rank has for itself: ``ranks.NAME.RANK``."""
-
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come, as a checkpoint keeps it.
+    """How far training has come.
 
     Attributes:
-        values: What is the same on all ranks, as JSON holds it.
-        tensors: What this rank alone has, by name.
+        values: Values for JSON, the same on all ranks.
+        tensors: Tensors that this rank alone has, by name.
     """
 
     values: Mapping[str, Any]
@@ -40,16 +50,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What this rank writes of a checkpoint.
+    """This rank's part of a checkpoint.
 
     Attributes:
         name: Name of the checkpoint within its store.
-        state: Shards by section (``model``, ``optimizer``, ``random``, ``ranks``) and by name.
-        last_file: What ``progress.json`` holds.
+        tensors: The shards that this rank writes, by name.
+        last_file: Values of ``progress.json``.
     """
 
     name: str
-    state: Mapping[str, Mapping[str, TensorShards]]
+    tensors: Mapping[str, TensorShards]
     last_file: Mapping[str, Any]
 
     @classmethod
@@ -74,12 +84,9 @@ class CheckpointContent:
             optimizers = all_optimizer_names(optimizer, collectives)
             _require_step(optimizers.values(), progress.values)
         rank, world_size = collectives.rank, collectives.world_size
-        state = {
-            section: {key: shards.to_save(key, rank, world_size) for key, shards in entries.items()}
-            for section, entries in (("model", weights), ("optimizer", states))
-        }
-        for section, tensors in (("random", random_state()), (RANKS, progress.tensors)):
-            state[section] = {f"{name}.{rank}": TensorShards.from_value(value) for name, value in tensors.items()}
+        tensors = tensors_to_save(weights, states, rank, world_size)
+        for section, own in (("random", random_state()), ("ranks", progress.tensors)):
+            tensors |= {f"{section}.{key}.{rank}": TensorShards.from_value(value) for key, value in own.items()}
         last_file = {
             "world_size": world_size,
             "tables": describe_tables(model),
@@ -89,29 +96,34 @@ class CheckpointContent:
             },
             "progress": dict(progress.values),
         }
-        return cls(name, state, last_file)
+        return cls(name, tensors, last_file)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's part."""
-        return sum(shards.num_bytes for entries in self.state.values() for shards in entries.values())
+        return sum(shards.num_bytes for shards in self.tensors.values())
 
     def copied_to_host(self) -> "CheckpointContent":
-        """Returns the same content in host memory of its own, which training leaves alone."""
-        # all at once, so that small ones share the way
-        every = [shards for entries in self.state.values() for shards in entries.values()]
-        copies = iter(host_copies([shard.tensor for shards in every for shard in shards.shards]))
-        state = {
-            section: {key: shards.with_tensors(islice(copies, len(shards.shards))) for key, shards in entries.items()}
-            for section, entries in self.state.items()
-        }
-        return CheckpointContent(self.name, state, self.last_file)
+        """Returns the content as copies in host memory, which later steps do not change."""
+        # all at once, so that small tensors share one transfer
+        copies = iter(host_copies([shard.tensor for shards in self.tensors.values() for shard in shards.shards]))
+        tensors = {key: shards.with_tensors(islice(copies, len(shards.shards))) for key, shards in self.tensors.items()}
+        return CheckpointContent(self.name, tensors, self.last_file)
+
+
+def tensors_to_save(
+    weights: Mapping[str, TensorShards], states: Mapping[str, TensorShards], rank: int, world_size: int
+) -> dict[str, TensorShards]:
+    """Returns the blocks of weights and optimizer states that a rank saves, by their names in a checkpoint."""
+    named = {f"model.{key}": (key, shards) for key, shards in weights.items()}
+    named |= {f"optimizer.{key}": (key, shards) for key, shards in states.items()}
+    return {name: shards.to_save(key, rank, world_size) for name, (key, shards) in named.items()}
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
-    """Returns views of this rank's part of all weights and buffers, but those without elements."""
+    """Returns views of this rank's part of all weights and buffers that have elements."""
     weights = {name: TensorShards.from_value(value) for name, value in model.state_dict().items()}
-    return {name: shards for name, shards in weights.items() if shards.size().numel()}
+    return {name: shards for name, shards in weights.items() if shards.size.numel()}
 
 
 def live_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
@@ -132,16 +144,13 @@ def live_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) 
 
 
 def all_optimizer_names(optimizer: KeyedOptimizer, collectives: Collectives) -> dict[str, str]:
-    """Returns the name of the optimizer of every parameter of all ranks; all ranks call it.
-
-    A rank alone knows only those of what it holds.
-    """
-    by_rank = collectives.gather(optimizer_names(optimizer))
+    """Returns the name of the optimizer of every parameter of all ranks; all ranks call it."""
+    by_rank = collectives.gather(optimizer_names(optimizer))  # a rank knows only the parameters that it holds
     return {parameter: name for names in by_rank for parameter, name in names.items()}
 
 
 def describe_tables(model: nn.Module) -> dict[str, str]:
-    """Returns what the weights of compositional tables mean, in words, by module and table."""
+    """Returns the meaning of the weights of compositional tables, in words, by module and table."""
     return {
         f"{path}.{table.name}".lstrip("."): meaning_of_weights(table)
         for path, module in get_unwrapped_module(model).named_modules()
@@ -157,3 +166,28 @@ def _require_step(optimizers: Iterable[str], progress: Mapping[str, Any]) -> Non
                 f"progress is {dict(progress)}, without the number of steps done, on which {name} depends; give "
                 'progress={"step": ...}.'
             )
+
+
+def random_state() -> dict[str, Tensor]:
+    """Returns the state of this process's generators, as uint8 tensors, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_state(first: Tensor, own: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+    """Sets this process's generators to continue from a saved state.
+
+    Args:
+        first: State of the CPU generator of the first rank that saved.
+        own: States of this rank's generators, by device type; empty where another number of ranks has saved.
+        rank: Number of this process.
+        world_size: Number of ranks now.
+    """
+    digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too
+    if "cpu" in own:
+        torch.set_rng_state(own["cpu"])
+    if "cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])

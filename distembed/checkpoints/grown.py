@@ -1,7 +1,6 @@
-"""Reads the checkpoint of a model into one whose tables have more rows, on any number of ranks and under any plan.
+"""Reads the checkpoint of a model into a model whose tables have more rows, on any number of ranks and under any plan.
 
-Known rows come from the checkpoint, with their optimizer states; rows behind them keep what they have, which is what a
-fresh start gives them::
+Known rows come from the checkpoint, with their optimizer states; the rows after them keep their first values::
 
     saved     | 0 1 2 3 4 5 6 |                         each rank reads the rows of its own shards
     rank 0    | 0 1 2 3 4 |                             that the checkpoint has, and no others
@@ -13,14 +12,14 @@ from collections.abc import Mapping
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
 from distembed.base.units import enumerate_lines
 from distembed.checkpoints.checkpoint import forget_caches
 from distembed.checkpoints.content import all_optimizer_names, describe_tables, live_states, live_weights
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.transfer import read_tensors
+from distembed.checkpoints.transfer import on_every_rank, read_tensors
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.live_state import set_step_count
 from distembed.optim.local_shards import LocalShard
@@ -35,7 +34,7 @@ def load_grown(
 
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
-        before: A model as the one that was saved, such as on the meta device; its numbers are not looked at.
+        before: A model of the saved sizes; its numbers are not read, so that it may be on the meta device.
         model: The live model, whose tables may have more rows than ``before``.
         optimizer: The optimizer of its parameters.
         collectives: The ranks.
@@ -50,25 +49,22 @@ def load_grown(
     """
     weights = live_weights(model)
     optimizers = all_optimizer_names(optimizer, collectives)
-    saved: SavedCheckpoint | None = None
-    problem: UserError | RunError | None = None
-    try:
+
+    def read_description() -> SavedCheckpoint:
         saved = SavedCheckpoint.read(checkpoint)
-        problem = _problem(saved, before, weights, optimizers)
-    except (UserError, RunError) as error:
-        problem = error
-    problems = [found for found in collectives.gather(problem) if found is not None]
-    if problems or saved is None:
-        # what one rank cannot reach is not damaged
-        raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
+        if problem := _problem(saved, before, weights, optimizers):
+            raise UserError(problem)
+        return saved
+
+    saved = on_every_rank(collectives, read_description)
     num_rows = {name: next(iter(saved.tensors[f"model.{name}"].size), 0) for name in weights}
     to_read = {f"model.{name}": _known_rows(shards, num_rows[name]) for name, shards in weights.items()}
     states = {}
     for name, shards in live_states(optimizer, weights).items():
         parameter = name.rpartition(".")[0]
-        is_by_row = shards.size()[:1] == weights[parameter].size()[:1]
+        is_by_row = shards.size[:1] == weights[parameter].size[:1]
         states[name] = _known_rows(shards, num_rows[parameter]) if is_by_row else shards
-    read_tensors(checkpoint, saved.metadata, to_read | saved.states_to_read(states), collectives)
+    read_tensors(checkpoint, saved.tensors, to_read | saved.states_to_read(states), collectives)
     forget_caches(model)
     set_step_count(optimizer, saved.optimizer_steps)
     return saved.optimizer_steps
@@ -76,11 +72,11 @@ def load_grown(
 
 def _problem(
     saved: SavedCheckpoint, before: nn.Module, weights: Mapping[str, TensorShards], optimizers: Mapping[str, str]
-) -> UserError | None:
+) -> str | None:
     """Returns why a checkpoint cannot be read into the live model; None where it can."""
     old = live_weights(before)
     if differences := saved.differences(old, describe_tables(before), optimizers):
-        return UserError(differences)
+        return differences
     may_grow = {
         f"{path}.{name}".lstrip(".")
         for path, module in before.named_modules()
@@ -94,34 +90,29 @@ def _problem(
     ]
     if not lines:
         return None
-    return UserError(
+    return (
         f"the model goes on from {saved.path}, and differs from its model in more than the rows of tables:"
         f"{enumerate_lines(lines, _MOST_SHOWN)}\nUse the model section and the columns that it was trained with."
     )
 
 
 def _goes_on(before: TensorShards, now: TensorShards, may_grow: bool) -> bool:
-    """Returns whether a tensor has the size and type of an earlier one, or may have other rows."""
+    """Returns whether a tensor has the type and size of an earlier one, apart from its rows where they may grow."""
     first = 1 if may_grow else 0
-    return before.size()[first:] == now.size()[first:] and before.dtype == now.dtype
+    return before.size[first:] == now.size[first:] and before.dtype == now.dtype
 
 
 def _size(shards: TensorShards | None) -> str:
-    return "absent" if shards is None else f"{tuple(shards.size())} {str(shards.dtype).removeprefix('torch.')}"
+    return "absent" if shards is None else f"{tuple(shards.size)} {str(shards.dtype).removeprefix('torch.')}"
 
 
 def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:
-    """Returns the parts of live shards that lie within the first rows, as of a tensor of so many; scalars as they are.
-
-    Args:
-        live: The shards on this rank.
-        num_rows: Number of rows of the saved tensor; any number where it is a scalar.
-    """
-    if not live.size() or live.size()[0] == num_rows:
+    """Returns the parts of live shards that lie within the first ``num_rows`` rows; a scalar is returned as it is."""
+    if not live.size or live.size[0] == num_rows:
         return live
     known = [
         LocalShard(shard.offsets, shard.tensor[: num_rows - shard.offsets[0]])
         for shard in live.shards
         if shard.offsets[0] < num_rows
     ]
-    return TensorShards((num_rows, *live.size()[1:]), live.dtype, known, live.replicated)
+    return TensorShards((num_rows, *live.size[1:]), live.dtype, known, live.replicated)

@@ -1,7 +1,7 @@
 """Optimizer state under names that depend on the parameter and the optimizer alone, not on the plan or the kernel.
 
 FBGEMM's fused optimizers and torch's hold the same numbers in different places (:mod:`distembed.optim.live_state`). In
-a checkpoint both go by the parameter's name and the state's, so that a table trained by one continues with the other::
+a checkpoint both go by the parameter's name and the state's, so that one resumes a table that the other trained::
 
     adagrad                sum                                   a number for each weight
     row_wise_adagrad       sum[0:16]                             a number for each row, of these columns
@@ -9,14 +9,14 @@ a checkpoint both go by the parameter's name and the state's, so that a table tr
     amsgrad                exp_avg  exp_avg_sq  max_exp_avg_sq   a number for each weight
     partial_row_wise_*     exp_avg  exp_avg_sq[0:16]             a number for each weight, for each row
 
-Checkpoints name the states of optimizers that are added to ``distembed.optim.OPTIMIZERS`` by the same rule; a state
-that has one number for a parameter goes by its name alone, and has the size ``[1]``.
+The rule holds for optimizers that are added to ``distembed.optim.OPTIMIZERS``; a state that has one number for a
+parameter goes by its name alone, and has the size ``[1]``.
 
-Where a table's columns are cut into slices, a row has one such number a slice: an average over the slice's columns of
-what an elementwise optimizer would keep. Under another cut a new slice gets the average, over its columns, of what each
-column's old slice had (:func:`blend_columns`). Where slices are merged, that is up to rounding what the merged slice
-would have had with the same gradients. Where they are split it is an approximation, since the old slice no longer keeps
-its columns apart. Where the cut is the same, the numbers are too.
+Where a table's columns are cut into slices, a row has one such number a slice: the average over the slice's columns of
+the numbers that an elementwise optimizer would keep. Under another cut a new slice gets the average over its columns,
+each column with the number of its old slice (:func:`blend_columns`). Where slices are merged, this equals, up to
+rounding, the number that the merged slice would have had with the same gradients. Where slices are split it is an
+approximation, since the old slice does not keep its columns apart.
 
 Numbers of steps are not saved parameter by parameter: loading sets them all to the run's.
 """
@@ -34,13 +34,13 @@ def named_states(parameter: ParameterState, weight: TensorShards) -> dict[str, T
     """Returns the states of one parameter on this rank, by their names in a checkpoint.
 
     Args:
-        parameter: Views of what is live.
+        parameter: Views of the live states.
         weight: The parameter itself.
     """
     states: dict[str, TensorShards] = {}
     for state, per in OPTIMIZERS[parameter.optimizer].states.items():
         for shard, values in zip(parameter.shards, parameter.values[state], strict=True):
-            name, size, offsets = state, weight.size(), shard.offsets
+            name, size, offsets = state, weight.size, shard.offsets
             if per is NumberPer.ROW:
                 name = name_with_columns(state, offsets[1], offsets[1] + shard.tensor.shape[1])
                 size, offsets = size[:1], offsets[:1]
@@ -59,23 +59,23 @@ def name_with_columns(state: str, start: int, stop: int) -> str:
 
 
 def columns_in_name(name: str) -> tuple[str, int, int] | None:
-    """Returns the state and the columns of such a name; None where it has no columns."""
+    """Returns the state and the columns in the name of a state; None where it has no columns."""
     found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
-    """Returns where to read a state from: itself, or every saved slice of columns that shares some with it.
+    """Returns the shards to fill by the name of the saved state: of the same name, or of every overlapping slice.
 
-    In the second case ``live`` is set to 0, and each saved slice is added by its share of the columns.
+    In the second case ``live`` is set to 0, and each saved slice is added by its share of the columns::
+
+        saved   sum[0:4]   sum[4:8]
+        live    sum[0:6]            = 4/6 sum[0:4] + 2/6 sum[4:8]
 
     Args:
         name: Name of the live state.
         live: Its shards.
-        saved_names: Names of all states of the same parameter in the checkpoint.
-
-    Returns:
-        Shards to fill, by saved name.
+        saved_names: Names of all states of the parameter in the checkpoint.
     """
     saved_names = list(saved_names)
     columns = columns_in_name(name)
@@ -91,7 +91,7 @@ def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> 
         if shared > 0:
             share = shared / (stop - start)
             shards = [AddedShard(shard.offsets, shard.tensor, share) for shard in live.shards]
-            to_read[saved_name] = TensorShards(live.size(), live.dtype, shards)
+            to_read[saved_name] = TensorShards(live.size, live.dtype, shards)
     for shard in live.shards:
         shard.tensor.zero_()
     return to_read

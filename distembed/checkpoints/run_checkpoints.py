@@ -2,31 +2,40 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.errors import DamagedCheckpoint, RunError, UserError
+from distembed.base.errors import DamagedCheckpoint, UserError
+from distembed.base.files import free_bytes, require_free_space
 from distembed.base.host_memory import available_memory_bytes, give_back_freed_memory
 from distembed.base.ranks import Collectives, Ranks
-from distembed.base.units import enumerate_lines
+from distembed.base.units import enumerate_lines, format_bytes
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
-from distembed.checkpoints.room import require_room
-from distembed.checkpoints.store import CheckpointStore, checkpoint_name, missing_checksums_note, storage_errors
-from distembed.checkpoints.transfer import not_written, write_checkpoint
+from distembed.checkpoints.store import (
+    CheckpointStore,
+    checkpoint_name,
+    checkpoint_names,
+    open_file_system,
+    storage_errors,
+)
+from distembed.checkpoints.transfer import not_written, on_every_rank, write_checkpoint
 
 _COPY_SHARE = 0.5
-"""Share of the available host memory that the copies may take which are written beside training."""
+"""Share of the available host memory that copies of the tables may take while training goes on."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, written beside training; all ranks construct it and call its methods together.
+    """The checkpoints of one run, written while training goes on; all ranks construct it and call its methods together.
 
-    A checkpoint is copied to host memory and written beside training, in a thread with a process group of its own,
-    where the copies of a machine's ranks fit into half of its available memory; else the step waits for it. At most one
-    is being written: the next one, the end of the block, and :meth:`wait` wait for it and raise what went wrong.
+    A thread with a process group of its own writes a copy in host memory, if the copies of a machine's ranks fit into
+    half of its available memory; else the step waits. One checkpoint is written at a time: the next one, the end of the
+    block, and :meth:`wait` wait for it and raise its error.
 
     Args:
         url: Local path or URL of the place where the checkpoints lie.
@@ -55,7 +64,7 @@ class Checkpoints:
         if error is None:
             self.wait()
         elif isinstance(error, Exception) and self._thread is not None:
-            self._thread.join()  # what is being written may be the last that there will be
+            self._thread.join()  # it may be the last checkpoint of the run
             if self._failure is not None:
                 error.add_note(f"Besides: {self._failure}")
 
@@ -69,7 +78,7 @@ class Checkpoints:
         return self._store.checkpoint_path(names[-1]) if names else None
 
     def path_of_step(self, step: int) -> str:
-        """Returns the path or URL of the checkpoint after so many steps, be it there or not."""
+        """Returns the path or URL of the checkpoint after ``step`` steps, whether it is there or not."""
         return self._store.checkpoint_path(checkpoint_name(step))
 
     def _names(self) -> list[str]:
@@ -77,45 +86,47 @@ class Checkpoints:
             return self._collectives.on_first(self._store.names)
 
     def require_usable(self) -> None:
-        """Makes sure that every rank can write, and that the first sees what the others wrote.
+        """Makes sure that every rank can write, and that the first rank sees the files of all ranks.
 
         Raises:
-            UserError: A rank cannot write, the first rank does not see what another wrote, or the place belongs to
-                another run.
+            UserError: A rank cannot write, the first rank does not see its file, or the place belongs to another run.
             RunError: A rank cannot write, which may pass.
         """
         store, collectives = self._store, self._collectives
-        problem: UserError | RunError | None = None
-        try:
+        rank, ranks = collectives.rank, range(collectives.world_size)
+
+        def write_probe() -> None:
             with storage_errors(store.url):
-                store.write_probe(collectives.rank)
-        except (UserError, RunError) as error:
-            problem = error
-        problems = [found for found in collectives.gather(problem) if found is not None]
+                store.write_probe(rank)
+
         try:
+            on_every_rank(collectives, write_probe)
             with storage_errors(store.url):
-                unseen = collectives.on_first(
-                    lambda: [r for r in range(collectives.world_size) if not store.sees_probe(r)]
+                unseen = collectives.on_first(lambda: [str(number) for number in ranks if not store.sees_probe(number)])
+            if unseen:
+                raise UserError(
+                    f"the file that rank(s) {', '.join(unseen)} wrote to {store.url} is not seen by rank 0; give a "
+                    "place that all ranks share as train.checkpoint_dir."
                 )
-                if not problems and unseen:
-                    text = (
-                        f"what rank(s) {', '.join(map(str, unseen))} wrote to {store.url} is not seen by rank 0; give "
-                        "a place that all ranks share as train.checkpoint_dir."
-                    )
-                    problems = [UserError(text)]
         finally:
-            if problem is None:
-                with storage_errors(store.url):
-                    store.remove_probe(collectives.rank)
-        if problems:
-            raise problems[0]
+            with suppress(Exception):  # a rank that cannot write has said so
+                store.remove_probe(rank)
         if self._owner is not None:
             with storage_errors(store.url):
                 collectives.on_first(partial(self._claim, self._owner))
 
     def require_room(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
-        """Makes sure that there is room for one more checkpoint, as :func:`distembed.checkpoints.room.require_room`."""
-        require_room(self._store.url, self._keep + self._keep_best, model, optimizer, say)
+        """Makes sure that the disk has room for one more checkpoint, and warns if it has none for all that are kept.
+
+        States that an optimizer makes only with the first step are not counted. All ranks call it.
+
+        Raises:
+            RunError: Not a single checkpoint fits.
+        """
+        content = CheckpointContent.collect("", model, optimizer, Progress({"step": 0}), self._collectives)
+        num_bytes = sum(self._collectives.gather(content.num_bytes))
+        keep = self._keep + self._keep_best
+        self._collectives.on_first(lambda: require_bytes(self._store.url, keep, num_bytes, say))
 
     def _claim(self, owner: str) -> None:
         if self._store.owner() is None:
@@ -135,10 +146,10 @@ class Checkpoints:
         Args:
             model: The model to restore.
             optimizer: The optimizer of its parameters.
-            say: Prints a line; called for each checkpoint that is damaged, or has no checksums.
+            say: Prints a line; called for each checkpoint that is damaged.
 
         Returns:
-            What :meth:`save` was given as progress; None where there is no checkpoint.
+            The progress that :meth:`save` was given; None where there is no checkpoint.
 
         Raises:
             UserError: The place cannot be used, the checkpoint is of another model or of other optimizers, or all
@@ -156,8 +167,6 @@ class Checkpoints:
                 continue
             for text in damages:
                 say(f"{text} Going on from {checkpoint}.")
-            if not resumed.has_checksums:
-                say(f"note: {missing_checksums_note(checkpoint)}")
             return resumed
         if damages:
             raise UserError(
@@ -167,7 +176,7 @@ class Checkpoints:
         return None
 
     def tidy(self, say: Callable[[str], None]) -> None:
-        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes what a killed process has left.
+        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes those that no process completed.
 
         Args:
             say: Prints a line; called for each checkpoint that is set aside.
@@ -235,14 +244,14 @@ class Checkpoints:
         """Waits until nothing is being written.
 
         Raises:
-            RunError: What was being written could not be.
+            RunError: The checkpoint could not be written.
         """
         failure = self._join()
         if failure is not None:
             raise failure
 
     def _join(self) -> Exception | None:
-        """Waits until nothing is being written; returns what went wrong."""
+        """Waits until nothing is being written; returns the error of the last one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -262,3 +271,29 @@ class Checkpoints:
         most = max(self._collectives.gather(num_bytes))
         fits = most * self._ranks.local_world_size <= _COPY_SHARE * available_memory_bytes()
         return all(self._collectives.gather(fits))
+
+
+def require_bytes(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
+    """Makes sure that a local disk has room for a checkpoint, and warns if it has none for all that are kept.
+
+    Args:
+        url: Local path or URL of the place; nothing is known of the room in object stores.
+        keep: Number of checkpoints that stay; one more is there while the next is written.
+        num_bytes: Bytes of a checkpoint.
+        say: Prints a line.
+
+    Raises:
+        RunError: Not a single checkpoint fits.
+    """
+    files, path = open_file_system(url)
+    if not isinstance(files, LocalFileSystem):
+        return
+    remedy = "that is one checkpoint; free space, or give another place as train.checkpoint_dir"
+    require_free_space(Path(path), num_bytes, remedy)
+    num_missing = keep + 1 - len(checkpoint_names(url))
+    free = free_bytes(Path(path))
+    if num_missing * num_bytes > free:
+        say(
+            f"{path} will not hold train.keep_checkpoints={keep} checkpoints and the one that is being written: "
+            f"{num_missing} more of {format_bytes(num_bytes)} are needed, and {format_bytes(free)} are free"
+        )

@@ -1,24 +1,30 @@
-"""What a checkpoint on disk holds, without the numbers themselves, and how it differs from a live model."""
+"""The description of a checkpoint on disk, without its numbers, and how it differs from a live model."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from distembed.base.errors import RunError, UserError
+from distembed.base.checksums import Verification, checksum_of
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.units import enumerate_lines
-from distembed.checkpoints.content import RANKS
+from distembed.checkpoints.blocks import DamagedFile, SavedTensor, dtype_name, parse_index, read_block, require_sizes
+from distembed.checkpoints.content import random_state
 from distembed.checkpoints.optimizer_state import blend_columns
-from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import METADATA_FILE, file_sizes, read_file, read_last_file
+from distembed.checkpoints.store import (
+    INDEX_FILE,
+    LAST_FILE,
+    METADATA_FILE,
+    file_sizes,
+    open_file_system,
+    read_file,
+    read_last_file,
+)
+from distembed.checkpoints.torch_format import parse_torch_index
 from distembed.checkpoints.transfer import not_read
-from distembed.checkpoints.verified_files import DamagedFile, read_verified_metadata, require_sizes
 
 _MAX_DIFFERENCES = 10
 STEPS_BEFORE = "steps_before"
@@ -27,31 +33,27 @@ STEPS_BEFORE = "steps_before"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a checkpoint on disk holds, without the numbers themselves.
+    """The description of a checkpoint on disk, without its numbers.
 
     Attributes:
         path: Local path or URL of the checkpoint.
-        tensors: Sizes and types of its tensors, by section and name.
-        tables: What the weights of compositional tables mean, by module and table.
+        tensors: Its tensors by their names (:mod:`distembed.checkpoints.content`).
+        tables: Meaning of the weights of compositional tables, by module and table.
         optimizers: Name of the optimizer of every parameter.
         world_size: Number of ranks that wrote it.
-        progress: What its writer gave as progress.
-        has_checksums: Whether its files have checksums; those of early versions of distembed have none.
-        metadata: Where the blocks of its tensors lie.
+        progress: Its writer's progress.
     """
 
     path: str
-    tensors: Mapping[str, TensorStorageMetadata]
+    tensors: Mapping[str, SavedTensor]
     tables: Mapping[str, str]
     optimizers: Mapping[str, str]
     world_size: int
     progress: dict[str, Any]
-    has_checksums: bool
-    metadata: Metadata
 
     @classmethod
     def read(cls, path: str) -> "SavedCheckpoint":
-        """Reads what a checkpoint holds.
+        """Reads the description; nothing of it is executed.
 
         Raises:
             UserError: The checkpoint may not be read.
@@ -60,10 +62,8 @@ class SavedCheckpoint:
         """
         try:
             last_file = read_last_file(path)
-            metadata = read_verified_metadata(partial(read_file, path), last_file.get("metadata_checksum"))
-            require_sizes(metadata, file_sizes(path))
-            entries = metadata.state_dict_metadata
-            tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+            tensors = _read_index(path, last_file)
+            require_sizes(tensors, file_sizes(path))
             return cls(
                 path,
                 tensors,
@@ -71,8 +71,6 @@ class SavedCheckpoint:
                 optimizers={name: kind for kind, names in last_file["optimizers"].items() for name in names},
                 world_size=last_file["world_size"],
                 progress=last_file["progress"],
-                has_checksums="metadata_checksum" in last_file,
-                metadata=metadata,
             )
         except (UserError, RunError):
             raise
@@ -81,7 +79,7 @@ class SavedCheckpoint:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of steps that the states of optimizers have gathered: the run's own, and those it began with."""
+        """Number of steps in the states of optimizers: the run's own, and the steps that they had when it began."""
         return int(self.progress["step"]) + int(self.progress.get(STEPS_BEFORE, 0))
 
     def differences(
@@ -91,15 +89,15 @@ class SavedCheckpoint:
 
         Args:
             weights: The live weights.
-            tables: What those of compositional tables mean.
+            tables: Meaning of the weights of compositional tables.
             optimizers: Name of the optimizer of every live parameter; None where optimizers do not matter.
         """
         saved = {
-            key.removeprefix("model."): _describe(entry.size, entry.properties.dtype)
-            for key, entry in self.tensors.items()
+            key.removeprefix("model."): f"{tensor.size} {dtype_name(tensor.dtype)}"
+            for key, tensor in self.tensors.items()
             if key.startswith("model.")
         }
-        live = {name: _describe(shards.size(), shards.dtype) for name, shards in weights.items()}
+        live = {name: f"{tuple(shards.size)} {dtype_name(shards.dtype)}" for name, shards in weights.items()}
         differences = _differences(saved, live, "") + _differences(self.tables, tables, "table ")
         if optimizers is not None:
             differences += _differences(self.optimizers, optimizers, "optimizer of ")
@@ -111,7 +109,7 @@ class SavedCheckpoint:
         )
 
     def states_to_read(self, states: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
-        """Returns where live optimizer states are read from: the shards to fill, by the saved tensor.
+        """Returns the shards to fill with optimizer states, by the saved tensor.
 
         Args:
             states: The live states, by ``PARAMETER.STATE``.
@@ -127,7 +125,7 @@ class SavedCheckpoint:
             for saved_state, part in blend_columns(state, shards, saved.get(parameter, [])).items():
                 key = f"optimizer.{parameter}.{saved_state}"
                 before = to_read[key].shards if key in to_read else []
-                to_read[key] = TensorShards(part.size(), part.dtype, [*before, *part.shards])
+                to_read[key] = TensorShards(part.size, part.dtype, [*before, *part.shards])
         return to_read
 
     def random_state_to_read(self, rank: int) -> dict[str, Tensor]:
@@ -136,14 +134,14 @@ class SavedCheckpoint:
         return {key: self.empty(key) for key in keys if key in self.tensors}
 
     def rank_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
-        """Returns tensors to fill with those that ranks had each for itself, by the saved tensor.
+        """Returns tensors to fill with the tensors that ranks had each for itself, by the saved tensor.
 
-        On another number of ranks, rank r of n gets those of the ranks r, r + n, r + 2n and so on.
+        On another number of ranks, rank r of n gets the tensors of the ranks r, r + n, r + 2n and so on.
         """
         found = {}
         for key in self.tensors:
             section, _, name = key.partition(".")
-            if section == RANKS and int(name.rpartition(".")[2]) % world_size == rank:
+            if section == "ranks" and int(name.rpartition(".")[2]) % world_size == rank:
                 found[key] = self.empty(key)
         return found
 
@@ -153,20 +151,64 @@ class SavedCheckpoint:
         Raises:
             DamagedCheckpoint: It would be larger than the checkpoint's files.
         """
-        entry = self.tensors[key]
-        num_bytes = math.prod(entry.size) * entry.properties.dtype.itemsize
-        if num_bytes > sum(info.length for info in self.metadata.storage_data.values()):
-            raise not_read(self.path, DamagedFile(f"{METADATA_FILE} says that {key} has {num_bytes:,} bytes"))
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = self.tensors[key]
+        if tensor.num_bytes > sum(block.length for each in self.tensors.values() for block in each.blocks):
+            raise not_read(self.path, DamagedFile(f"its index says that {key} has {tensor.num_bytes:,} bytes"))
+        return torch.empty(tensor.size, dtype=tensor.dtype)
 
 
-def _describe(size: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(size)} {str(dtype).removeprefix('torch.')}"
+def _read_index(path: str, last_file: Mapping[str, Any]) -> dict[str, SavedTensor]:
+    """Returns the tensors that a checkpoint's index lists; the index is ours, or torch's own of an earlier version."""
+    is_ours = "index_checksum" in last_file
+    name = INDEX_FILE if is_ours else METADATA_FILE
+    data = read_file(path, name)
+    if checksum_of(data) != last_file["index_checksum" if is_ours else "metadata_checksum"]:
+        raise DamagedFile(f"{name} does not have the checksum that it was written with")
+    try:
+        tensors = parse_index(data) if is_ours else parse_torch_index(data)
+    except Exception as error:  # a damaged file may fail to read in any way
+        raise DamagedFile(f"{name}: {error}") from error
+    if any(block.checksum is None for tensor in tensors.values() for block in tensor.blocks):
+        raise DamagedFile(f"{name} has no checksums of some blocks")
+    return tensors
 
 
-def _differences(saved: Mapping[str, str], live: Mapping[str, str], what: str) -> list[str]:
+def _differences(saved: Mapping[str, str], live: Mapping[str, str], kind: str) -> list[str]:
     return [
-        f"{what}{name}: {saved.get(name, 'absent')} in the checkpoint, {live.get(name, 'absent')} in the model"
+        f"{kind}{name}: {saved.get(name, 'absent')} in the checkpoint, {live.get(name, 'absent')} in the model"
         for name in sorted(saved.keys() | live.keys())
         if saved.get(name) != live.get(name)
     ]
+
+
+def verify_checkpoint(checkpoint: str) -> Verification:
+    """Verifies every block of every file of a checkpoint against its checksum.
+
+    Args:
+        checkpoint: Local path or URL of the checkpoint.
+
+    Returns:
+        All problems, not only the first.
+
+    Raises:
+        UserError: The checkpoint cannot be reached.
+    """
+    try:
+        saved = SavedCheckpoint.read(checkpoint)
+    except DamagedCheckpoint as damage:
+        return Verification([str(damage)], num_files=1)
+    files, path = open_file_system(checkpoint)
+    blocks = [block for tensor in saved.tensors.values() for block in tensor.blocks]
+    names = {block.file for block in blocks}
+    found = Verification(num_files=2 + len(names))
+    sizes = file_sizes(checkpoint)
+    found.num_bytes = sum(sizes.get(name, 0) for name in (LAST_FILE, INDEX_FILE, METADATA_FILE))
+    for block in sorted(blocks, key=lambda block: (block.file, block.start)):
+        try:
+            read_block(files, path, block, memoryview(bytearray(block.length)))
+            found.num_bytes += block.length
+        except DamagedFile as damage:
+            found.problems.append(f"{checkpoint}: {damage}.")
+        except Exception as error:  # file systems raise errors of their own kinds
+            found.problems.append(str(not_read(f"{checkpoint}/{block.file}", error)))
+    return found

@@ -1,8 +1,9 @@
-"""Where checkpoints lie: a local folder or any URL that fsspec knows, and how they come and go.
+"""Where checkpoints lie, in a local folder or at any URL that fsspec knows, and which is the newest or the best.
 
-Object stores cannot rename a folder at once, so that the same rule holds for all places: a checkpoint is whole once its
-last-written file, ``progress.json``, is there, and to remove a checkpoint is to remove that file first. What has no
-such file was being written, or removed, when its process died; it is passed over, and cleared away at the next save.
+Object stores cannot rename a folder at once, so that one rule holds for all places: a checkpoint is whole once its
+last-written file, ``progress.json``, is there, and to remove a checkpoint is to remove that file first. A folder
+without the file was being written, or removed, when its process died. Readers pass over it, and the next save removes
+it. Nothing here needs torch.
 """
 
 import errno
@@ -15,29 +16,29 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from distembed.base import checksums
-from distembed.base.checksums import checksum_differs, with_checksum
+from distembed.base.checksums import KEY, checksum_differs, checksum_of, with_checksum
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import finite, free_space, read_regular_file
 from distembed.data.remote import file_system
 
 LAST_FILE = "progress.json"
+INDEX_FILE = "index.json"
 METADATA_FILE = ".metadata"
-_FIELDS_WITHOUT_CHECKSUMS = {"world_size", "tables", "optimizers", "progress"}
-_FIELDS = _FIELDS_WITHOUT_CHECKSUMS | {"metadata_checksum", checksums.KEY}
+"""The index of a checkpoint in torch's own format, which earlier versions of distembed wrote."""
+_FIELDS = {"world_size", "tables", "optimizers", "progress", KEY}
 _MOST_BYTES = 8 << 30
-"""Size from which on a file that is read as a whole is none of a checkpoint."""
+"""Size of a file that is read as a whole from which on it belongs to no checkpoint."""
 _PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EMFILE}
 _PASSING |= {errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 INTERRUPTED = "-interrupted"
-"""How the name of a checkpoint ends that was written because the run was interrupted, when none was due."""
+"""End of the name of a checkpoint that only an interruption of the run has caused."""
 BEST = "best"
 """Key of a run's progress: the best evaluation until then, whose ``step`` names the checkpoint to keep."""
 _OWNER_FILE = ".run"
 _S3_ATTEMPTS = "12"
-"""How often a request is made to an S3 that fails, unless the user's AWS_MAX_ATTEMPTS says; by itself botocore makes 5.
+"""Attempts of a failing request to S3, unless the user's AWS_MAX_ATTEMPTS says otherwise; botocore alone makes 5.
 
-The waits between them double: one checkpoint takes a few dozen requests, of which none may fail for good.
+The waits between them double. One checkpoint takes a few dozen requests, and none of them may fail for good.
 """
 
 
@@ -69,10 +70,10 @@ class CheckpointStore:
         return self._is_whole(name)
 
     def start(self, name: str) -> None:
-        """Makes room for a checkpoint that is about to be written.
+        """Makes an empty folder for a checkpoint.
 
         Raises:
-            UserError: Other files are in its way.
+            UserError: The folder is there and holds other files.
         """
         if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
             raise UserError(
@@ -82,17 +83,20 @@ class CheckpointStore:
         self._remove(name)
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
 
-    def finish(self, name: str, contents: Mapping[str, Any]) -> None:
-        """Declares a checkpoint whole by writing its last file.
+    def finish(self, name: str, contents: Mapping[str, Any], index: bytes = b"{}") -> None:
+        """Declares a checkpoint whole by writing its index, and then its last file.
 
         Args:
             name: Name of the checkpoint.
-            contents: What the file holds, without its checksum; floats that JSON cannot hold become null.
+            contents: Values of the last file, without checksums; floats that JSON cannot hold become null.
+            index: Contents of the index.
         """
-        path = f"{self._root}/{name}/{LAST_FILE}"
-        with self._files.open(f"{path}.partial", "wb") as file:
-            file.write(json.dumps(with_checksum(finite(contents)), indent=2).encode())
-        self._files.mv(f"{path}.partial", path)
+        folder = f"{self._root}/{name}"
+        self._files.pipe_file(f"{folder}/{INDEX_FILE}", index)
+        last_file = with_checksum(finite({**contents, "index_checksum": checksum_of(index)}))
+        with self._files.open(f"{folder}/{LAST_FILE}.partial", "wb") as file:
+            file.write(json.dumps(last_file, indent=2).encode())
+        self._files.mv(f"{folder}/{LAST_FILE}.partial", f"{folder}/{LAST_FILE}")
 
     def set_aside(self, name: str) -> str:
         """Moves a damaged checkpoint out of the way and returns its new path; no later save removes it."""
@@ -109,10 +113,7 @@ class CheckpointStore:
             self._remove(name)
 
     def best(self, name: str) -> str | None:
-        """Returns the name of the checkpoint that was the best when another was written.
-
-        It is None where none was, and where the other is damaged, which a resumed run passes over.
-        """
+        """Returns the best checkpoint at the time of ``name``; None if ``name`` is damaged or names none."""
         try:
             progress = read_last_file(self.checkpoint_path(name))["progress"]
         except ValueError:
@@ -123,8 +124,8 @@ class CheckpointStore:
     def keep_newest(self, count: int, and_best: bool = False) -> None:
         """Removes all checkpoints but the newest ``count`` whole ones and, where asked, the best by each of these.
 
-        One that was written for an interruption makes room for the next, whatever their number, so that a run that was
-        interrupted keeps what it would have kept without.
+        A checkpoint of an interruption makes room for the next one in any case, so that a run that was interrupted
+        keeps the same checkpoints as a run that was not.
         """
         whole = self.names()
         kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
@@ -134,13 +135,13 @@ class CheckpointStore:
                 self._remove(name)
 
     def write_probe(self, rank: int) -> None:
-        """Writes a small file for this rank, to see whether that can be done."""
+        """Writes a small file of this rank, to see whether it can."""
         self._files.makedirs(self._root, exist_ok=True)
         with self._files.open(self._probe(rank), "wb") as file:
             file.write(b"written to see whether checkpoints can be")
 
     def sees_probe(self, rank: int) -> bool:
-        """Returns whether the small file that ``rank`` wrote is there."""
+        """Returns whether the small file of ``rank`` is there."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._probe(rank)))
 
@@ -175,16 +176,18 @@ class CheckpointStore:
             if isinstance(self._files, LocalFileSystem) and os.path.islink(self._root):
                 raise FileExistsError(f"{self._root} is a link that leads nowhere")
             return []
-        paths = self._files.ls(self._root, detail=False)
-        names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-        return sorted((name for name in names if name.startswith("step-")), key=_order)
+        return sorted((name for name in self._list(self._root) if name.startswith("step-")), key=_order)
+
+    def _list(self, folder: str) -> list[str]:
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(folder, detail=False)]
 
     def _is_checkpoint(self, name: str) -> bool:
         """Returns whether a folder holds nothing but the files of a checkpoint."""
-        if not self._files.isdir(f"{self._root}/{name}"):
-            return False
-        files = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
-        return all(file.startswith((".metadata", LAST_FILE)) or file.endswith((".distcp", ".tmp")) for file in files)
+        folder = f"{self._root}/{name}"
+        prefixes, suffixes = (INDEX_FILE, METADATA_FILE, LAST_FILE), (".blocks", ".distcp", ".tmp")
+        return bool(self._files.isdir(folder)) and all(
+            file.startswith(prefixes) or file.endswith(suffixes) for file in self._list(folder)
+        )
 
     def _is_whole(self, name: str) -> bool:
         return bool(self._files.exists(f"{self._root}/{name}/{LAST_FILE}"))
@@ -202,13 +205,13 @@ def checkpoint_name(step: int, interrupted: bool = False) -> str:
 
     Args:
         step: Number of steps done.
-        interrupted: Whether a run that is not interrupted would not write it.
+        interrupted: Whether only an interruption of the run has caused it.
     """
     return f"step-{step:08d}{INTERRUPTED if interrupted else ''}"
 
 
 def _order(name: str) -> tuple[str, bool]:
-    """Returns what checkpoints are sorted by; of one step, that which an interruption has left is the older one."""
+    """Returns the key that sorts checkpoints by age; of one step, the one of an interruption is older."""
     return name.removesuffix(INTERRUPTED), not name.endswith(INTERRUPTED)
 
 
@@ -216,7 +219,7 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
     """Returns the folder or URL in which a checkpoint lies, and its name there.
 
     Raises:
-        UserError: The path is none of a folder that could be made.
+        UserError: No folder can have the path.
     """
     protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
     name = path.rpartition("/")[2]
@@ -229,14 +232,88 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
     return f"{protocol}{separator}{parent or '/'}", name
 
 
-def missing_checksums_note(checkpoint: str) -> str | None:
-    """Returns a sentence for the user where a checkpoint was made before there were checksums; None for others."""
-    try:
-        if checksums.KEY in read_last_file(checkpoint):
-            return None
-    except FileNotFoundError:
-        return None  # its run has removed it meanwhile
-    return f"the checkpoint {checkpoint} carries no checksums, since an older version made it: damage may pass unseen."
+def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
+    """Returns the absolute path or the URL where the checkpoints of a run are.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint_dir: The run's ``train.checkpoint_dir``.
+    """
+    if checkpoint_dir is not None and "://" in checkpoint_dir:
+        return checkpoint_dir
+    return str(run_dir.absolute() / Path(checkpoint_dir or "checkpoints").expanduser())
+
+
+def checkpoint_names(place: str) -> list[str]:
+    """Returns the names of the whole checkpoints in a place, oldest first.
+
+    Raises:
+        UserError: The place cannot be used.
+        RunError: The place cannot be reached.
+    """
+    store = CheckpointStore(place)
+    with storage_errors(place):
+        return store.names()
+
+
+def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
+    """Returns the path or URL of the newest whole checkpoint of a run.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint_dir: The run's ``train.checkpoint_dir``.
+
+    Raises:
+        UserError: The run has no whole checkpoint, or the place cannot be reached.
+    """
+    place = checkpoint_place(run_dir, checkpoint_dir)
+    names = checkpoint_names(place)
+    if not names:
+        raise UserError(
+            f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
+        )
+    return CheckpointStore(place).checkpoint_path(names[-1])
+
+
+def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | None, keeps_best: bool) -> str:
+    """Returns the path or URL of one of a run's whole checkpoints.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint_dir: The run's ``train.checkpoint_dir``.
+        choice: ``newest``, ``best``, or the number of steps after which the checkpoint was written; None for the best
+            where the run keeps it and has evaluated, else the newest.
+        keeps_best: The run's ``train.keep_best``.
+
+    Raises:
+        UserError: The run has no such checkpoint, or the place cannot be reached.
+    """
+    newest = newest_checkpoint(run_dir, checkpoint_dir)
+    if choice == "newest" or (choice is None and not keeps_best):
+        return newest
+    place, name = place_and_name(newest)
+    store, names = CheckpointStore(place), checkpoint_names(place)
+    if choice is not None and choice.isdecimal():
+        wanted = [each for each in names if each.removesuffix(INTERRUPTED) == checkpoint_name(int(choice))]
+        if not wanted:
+            raise UserError(
+                f"checkpoint (--checkpoint) is {choice}, and {place} has {', '.join(names)}; give one of their numbers."
+            )
+        return store.checkpoint_path(wanted[-1])
+    if choice not in ("best", None):
+        raise UserError(
+            f"checkpoint (--checkpoint) is {choice!r}; give newest, best, or the number of steps of a checkpoint."
+        )
+    with storage_errors(place):
+        best = store.best(name)
+    if best in names:
+        return store.checkpoint_path(best)
+    if choice is None:
+        return newest
+    raise UserError(
+        f"checkpoint (--checkpoint) is best, and {run_dir} keeps none; the best is kept where "
+        "train.keep_best is true, once there was an evaluation. Use newest."
+    )
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
@@ -266,7 +343,7 @@ def file_sizes(checkpoint: str) -> dict[str, int]:
 
 
 def read_last_file(checkpoint: str) -> dict[str, Any]:
-    """Returns what :meth:`CheckpointStore.finish` wrote.
+    """Returns the values of a checkpoint's last-written file.
 
     Raises:
         ValueError: The file is damaged.
@@ -276,8 +353,9 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
         contents = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{LAST_FILE} is no JSON: {error}") from error
-    if not isinstance(contents, dict) or contents.keys() not in (_FIELDS, _FIELDS_WITHOUT_CHECKSUMS):
-        raise ValueError(f"{LAST_FILE} has not the fields that it was written with")
+    kinds = (_FIELDS | {"index_checksum"}, _FIELDS | {"metadata_checksum"})  # the latter in torch's own format
+    if not isinstance(contents, dict) or contents.keys() not in kinds:
+        raise ValueError(f"{LAST_FILE} has not the fields that this version reads; an early version may have made it")
     if checksum_differs(contents):
         raise ValueError(f"{LAST_FILE} does not have the checksum that it was written with")
     return contents
@@ -285,25 +363,25 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def storage_errors(place: str) -> Iterator[None]:
-    """Turns whatever a file system raises within the block into an error that names the place.
+    """Turns the errors of file systems within the block into errors that name the place and the remedy.
 
     Raises:
-        UserError: A file system raised something; the error names the place and the remedy.
-        RunError: The same of what may pass by itself, such as a lost connection or a full disk.
+        UserError: A file system raised an error.
+        RunError: A file system raised an error that may pass by itself, such as a lost connection or a full disk.
     """
     try:
         yield
     except (UserError, RunError):
         raise
     except Exception as error:  # file systems raise errors of their own kinds
-        kind = RunError if may_pass(error) else UserError
+        kind = RunError if _may_pass(error) else UserError
         raise kind(
             f"checkpoints cannot be kept in {place} ({type(error).__name__}: {error}). Check that it exists and can be "
             "written to, or give another place as train.checkpoint_dir."
         ) from error
 
 
-def may_pass(error: BaseException) -> bool:
-    """Returns whether a file system's error is none of the user's mistakes, and may be gone at the next attempt."""
+def _may_pass(error: BaseException) -> bool:
+    """Returns whether a file system's error may be gone at the next attempt."""
     by_name = any(word in type(error).__name__ for word in ("Connect", "Timeout"))  # botocore's and others' own kinds
     return by_name or isinstance(error, ConnectionError) or getattr(error, "errno", None) in _PASSING

@@ -1,20 +1,20 @@
-"""Writing and reading a checkpoint's tensors by ``torch.distributed.checkpoint``, with errors that name the remedy."""
+"""Writing and reading a checkpoint on all ranks, with errors that name the remedy."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TypeVar, cast
 
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.ranks import Collectives
 from distembed.base.units import format_bytes
+from distembed.checkpoints.blocks import DamagedFile, SavedTensor, index_bytes, read_blocks, write_blocks
 from distembed.checkpoints.content import CheckpointContent
-from distembed.checkpoints.shards import ShardsLoadPlanner, ShardsSavePlanner, TensorShards
+from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore
-from distembed.checkpoints.verified_files import ChecksumWriter, DamagedFile, VerifyingReader
+
+T = TypeVar("T")
 
 
 def write_checkpoint(
@@ -23,37 +23,38 @@ def write_checkpoint(
     remove_old: Callable[[], None] | None,
     collectives: Collectives,
 ) -> None:
-    """Writes a checkpoint and declares it whole; all ranks call it, and all raise what any of them does.
+    """Writes a checkpoint and declares it whole; all ranks call it, and all raise the error of any rank.
 
     Args:
         store: The place to write to.
-        content: What this rank writes.
+        content: This rank's part of the checkpoint.
         remove_old: Removes the checkpoints that do not stay, on rank 0; None where all stay.
         collectives: The ranks that write.
 
     Raises:
-        UserError: Other files are in its way.
+        UserError: Files that are no checkpoint's have the name.
         RunError: The checkpoint cannot be written, or older ones cannot be removed.
     """
+
+    def write_part() -> dict[str, SavedTensor]:
+        try:
+            return write_blocks(store.checkpoint_path(content.name), collectives.rank, content.tensors)
+        except Exception as error:  # file systems raise errors of their own kinds
+            raise not_written(store, content.name, error, content.num_bytes) from error
+
     try:
         collectives.on_first(partial(store.start, content.name))
-        writer = ChecksumWriter(store.checkpoint_path(content.name))
-        dcp.save(
-            {section: dict(entries) for section, entries in content.state.items()},
-            storage_writer=writer,
-            planner=ShardsSavePlanner(),
-            process_group=collectives.group,
-        )
-        last_file = {**content.last_file, "metadata_checksum": writer.metadata_checksum}  # the first rank's has one
-        collectives.on_first(partial(store.finish, content.name, last_file))
+        parts = collectives.gather(on_every_rank(collectives, write_part))
+        collectives.on_first(lambda: store.finish(content.name, content.last_file, index_bytes(parts)))
     except UserError:
         raise
-    except (Exception, dcp.api.CheckpointException) as error:  # file systems raise errors of their own kinds
-        failure = not_written(store, content.name, error, content.num_bytes)
+    except Exception as error:
         if collectives.rank == 0:
             with suppress(Exception):
                 store.discard(content.name)
-        raise failure from error
+        if isinstance(error, RunError):
+            raise
+        raise not_written(store, content.name, error, content.num_bytes) from error
     if remove_old is None:
         return
     try:
@@ -66,14 +67,14 @@ def write_checkpoint(
 
 
 def read_tensors(
-    checkpoint: str, metadata: Metadata, tensors: dict[str, TensorShards], collectives: Collectives
+    checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mapping[str, TensorShards], collectives: Collectives
 ) -> None:
-    """Fills shards with a checkpoint's numbers, in place; all ranks call it.
+    """Fills this rank's live shards with a checkpoint's numbers, in place; all ranks call it.
 
     Args:
         checkpoint: Local path or URL of the checkpoint.
-        metadata: Where its blocks lie.
-        tensors: The shards to fill, by the saved tensor.
+        tensors: The tensors that the checkpoint holds.
+        live: The shards to fill, by the name of the saved tensor.
         collectives: The ranks that read.
 
     Raises:
@@ -81,19 +82,42 @@ def read_tensors(
         RunError: It cannot be reached.
         DamagedCheckpoint: It is damaged; some of the shards may be filled by then.
     """
+
+    def read_part() -> None:
+        try:
+            read_blocks(checkpoint, tensors, live)
+        except Exception as error:  # a damaged file may fail to read in any way
+            raise not_read(checkpoint, error) from error
+
+    on_every_rank(collectives, read_part)
+
+
+def on_every_rank(collectives: Collectives, function: Callable[[], T]) -> T:
+    """Returns a function's value on this rank, or raises the error of one rank on all of them; all ranks call it.
+
+    Args:
+        collectives: The ranks.
+        function: Computes the value without any collective, and raises nothing but the errors below.
+
+    Raises:
+        UserError: A rank raised it.
+        RunError: A rank raised it.
+    """
+    value: T | None = None
+    problem: UserError | RunError | None = None
     try:
-        dcp.load(
-            tensors,
-            storage_reader=VerifyingReader(checkpoint, metadata),
-            planner=ShardsLoadPlanner(flatten_state_dict=False),
-            process_group=collectives.group,
-        )
-    except (Exception, dcp.api.CheckpointException) as error:  # a damaged file may fail to read in any way
-        raise not_read(checkpoint, error) from error
+        value = function()
+    except (UserError, RunError) as error:
+        problem = error
+    problems = [found for found in collectives.gather(problem) if found is not None]
+    if problems:
+        # a checkpoint that one rank cannot reach is not damaged
+        raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
+    return cast(T, value)
 
 
 def not_written(store: CheckpointStore, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
-    """Returns what is raised where a checkpoint cannot be written, of which this rank's part has so many bytes."""
+    """Returns the error for a checkpoint that cannot be written, of which this rank has ``num_bytes`` to write."""
     needed = "" if num_bytes is None else f"; this rank has {format_bytes(num_bytes)} to write"
     return RunError(
         f"The checkpoint {store.checkpoint_path(name)} could not be written ({_reason(error)}){needed}"
@@ -103,19 +127,15 @@ def not_written(store: CheckpointStore, name: str, error: BaseException, num_byt
 
 
 def not_read(checkpoint: str, error: BaseException) -> DamagedCheckpoint | RunError | UserError:
-    """Returns what is raised where a checkpoint cannot be read: it is damaged, or it cannot be reached."""
-    found = _first_failure(error)
-    if _is_damage(found):
+    """Returns the error for a checkpoint that cannot be read: it is damaged, or it cannot be reached."""
+    if _is_damage(error):
         return DamagedCheckpoint(f"{checkpoint} is damaged: {_reason(error)}.")
-    kind = UserError if isinstance(found, PermissionError | ImportError) else RunError
+    kind = UserError if isinstance(error, PermissionError | ImportError) else RunError
     return kind(f"{checkpoint} cannot be reached ({_reason(error)}); see that every rank may read it.")
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Returns whether an error says that a file is not as it was written, and not that it could not be read just now.
-
-    Blocks that have their checksum can only fail for lack of memory; what fails in others is what they hold.
-    """
+    """Returns whether a file is not as it was written, as opposed to one that cannot be read just now."""
     if isinstance(error, MemoryError) or "alloc" in str(error):
         return False
     decoding = (DamagedFile, pickle.UnpicklingError, FileNotFoundError, ValueError, LookupError, EOFError, TypeError)
@@ -123,17 +143,9 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns an error in one line; torch's own lists the whole traceback of every rank."""
-    error = _first_failure(error)
+    """Returns an error in one line."""
     if isinstance(error, DamagedFile):
         return str(error)
     if isinstance(error, pickle.UnpicklingError):  # torch's own text says how to run the code that may be in there
         return "a block holds something else than a tensor"
     return f"{type(error).__name__}: {error}".strip()
-
-
-def _first_failure(error: BaseException) -> BaseException:
-    """Returns the error itself or, where it is torch's list of the ranks' errors, the first of them."""
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
-    return error

@@ -64,8 +64,6 @@ def predict_command(
 
     with load_run(found) as loaded:
         if loaded.ranks.is_first:
-            for text in loaded.notes():
-                note(text)
             note(seen_items_note(found))
         scoring = RawScoring.of_run(loaded, found, raw_values=not ids)
         written = scoring.write(lambda: request.open(found), output)
@@ -89,9 +87,6 @@ def _predict_split(run: Path, output: Path, split: str, data: str | None, checkp
     from distembed.training.inference import load_run, predict_split
 
     with load_run(found) as loaded:
-        if loaded.ranks.is_first:
-            for text in loaded.notes():
-                note(text)
         num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks, raw_values=not ids)
         if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")

@@ -95,9 +95,6 @@ def evaluate_command(
     from distembed.training.inference import describe_metrics, evaluate_split, load_run
 
     with load_run(found) as loaded:
-        if loaded.ranks.is_first:
-            for text in loaded.notes():
-                note(text)
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from distembed.base.ranks import Collectives, Ranks
-from distembed.checkpoints.direct import load_weights_alone
+from distembed.checkpoints import load_checkpoint
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.reader.batch import Batch
 from distembed.tasks import Task
@@ -88,7 +88,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
     task.start(blueprint.task_context(run.dataset, ranks))
 
     def load(path: str) -> tuple[str, Mapping[str, Any]]:
-        return path, load_weights_alone(path, module)
+        return path, load_checkpoint(path, module, collectives=Collectives.alone())
 
     if checkpoint is not None:
         place, progress = load(checkpoint)

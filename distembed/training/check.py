@@ -8,8 +8,14 @@ from pathlib import Path
 from distembed.base.checksums import Verification
 from distembed.base.errors import UserError
 from distembed.base.files import read_regular_file
-from distembed.checkpoints.places import checkpoint_names, checkpoint_place
-from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore
+from distembed.checkpoints.store import (
+    INDEX_FILE,
+    LAST_FILE,
+    METADATA_FILE,
+    CheckpointStore,
+    checkpoint_names,
+    checkpoint_place,
+)
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.mirror import is_remote_dataset
@@ -54,7 +60,7 @@ def check(path: str) -> Iterator[Checked]:
     folder = Path(path)
     if is_url(path) and is_remote_dataset(path):
         yield Checked("dataset", path, verify_dataset(path))
-    elif is_url(path) or _has(folder, LAST_FILE, METADATA_FILE):
+    elif is_url(path) or _has(folder, LAST_FILE, INDEX_FILE, METADATA_FILE):
         yield _check_checkpoint(path)
     elif _has(folder, MANIFEST_NAME):
         yield Checked("dataset", path, verify_dataset(folder))
@@ -119,6 +125,6 @@ def _check_checkpoints(run: Path) -> Iterator[Checked]:
 
 
 def _check_checkpoint(checkpoint: str) -> Checked:
-    from distembed.checkpoints.verification import verify_checkpoint  # of all that is checked, this alone needs torch
+    from distembed.checkpoints.saved import verify_checkpoint  # of all that is checked, this alone needs torch
 
     return Checked("checkpoint", checkpoint, verify_checkpoint(checkpoint))

@@ -9,7 +9,6 @@ from typing import Any
 from distembed.base.files import whole_file
 from distembed.base.ranks import Ranks, process_group
 from distembed.checkpoints import load_checkpoint
-from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.optim.config import SparseOptimizerConfig
@@ -38,11 +37,6 @@ class LoadedRun:
     checkpoint: str
     dataset: str
     ranks: Ranks
-
-    def notes(self) -> list[str]:
-        """Returns what the user should know of what was loaded, a sentence each; for rank 0."""
-        note = checkpoint_note(self.checkpoint)
-        return [] if note is None else [note]
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
-from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.run_checkpoints import Checkpoints
+from distembed.checkpoints.store import checkpoint_place
 from distembed.training.train_config import TrainConfig
 
 

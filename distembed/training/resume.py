@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.base.errors import UserError
-from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
+from distembed.checkpoints.store import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.data.dataset.kept import has_same_ids, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
@@ -74,7 +74,7 @@ def find_checkpoint(run_dir: Path, config: Config, choice: str | None = None) ->
     Args:
         run_dir: The run's folder.
         config: The run's config.
-        choice: Another one, as for :func:`distembed.checkpoints.places.chosen_checkpoint`.
+        choice: Another one, as for :func:`distembed.checkpoints.store.chosen_checkpoint`.
 
     Raises:
         UserError: The run has no such checkpoint, or the place cannot be reached.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from distembed.base.errors import UserError
 from distembed.base.outputs import require_folder
-from distembed.checkpoints.places import checkpoint_names, checkpoint_place
+from distembed.checkpoints.store import checkpoint_names, checkpoint_place
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.graph.prepare.value_ids import require_same_ids

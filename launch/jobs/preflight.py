@@ -123,8 +123,7 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
         run_dir: Run folder.
         is_new: Whether the run was never submitted, so that it has no checkpoints of its own yet.
     """
-    from distembed.checkpoints.places import checkpoint_place
-    from distembed.checkpoints.store import CheckpointStore
+    from distembed.checkpoints.store import CheckpointStore, checkpoint_place
 
     place = checkpoint_place(run_dir, config.train.checkpoint_dir)
     if "://" not in place and (unwritable := check_writable("checkpoints", Path(place))).status == "wrong":
@@ -146,7 +145,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
         run_dir: Run folder.
         mounts: TorchX's mounts of the containers.
     """
-    from distembed.checkpoints.places import checkpoint_place
+    from distembed.checkpoints.store import checkpoint_place
     from distembed.training.config import input_paths
 
     run_dir = run_dir.absolute()

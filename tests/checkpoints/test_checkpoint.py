@@ -21,9 +21,6 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, Whole, build, gather_numbers, shard
 from tests.ranks import run_on_ranks
 
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 STEPS = 3
 
 
@@ -99,13 +96,13 @@ def check_refusals(folder: Path) -> None:
             load_checkpoint(path, other.model, other.optimizer)
     saved = load_weights_of_plain(path)
     if dist.get_rank() == 1:
-        (path / ".metadata").rename(path / "hidden")
+        (path / "index.json").rename(path / "hidden")
     dist.barrier()
     with pytest.raises(UserError, match="is damaged"):
         load_checkpoint(path, trained.model, trained.optimizer)
     dist.barrier()
     if dist.get_rank() == 1:
-        (path / "hidden").rename(path / ".metadata")
+        (path / "hidden").rename(path / "index.json")
     require_equal(gather_numbers(trained), before, "refused")
     dist.barrier()
     load_checkpoint(path, trained.model)  # weights alone, as to predict

@@ -3,27 +3,28 @@
 import errno
 import json
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from distembed.base.checksums import checksum_of, with_checksum
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
-from distembed.base.ranks import Ranks
-from distembed.checkpoints import load_checkpoint, save_checkpoint
+from distembed.base.ranks import Collectives, Ranks
+from distembed.checkpoints import blocks, load_checkpoint, save_checkpoint
+from distembed.checkpoints.checkpoint import load_run
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
-from distembed.checkpoints.verified_files import VerifyingReader
-
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from distembed.checkpoints.saved import SavedCheckpoint
+from distembed.checkpoints.shards import MAX_BLOCK_BYTES
+from tests.data.test_damage import flip_a_bit
 
 
 def with_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
@@ -45,98 +46,50 @@ def load(checkpoint: Path) -> nn.Module:
     return model
 
 
-class Harm:
-    """Unpickled as it comes, it makes a file."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.canary),)
-
-
-def without_checksums(checkpoint: Path) -> None:
-    """Makes a checkpoint one of an early version, whose files anyone may change."""
-    file = checkpoint / "progress.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps({key: values[key] for key in values if "checksum" not in key}))
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        del info.checksum
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.parametrize("place", ["alone", "planner_data", "beside a tensor", "as a dtype"])
-def test_metadata_executes_nothing(place: str, tmp_path: Path) -> None:
-    checkpoint, canary = saved(tmp_path), tmp_path / "canary"
-    without_checksums(checkpoint)
-    metadata: Any = pickle.loads((checkpoint / ".metadata").read_bytes())
-    entry = metadata.state_dict_metadata["model.weight"]
-    if place == "alone":
-        metadata = Harm(canary)
-    elif place == "planner_data":  # all else stays as it was
-        metadata.planner_data = Harm(canary)
-    elif place == "beside a tensor":
-        entry.harm = Harm(canary)
-    else:
-        entry.properties.dtype = Harm(canary)
-    harmful = pickle.dumps(metadata)
-    (checkpoint / ".metadata").write_bytes(harmful)
-    with pytest.raises(DamagedCheckpoint, match=r"\.metadata: it names posix\.mkdir, which no checkpoint has"):
-        load(checkpoint)
-    assert not canary.exists()
-    pickle.loads(harmful)
-    assert canary.exists()  # it was harmful
-
-
-def test_a_block_executes_nothing(tmp_path: Path) -> None:
-    checkpoint, canary = saved(tmp_path), tmp_path / "canary"
-    without_checksums(checkpoint)
-    metadata: Any = pickle.loads((checkpoint / ".metadata").read_bytes())
-    torch.save(Harm(canary), checkpoint / "__0_0.distcp")
-    for info in metadata.storage_data.values():
-        info.offset, info.length = 0, (checkpoint / "__0_0.distcp").stat().st_size
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpoint, match="a block holds something else than a tensor"):
-        load(checkpoint)
-    assert not canary.exists()
+def change_index(checkpoint: Path, change: Callable[[Any], object]) -> None:
+    """Changes the index of a checkpoint, and its checksum with it."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    change(index)
+    data = json.dumps(index).encode()
+    (checkpoint / "index.json").write_bytes(data)
+    values = json.loads((checkpoint / "progress.json").read_text()) | {"index_checksum": checksum_of(data)}
+    del values["checksum"]
+    (checkpoint / "progress.json").write_text(json.dumps(with_checksum(values)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda metadata: metadata.state_dict_metadata.update(x=metadata.state_dict_metadata.pop("model.weight")),
-            "weight: absent in",
-        ),
-        (
-            lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(relative_path="../x.distcp"),
-            "reads",
-        ),
-        (lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(relative_path=7), "reads from 7"),
-        (lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(length=-1), "reads -1 bytes"),
-        (lambda metadata: vars(metadata).update(storage_data=None), "lists no tensors"),
-        (lambda metadata: vars(metadata.state_dict_metadata["model.bias"]).update(size=5), "'model.bias' is no tensor"),
-        (lambda metadata: vars(metadata.state_dict_metadata["model.bias"]).update(chunks=[3]), "is no tensor"),
+        (lambda index: index.update(x=index.pop("model.weight")), "weight: absent in"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(0, "../rank-0.blocks"), "reads from '../rank"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(0, 7), "reads from 7"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(1, -1), "bytes at -1"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(2, 7), "reads 7 bytes for a block"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(3, None), "no checksums of some blocks"),
+        (lambda index: index["model.weight"]["blocks"][0].__setitem__(4, [1, 0]), "outside of its tensor"),
+        (lambda index: index["model.weight"]["blocks"].clear(), "12 numbers of model.weight are in none"),
+        (lambda index: index["model.weight"].update(dtype="nn"), "without a type"),
+        (lambda index: index["model.weight"].update(size=5), "damaged"),
+        (lambda index: index["model.weight"].update(blocks=[3]), "damaged"),
+        (lambda index: index["random.cpu.0"].update(size=[2**50]), "says that random.cpu.0 has"),
+        (lambda index: index.pop("optimizer.weight.sum"), "has no tensor optimizer.weight.sum"),
     ],
 )
-def test_metadata_that_no_checkpoint_has_is_refused(
+def test_an_index_that_no_checkpoint_has_is_refused(
     change: Callable[[Any], object], message: str, tmp_path: Path
 ) -> None:
     checkpoint = saved(tmp_path)
-    without_checksums(checkpoint)
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    change(metadata)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    change_index(checkpoint, change)
+    model = nn.Linear(4, 3)
     with pytest.raises(UserError, match=message):
-        load(checkpoint)
+        load_run(str(checkpoint), model, with_optimizer(model), Collectives())
 
 
-@pytest.mark.parametrize("file", [".metadata", "progress.json", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["index.json", "progress.json", "rank-0.blocks"])
 def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     whole = (checkpoint / file).read_bytes()
-    place = whole.index(b"\x80?\x00\x00\x80?" if file.endswith("distcp") else b"weight")
+    place = whole.index(b"\x80?\x00\x00\x80?" if file.endswith("blocks") else b"weight")
     (checkpoint / file).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     with pytest.raises(DamagedCheckpoint, match=f"{file}.* does not have the checksum that it was written with"):
         load(checkpoint)
@@ -151,17 +104,11 @@ def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
 def test_no_single_change_hides_the_checksums(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     values = json.loads((checkpoint / "progress.json").read_text())
-    for key in ("checksum", "metadata_checksum"):
+    for key in ("checksum", "index_checksum"):
         changed = {name if name != key else "x" + name: value for name, value in values.items()}
         (checkpoint / "progress.json").write_text(json.dumps(changed))
         with pytest.raises(DamagedCheckpoint, match=r"progress\.json has not the fields"):
             load(checkpoint)
-
-
-def test_checkpoints_of_early_versions_are_read(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path)
-    without_checksums(checkpoint)
-    assert all((parameter == 1).all() for parameter in load(checkpoint).parameters())
 
 
 class Run:
@@ -194,7 +141,7 @@ class Run:
 
     def damage(self, step: int, seed: int) -> None:
         """Changes a byte of the weights."""
-        file = self.folder / f"step-{step:08d}" / "__0_0.distcp"
+        file = self.folder / f"step-{step:08d}" / "rank-0.blocks"
         whole = bytearray(file.read_bytes())
         place = whole.index(torch.full([4], float(step)).numpy().tobytes())
         whole[place + random.Random(seed).randrange(16)] ^= 1
@@ -211,7 +158,7 @@ def test_resuming_falls_back_to_the_newest_that_is_not_damaged(tmp_path: Path) -
     assert run.restore() == 2
     assert run.names() == ["damaged-step-00000003", "step-00000001", "step-00000002"]
     damage, kept = run.said
-    assert f"{tmp_path}/step-00000003 is damaged: __0_0.distcp, bytes" in damage
+    assert f"{tmp_path}/step-00000003 is damaged: rank-0.blocks, bytes" in damage
     assert f"Going on from {tmp_path}/step-00000002." in damage
     assert kept == f"{tmp_path}/step-00000003, which is damaged, is kept as {tmp_path}/damaged-step-00000003"
     run.damage(2, seed=1)
@@ -231,7 +178,7 @@ def test_resuming_removes_what_a_killed_process_had_no_time_to(tmp_path: Path) -
     run = Run(tmp_path)
     run.checkpoints._keep = 2
     (tmp_path / "step-00000004").mkdir()
-    (tmp_path / "step-00000004" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000004" / "rank-0.blocks").write_bytes(b"half")
     assert run.restore() == 3
     assert run.names() == ["step-00000002", "step-00000003"]
 
@@ -258,7 +205,7 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(VerifyingReader, "_slice_file", fail)
+    monkeypatch.setattr(blocks, "read_block", fail)
     with pytest.raises(RunError, match=r"step-00000003 cannot be reached \("):
         run.restore()
     assert sorted(tmp_path.iterdir()) == before
@@ -266,7 +213,7 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
     assert run.restore() == 3
 
 
-@pytest.mark.parametrize("file", ["progress.json", ".metadata"])
+@pytest.mark.parametrize("file", ["progress.json", "index.json"])
 def test_a_pipe_is_not_waited_for(file: str, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     (checkpoint / file).unlink()
@@ -278,3 +225,68 @@ def test_a_pipe_is_not_waited_for(file: str, tmp_path: Path) -> None:
 def test_keys_of_progress_may_be_numbers(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "it", nn.Linear(1, 1), progress={"best": {2: 1.0, 10: 2.0}})
     assert load_checkpoint(tmp_path / "it", nn.Linear(1, 1)) == {"best": {"2": 1.0, "10": 2.0}}
+
+
+class Weights(nn.Module):
+    """Weights of several types, sizes and layouts: none, one number, part of a block, several blocks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        rows = MAX_BLOCK_BYTES // (4 * 64)
+        for name, size, dtype in (
+            ("several_blocks", (2 * rows + 77, 64), torch.float32),
+            ("halves", (999, 65), torch.bfloat16),
+            ("small", (3, 5), torch.float32),
+            ("one", (), torch.float32),
+            ("none", (0, 4), torch.float32),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.randn(size, generator=generator).to(dtype)))
+        self.register_buffer("counts", torch.randint(2**40, (20_000,), generator=generator))
+        transposed = torch.randn(300, 200, generator=generator).T
+        self.register_buffer("transposed", transposed)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kinds") / "weights"
+    save_checkpoint(path, Weights(1), progress={"step": 7})
+    return path
+
+
+@pytest.mark.parametrize("place", ["local", "url", "memory"])
+def test_weights_of_all_kinds_are_read_to_the_bit(weights: Path, place: str) -> None:
+    path = str(weights) if place == "local" else f"file://{weights}"
+    if place == "memory":
+        path = "memory://kinds/weights"
+        fsspec.filesystem("memory").put(str(weights), "/kinds/weights", recursive=True)
+    found = Weights(2)
+    assert load_checkpoint(path, found) == {"step": 7}
+    expected = Weights(1).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
+
+
+def test_every_damaged_byte_is_noticed(weights: Path, tmp_path: Path) -> None:
+    file = weights / "rank-0.blocks"
+    tensors = SavedCheckpoint.read(str(weights)).tensors
+    own = [block for name, tensor in tensors.items() if name.startswith("model.") for block in tensor.blocks]
+    assert len(own) == 3 + 5  # of the empty weight there is none
+    shutil.copytree(weights, tmp_path / "damaged")
+    for place in (block.start + place for block in own for place in (0, block.length // 2, block.length - 1)):
+        damaged = tmp_path / "damaged" / file.name
+        flip_a_bit(damaged, place)
+        with pytest.raises(DamagedCheckpoint, match="does not have the checksum that it was written with"):
+            load_checkpoint(damaged.parent, Weights(2))
+        flip_a_bit(damaged, place)
+    damaged.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(DamagedCheckpoint, match="ends after"):
+        load_checkpoint(damaged.parent, Weights(2))
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(weights: Path) -> None:
+    other = Weights(2)
+    other.small = nn.Parameter(torch.zeros(4, 5))
+    before = other.halves.clone()
+    with pytest.raises(UserError, match=r"small: \(3, 5\) float32 in the checkpoint, \(4, 5\) float32 in the model"):
+        load_checkpoint(weights, other)
+    assert torch.equal(other.halves, before)

@@ -13,25 +13,20 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.ranks import Ranks
-from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint
+from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint, transfer
 from distembed.checkpoints.checkpoint import load_run
 from distembed.checkpoints.content import Progress
-from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
 from distembed.checkpoints.run_checkpoints import Checkpoints
-from distembed.checkpoints.store import CheckpointStore
+from distembed.checkpoints.store import CheckpointStore, checkpoint_place, newest_checkpoint
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import KeyedHash, QuotientRemainder
 from tests.processes import start_processes
 from tests.ranks import run_on_ranks
-
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 PROGRESS = {"samples": 0, "seconds": 0.0, "reader": {}}
 
@@ -65,9 +60,9 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Lets no checkpoint become whole until the event is set."""
     event, finish = threading.Event(), CheckpointStore.finish
 
-    def finish_later(store: CheckpointStore, name: str, contents: dict[str, object]) -> None:
+    def finish_later(store: CheckpointStore, name: str, contents: dict[str, object], index: bytes) -> None:
         assert event.wait(60)
-        finish(store, name, contents)
+        finish(store, name, contents, index)
 
     monkeypatch.setattr(CheckpointStore, "finish", finish_later)
     return event
@@ -156,7 +151,7 @@ def test_what_is_not_whole_is_passed_over_and_cleared_away(tmp_path: Path) -> No
     run.checkpoints.wait()
     half = tmp_path / "step-00000002"
     half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
+    (half / "rank-0.blocks").write_bytes(b"half")
     (half / "progress.json.partial").write_text("{")
     assert run.checkpoints.newest() == f"{tmp_path}/step-00000001"
     run.save(2)
@@ -350,7 +345,7 @@ def test_where_the_checkpoints_of_a_run_are(tmp_path: Path) -> None:
         newest_checkpoint(tmp_path, "memory://nobody-wrote-here")
 
 
-KILLED_AT = ("save", "finish", "rm")
+KILLED_AT = ("write_blocks", "finish", "rm")
 """Before the data, before the last file, and between the removal of an old one's last file and of its others."""
 
 
@@ -368,7 +363,7 @@ def save_and_be_killed(number: int, folder: Path) -> None:
         remove = files.rm
         files.rm = lambda path, **how: die() if how else remove(path)
     else:
-        setattr(dcp if moment == "save" else CheckpointStore, moment, die)
+        setattr(transfer if moment == "write_blocks" else CheckpointStore, moment, die)
     run.save(2)
     run.checkpoints.wait()
 

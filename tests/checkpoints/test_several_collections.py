@@ -11,9 +11,6 @@ from tests.checkpoints.test_checkpoint import check_load, save_trained
 from tests.layouts import SeveralCollections, Trained, shard
 from tests.ranks import run_on_ranks
 
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 CASES = [
     ("table_wise", "adagrad"),
     ("column_wise", "row_wise_adagrad"),

@@ -65,11 +65,11 @@ def test_a_checkpoint_has_what_only_the_caches_have(monkeypatch: pytest.MonkeyPa
     with sharded("fused_uvm_caching") as model:
         optimizer = optimizer_of(model)
         content = CheckpointContent.collect("", model, optimizer, Progress({"step": 1}), Collectives())
-        weights = {name: own for name, own in content.state["model"].items() if "embedding_bags" in name}
+        weights = {name: own for name, own in content.tensors.items() if "embedding_bags" in name}
         assert len(weights) > 3
         for copied in (content, content.copied_to_host()):
             for name in weights:
-                assert all(bool((block.tensor == 7.0).all()) for block in copied.state["model"][name].shards), name
+                assert all(bool((block.tensor == 7.0).all()) for block in copied.tensors[name].shards), name
 
 
 def test_caches_are_dropped_after_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

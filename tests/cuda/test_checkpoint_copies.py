@@ -103,15 +103,14 @@ def test_a_checkpoint_is_copied_all_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     stock = host_copies.host_copies
     monkeypatch.setattr(content, "host_copies", lambda tensors: given.append(len(tensors)) or stock(tensors))
     weights = {f"w{i}": torch.full((i + 1, 3), float(i)) for i in range(4)}
-    state = {"model": {name: TensorShards.from_value(own) for name, own in weights.items()}}
-    state["ranks"] = {"sum.0": TensorShards.from_value(torch.tensor(5))}
-    live = CheckpointContent("step", state, {})
+    tensors = {f"model.{name}": TensorShards.from_value(own) for name, own in weights.items()}
+    tensors["ranks.sum.0"] = TensorShards.from_value(torch.tensor(5))
+    live = CheckpointContent("step", tensors, {})
     copied = live.copied_to_host()
     assert given == [5]
-    for section, entries in state.items():
-        for name, shards in entries.items():
-            own, copy = shards, copied.state[section][name]
-            assert copy.size() == own.size() and copy.replicated == own.replicated
-            for before, after in zip(own.shards, copy.shards, strict=True):
-                assert before.offsets == after.offsets and torch.equal(before.tensor, after.tensor)
-                assert before.tensor.data_ptr() != after.tensor.data_ptr()
+    for name, own in tensors.items():
+        copy = copied.tensors[name]
+        assert copy.size == own.size and copy.replicated == own.replicated
+        for before, after in zip(own.shards, copy.shards, strict=True):
+            assert before.offsets == after.offsets and torch.equal(before.tensor, after.tensor)
+            assert before.tensor.data_ptr() != after.tensor.data_ptr()

@@ -15,7 +15,7 @@ CACHED = {"cache_load_factor": 0.9}
 """Slots for nearly all rows, so that hardly any goes back to host memory by itself."""
 ADAGRAD = SparseOptimizerConfig(name="adagrad", learning_rate=0.1, eps=1e-3)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("composition", ["product", "concat", "path_mlp"])

@@ -21,9 +21,6 @@ from tests.optim.test_optimizers import check_first_state
 from tests.planning.test_storage import check as check_storage
 from tests.ranks import run_on_ranks
 
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 class Lion(torch.optim.Optimizer):
     """Chen et al., 2023: steps by the sign of a moving average, which is all that it keeps."""

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
-from distembed.checkpoints.store import CheckpointStore
+from distembed.checkpoints.store import CheckpointStore, checkpoint_place, newest_checkpoint
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.robustness.strikes import Strike, Surroundings, run_and_strike
 

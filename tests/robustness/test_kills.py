@@ -13,8 +13,7 @@ import pytest
 from tests.robustness.disturbed_runs import DrawnRun, strike_and_compare
 from tests.robustness.strikes import Strike
 
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.distributed
 
 STRIKES_OF_A_TEST = 4
 # those that only rank 0 comes to, and how often they come at most in a run that is left alone

@@ -13,8 +13,7 @@ from tests.robustness.disturbed_runs import DrawnRun, strike_and_compare
 from tests.robustness.s3_server import BUCKET, failing_s3
 from tests.robustness.strikes import Strike, retry_at_once
 
-# without a process group torch says that it takes this for one process, which it is
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.distributed
 
 FAILED_SHARE = 0.4
 # and how often they come at most

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
+from distembed.checkpoints.store import checkpoint_place, newest_checkpoint
 from distembed.training.sweeps.planned import plan_sweep
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.small_runs import command, distembed

@@ -15,8 +15,14 @@ import yaml
 
 from distembed.base.checksums import with_checksum
 from distembed.base.errors import UserError
-from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
-from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
+from distembed.checkpoints.store import (
+    CheckpointStore,
+    checkpoint_name,
+    checkpoint_names,
+    checkpoint_place,
+    chosen_checkpoint,
+    read_last_file,
+)
 from distembed.commands import cli
 from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
@@ -74,7 +80,7 @@ def test_when_to_stop() -> None:
 def write_checkpoint(store: CheckpointStore, name: str, best: int | None) -> None:
     """Writes what the store looks at: the last file."""
     store.start(name)
-    values: dict[str, Any] = {"world_size": 1, "tables": {}, "optimizers": {}, "metadata_checksum": ""}
+    values: dict[str, Any] = {"world_size": 1, "tables": {}, "optimizers": {}}
     store.finish(name, values | {"progress": {} if best is None else {"best": {"step": best}}})
 
 

@@ -45,9 +45,9 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "harm", "message"),
     [
-        (CHECKPOINT / "__0_0.distcp", cut, "__0_0.distcp ends after"),
-        (CHECKPOINT / ".metadata", cut, ".metadata does not have the checksum"),
-        (CHECKPOINT / "__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+        (CHECKPOINT / "rank-0.blocks", cut, "rank-0.blocks ends after"),
+        (CHECKPOINT / "index.json", cut, "index.json does not have the checksum"),
+        (CHECKPOINT / "rank-0.blocks", Path.unlink, "rank-0.blocks is missing"),
         (CHECKPOINT / "progress.json", cut, "progress.json is no JSON"),
         (Path("plan.json"), cut, "plan.json cannot be read"),
         (Path("run.json"), cut, "run.json cannot be read"),
@@ -69,8 +69,8 @@ def test_damage_is_named(
 def test_all_damaged_blocks_are_named(finished: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "it"
     shutil.copytree(finished / CHECKPOINT, checkpoint)
-    whole = (checkpoint / "__0_0.distcp").read_bytes()
-    (checkpoint / "__0_0.distcp").write_bytes(bytes(byte ^ 1 for byte in whole))
+    whole = (checkpoint / "rank-0.blocks").read_bytes()
+    (checkpoint / "rank-0.blocks").write_bytes(bytes(byte ^ 1 for byte in whole))
     done = distembed("check", checkpoint, code=2)
     count = done.stderr.count("does not have the checksum that it was written with")
     assert count > 10 and f"damaged in {count} place(s)" in done.stdout

@@ -13,7 +13,7 @@ from tests.small_runs import distembed
 
 def damage(checkpoint: Path) -> None:
     """Changes a bit of the first rank's weights."""
-    file = checkpoint / "__0_0.distcp"
+    file = checkpoint / "rank-0.blocks"
     whole = bytearray(file.read_bytes())
     whole[100] ^= 4
     file.write_bytes(whole)
@@ -37,7 +37,7 @@ def test_it_goes_on_from_the_one_before(ranks: int, config: Path, tmp_path: Path
         damage(run / "checkpoints" / "step-00000012")
     before = "step-00000012" if ranks == 1 else "step-00000009"
     refused = distembed("evaluate", run, code=2).stderr
-    assert "step-00000014 is damaged: __0_0.distcp, bytes" in refused and "remove" not in refused
+    assert "step-00000014 is damaged: rank-0.blocks, bytes" in refused and "remove" not in refused
     done = train(config, run, 14, "--resume-or-start", ranks=ranks)
     assert f"Going on from {run}/checkpoints/{before}." in done.stdout
     assert "step-00000014, which is damaged, is kept as" in done.stdout

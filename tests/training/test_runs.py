@@ -318,7 +318,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tm
     damaged = tmp_path / "damaged"
     shutil.copytree(finished, damaged)
     for checkpoint in (damaged / "checkpoints").iterdir():
-        (checkpoint / "__0_0.distcp").unlink()
+        (checkpoint / "rank-0.blocks").unlink()
     done = distembed("evaluate", damaged, code=2)
     assert "is damaged" in done.stderr and "Traceback" not in done.stderr
     # starting a process for each would take minutes

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks
-from distembed.checkpoints.content import CheckpointContent, describe_tables, live_weights
+from distembed.checkpoints.content import CheckpointContent, describe_tables, live_weights, tensors_to_save
 from distembed.checkpoints.optimizer_state import name_with_columns
-from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import CheckpointStore, checkpoint_name
+from distembed.checkpoints.store import CheckpointStore, checkpoint_name, checkpoint_place
 from distembed.checkpoints.transfer import write_checkpoint
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
@@ -147,16 +146,11 @@ def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, 
             key = name_with_columns(state, 0, parameter.shape[1]) if per is NumberPer.ROW else state
             values = states.get(f"{name.removeprefix(_TASK_MODEL)}.{key}")
             to_save[f"{name}.{key}"] = TensorShards.from_value(torch.zeros(size) if values is None else values)
-    weights = live_weights(model)
-    sections = {
-        section: {key: shards.to_save(key, 0, 1) for key, shards in entries.items()}
-        for section, entries in (("model", weights), ("optimizer", to_save))
-    }
     last_file = {
         "world_size": 1,
         "tables": describe_tables(model),
         "optimizers": {kind: sorted(names) for kind, names in optimizers.items()},
         "progress": {"step": steps},
     }
-    content = CheckpointContent(checkpoint_name(0), sections, last_file)
+    content = CheckpointContent(checkpoint_name(0), tensors_to_save(live_weights(model), to_save, 0, 1), last_file)
     write_checkpoint(CheckpointStore(checkpoint_place(output, None)), content, None, Collectives.alone())

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distembed.base.errors import UserError, one_line
 from distembed.base.ranks import Collectives
-from distembed.checkpoints.metadata import parse_metadata
+from distembed.checkpoints.blocks import SavedTensor
+from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import METADATA_FILE
+from distembed.checkpoints.store import LAST_FILE, METADATA_FILE
+from distembed.checkpoints.torch_format import parse_torch_index
 from distembed.checkpoints.transfer import read_tensors
 
 
@@ -35,45 +36,44 @@ class StockCheckpoint(Mapping[str, Tensor]):
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._metadata: Metadata | None = None
-        self._sizes: dict[str, TensorStorageMetadata] = {}
+        self._saved: Mapping[str, SavedTensor] = {}
         self._loaded: dict[str, Tensor] = {}
         if self.path.is_dir():
-            self._metadata = _read_metadata(self.path)
-            entries = self._metadata.state_dict_metadata
-            self._sizes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+            self._saved = _read_index(self.path)
         else:
             self._loaded = dict(_flat(_read_file(self.path)))
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._metadata is None:
+        if name in self._loaded:
             return self._loaded[name]
-        entry = self._sizes[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_tensors(str(self.path), self._metadata, {name: TensorShards.from_value(tensor)}, Collectives.alone())
+        saved = self._saved[name]
+        tensor = torch.empty(saved.size, dtype=saved.dtype)
+        read_tensors(str(self.path), self._saved, {name: TensorShards.from_value(tensor)}, Collectives.alone())
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sizes or self._loaded)
+        return iter(self._saved or self._loaded)
 
     def __len__(self) -> int:
-        return len(self._sizes or self._loaded)
+        return len(self._saved or self._loaded)
 
 
-def _read_metadata(folder: Path) -> Metadata:
-    """Returns what a folder's metadata say.
+def _read_index(folder: Path) -> Mapping[str, SavedTensor]:
+    """Returns the tensors of a folder: of torch's own format, or of a run of distembed.
 
     Raises:
-        UserError: It has none, or they are not those of a checkpoint.
+        UserError: The folder is no checkpoint.
     """
+    if (folder / LAST_FILE).exists():
+        return SavedCheckpoint.read(str(folder)).tensors
     try:
-        return parse_metadata((folder / METADATA_FILE).read_bytes())
+        return parse_torch_index((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{folder} has no {METADATA_FILE}; give a folder that torch.distributed.checkpoint.save wrote, or a file "
             "of torch.save."
         ) from None
-    except Exception as error:  # a file that is none may fail to read in any way
+    except Exception as error:  # a damaged file may fail to read in any way
         raise UserError(
             f"{folder / METADATA_FILE} is not that of a checkpoint of tensors ({one_line(error)}); nothing of it was "
             "executed. Write it with torch.distributed.checkpoint.save."

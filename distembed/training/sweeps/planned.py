@@ -11,7 +11,7 @@ from distembed.base.errors import UserError
 from distembed.base.files import read_regular_file
 from distembed.base.units import enumerate_lines, enumerate_names
 from distembed.base.yaml_text import MAX_BYTES
-from distembed.checkpoints.places import checkpoint_place
+from distembed.checkpoints.store import checkpoint_place
 from distembed.training.config import Config, load_config
 from distembed.training.describe import describe
 from distembed.training.initial_run import resumed_config
