@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
+from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
 
 app = typer.Typer()
 
