@@ -37,7 +37,7 @@ def stats_command(
     from distembed.base.outputs import require_file
     from distembed.reports.statistics import dataset_statistics
     from distembed.reports.statistics.page import render_page
-    from distembed.reports.statistics.terminal import print_statistics
+    from distembed.reports.statistics.texts import print_statistics
 
     memory_bytes = parse_bytes("--memory-limit", memory_limit)
     if output is not None:

@@ -1,7 +1,8 @@
-"""The columns of a row group as arrays."""
+"""The columns of a row group as arrays, and mean, deviation and quantiles of a column of numbers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.hashing import mix64_array
+from distembed.reports.statistics.values import QUANTILES, NumbersOfSplit
 
 Lengths = NDArray[np.int64] | None
 """Number of values of each row of lists; None for a column with one value in each row."""
+MOST_KEPT = 1_000_000
+"""Most numbers of a column and a split that are kept for quantiles."""
 
 
 class GroupColumns:
@@ -82,3 +86,36 @@ def _mixed(hashes: NDArray[np.uint64], values: NDArray[Any], lengths: Lengths) -
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix64_array(values ^ mix64_array(places)))])
     hashes = mix64_array(hashes ^ (sums[offsets + lengths] - sums[offsets]))
     return mix64_array(hashes ^ lengths.astype(np.uint64))
+
+
+class NumberCounter:
+    """Takes the numbers of a column, row after row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._every = max(1, -(-num_rows // MOST_KEPT))
+        self._kept: list[NDArray[np.float32]] = []
+        self._num_rows = 0
+        self._parts: list[tuple[float, ...]] = []  # number, mean, variance, least and most of some rows
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Takes the next rows; NaN is no number."""
+        kept = values[-self._num_rows % self._every :: self._every]
+        self._kept.append(kept[~np.isnan(kept)])
+        self._num_rows += len(values)
+        numbers = values[~np.isnan(values)].astype(np.float64)
+        if len(numbers):
+            self._parts.append((len(numbers), numbers.mean(), numbers.var(), numbers.min(), numbers.max()))
+
+    def result(self) -> NumbersOfSplit:
+        """Returns the share of missing numbers, mean, deviation and quantiles."""
+        if not self._parts:
+            missing = 1.0 if self._num_rows else math.nan
+            return NumbersOfSplit(missing, math.nan, math.nan, (math.nan,) * len(QUANTILES), self._every)
+        counts, means, variances, lows, highs = np.array(self._parts).T
+        mean = float(np.average(means, weights=counts))
+        # the variance of all is the mean of the parts' variances and the variance of their means
+        deviation = math.sqrt(np.average(variances + (means - mean) ** 2, weights=counts))
+        kept = np.concatenate(self._kept).astype(np.float64)
+        inner = np.quantile(kept if len(kept) else [math.nan], QUANTILES[1:-1]).tolist()
+        quantiles = (float(lows.min()), *inner, float(highs.max()))
+        return NumbersOfSplit(1 - counts.sum() / self._num_rows, mean, deviation, quantiles, self._every)

@@ -26,9 +26,8 @@ from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.prepare.count import Database
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
-from distembed.reports.statistics.columns import GroupColumns
+from distembed.reports.statistics.columns import GroupColumns, NumberCounter
 from distembed.reports.statistics.ids import feature_statistics, id_counts
-from distembed.reports.statistics.numbers import NumberCounter
 from distembed.reports.statistics.values import CommonId, DatasetStatistics, EqualRows, RowsStatistics
 
 DEFAULT_MEMORY_BYTES = 2 << 30
@@ -43,7 +42,7 @@ def dataset_statistics(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> DatasetStatistics:
-    """Returns what the rows of a dataset are like."""
+    """Returns the statistics of a dataset: labels, ids, numbers and equal rows."""
     folder = dataset_folder(dataset)
     manifest = Manifest.load(folder)
     if not manifest.splits:
@@ -81,7 +80,7 @@ def dataset_statistics(
 
 
 class _Rows:
-    """Reads all rows once, counts what takes little memory, and passes ids on."""
+    """Reads all rows once, counts everything but the ids, and passes their counts on."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, names: list[str], progress: Callable[[int, int], None]
@@ -124,7 +123,7 @@ class _Rows:
             yield id_counts(number, split, ids, own, feature.num_embeddings)
 
     def _add(self, split: str, columns: GroupColumns) -> None:
-        """Counts what takes no ids of the next rows of a split."""
+        """Counts labels, numbers and hashes of the next rows of a split."""
         weights = columns.doubles(self._schema.weight, 1.0)
         sums = np.stack([np.ones(columns.num_rows), weights, weights * columns.doubles(self._schema.label, math.nan)])
         for period, rows in self._periods(split, columns):
@@ -146,7 +145,7 @@ class _Rows:
     def equal_rows(self) -> EqualRows:
         """Returns how many rows are equal to others.
 
-        Rows are compared by hashes, all of them or those in a share of all hashes, which equal rows have together.
+        Compares the hashes of rows; of many rows, only a share of all possible hashes, which holds equal rows together.
         Among 10 million hashes two different rows are taken for equal with a probability of 3 in a million.
         """
         hashes = [np.concatenate(own) for own in self._hashes.values()]

@@ -49,7 +49,7 @@ def feature_statistics(
     batches: Iterable[pa.RecordBatch],
     num_empty: Mapping[str, Mapping[str, int]],
 ) -> Iterator[FeatureStatistics]:
-    """Yields the statistics of each feature, without what the commonest ids stand for."""
+    """Yields the statistics of each feature, without the values of the commonest ids."""
     columns = [f"in_{number}" for number in range(len(splits))]
     sums = ", ".join(f"sum(num_ids) filter (split = {number}) as in_{number}" for number in range(len(splits)))
     sums += ", sum(label) filter (split = 0) as label"
@@ -62,7 +62,7 @@ def feature_statistics(
 
 
 def _totals(columns: Sequence[str], reserved: Sequence[int]) -> str:
-    """Returns SQL of all that is said of each feature, in a row."""
+    """Returns SQL that makes one row of totals for each feature."""
     features = ", ".join(map(str, enumerate(reserved)))
     by_split = ", ".join(
         f"""struct_pack(

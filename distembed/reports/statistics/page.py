@@ -24,7 +24,7 @@ from distembed.reports.statistics.texts import (
 from distembed.reports.statistics.values import DatasetStatistics
 
 _MOST_NAMED = 8
-"""Most features that have a colour and a name, those of most ids first."""
+"""Most features that have a colour and a name, by the number of their ids."""
 
 
 def render_page(statistics: DatasetStatistics) -> str:

@@ -1,4 +1,4 @@
-"""Statistics as tables of texts and as sentences, the same in the terminal and on a page."""
+"""Statistics as tables of texts and as sentences, for the terminal and for the page, and their output in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.table import Table
+
 from distembed.reports.statistics.values import QUANTILES, DatasetStatistics, RowsStatistics
+
+_SHOWN_QUANTILES = {"least": "0%", "5%": "5%", "median": "50%", "95%": "95%", "most": "100%"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def commonest_table(statistics: DatasetStatistics, feature: str) -> TextTable:
 
 
 def _share(value: float) -> str:
-    """Returns a share in percent; a dash for none, so that what is there stands out."""
+    """Returns a share in percent; a dash for zero, so that other shares stand out."""
     if math.isnan(value):
         return ""
     if value == 0:
@@ -80,7 +85,7 @@ def _rate(value: float | None) -> str:
 
 
 def rate_of_rows(statistics: DatasetStatistics) -> str:
-    """Returns what the label rate of rows is called, which is a mean by their weights where they have some."""
+    """Returns the name of the label rate of rows."""
     return "weighted label rate" if statistics.is_weighted else "label rate"
 
 
@@ -109,3 +114,30 @@ def estimates(statistics: DatasetStatistics) -> list[str]:
     if statistics.equal_rows.sampled < 1:
         found.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
     return found
+
+
+def print_statistics(statistics: DatasetStatistics, console: Console) -> None:
+    """Prints rows by split and by period, features, columns of numbers, and notes on estimates."""
+    splits, periods = (rows_table(statistics, rows) for rows in (statistics.splits, statistics.periods))
+    lines = [*splits.lines, [], *periods.lines] if periods.lines else splits.lines
+    console.print(_drawn(TextTable(splits.headings, lines)))
+    if statistics.features:
+        shown = {name: name for name in ("feature", "distinct", "top 1", "top 100", "bits", "Zipf")}
+        shown |= {share: f"{share} in {statistics.train}" for share in ("missing", "unknown")}
+        others = [split for split in statistics.splits if split != statistics.train]
+        shown |= {name: name for split in others for name in (f"unknown in {split}", f"unseen in {split}")}
+        console.print(_drawn(features_table(statistics).only(shown)))
+    if statistics.columns:
+        shown = {name: name for name in ("numbers", "missing", "mean", "deviation")} | _SHOWN_QUANTILES
+        console.print(_drawn(numbers_table(statistics, [statistics.train]).only(shown)))
+    for text in (equal_rows(statistics), *estimates(statistics)):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _drawn(texts: TextTable) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in texts.headings:
+        table.add_column(heading, justify="right" if table.columns else "left")
+    for line in texts.lines:
+        table.add_row(*line)
+    return table
