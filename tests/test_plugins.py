@@ -19,7 +19,7 @@ from distembed.base.lazy import NameTable
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import EmbeddingConfig, build_tables
-from distembed.embedding.growth import grown_embedding
+from distembed.embedding.build import grown_embedding
 from distembed.models import MODELS
 from distembed.partitions import PARTITIONS
 from distembed.training.config import input_paths, load_config

@@ -6,9 +6,8 @@ from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
     from distembed.embedding.bag import CompositionalEmbeddingBag
-    from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
     from distembed.embedding.build import build_tables, reason_to_stay_full
-    from distembed.embedding.collection import CompositionalEmbeddingCollection
+    from distembed.embedding.collections import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
     from distembed.embedding.composed_vectors import materialise
     from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
     from distembed.embedding.settings import EmbeddingConfig, TableConfig, assignment_checksums

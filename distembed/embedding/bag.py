@@ -12,7 +12,6 @@ from distembed.composition import Composition
 from distembed.embedding.batches import require_integers
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import map_ids
-from distembed.embedding.pooling import pool
 from distembed.embedding.settings import IdPolicy, Pooling
 from distembed.embedding.tables import empty_weight, initialise, refuse_torchscript
 from distembed.partitions import KeyedHash, Partition
@@ -22,13 +21,13 @@ class CompositionalEmbeddingBag(nn.Module):
     """Takes the place of ``nn.EmbeddingBag``, and is made and called like it.
 
     It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. ``weights.<j>`` holds the
-    vectors, or the functions, of partition j. The arguments stand one by one, and not in a config, because those of
-    ``nn.EmbeddingBag`` do; from ``mode`` on they are given by name.
+    vectors, or the functions, of partition j. The arguments stand one by one, as in ``nn.EmbeddingBag``; from ``mode``
+    on they are given by name.
 
     Args:
         num_embeddings: The number of ids; an id lies in ``[0, num_embeddings)``.
-        embedding_dim: The dimension of the composed vector. With feature generation the output has one such vector for
-            each partition, side by side.
+        embedding_dim: The dimension of the composed vector. With feature generation the output has a vector for each
+            partition, side by side.
         partition: An instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS``.
         composition: An instance, or a name of ``distembed.composition.COMPOSITIONS``.
         mode: The pooling of composed vectors: ``sum``, ``mean`` or ``max``. An empty bag gives zeros.
@@ -154,14 +153,56 @@ class CompositionalEmbeddingBag(nn.Module):
         )
 
 
+@torch.fx.wrap
+def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None = None) -> Tensor:
+    """Pools vectors that lie bag after bag; an empty bag gives zeros.
+
+    ::
+
+        ids       7  4  7     9        bags of 2, 0, 1 and 1 ids
+        lengths   2     0  1  1
+        vectors   a  b  c     d   ->   sum [a + b, 0, c, d]
+
+    A trace of torch.fx holds it as one step. Annotations have no shapes: TorchScript compiles it for quantised tables.
+
+    Args:
+        vectors: The composed vector of each id, float [ids, width].
+        lengths: The number of ids of each bag, integers [batch]; their sum is the number of ids.
+        pooling: ``sum``; ``mean``, the sum divided by the number of ids, also where it is weighted, as in FBGEMM; or
+            ``max``, elementwise and without weights.
+        weights: Factors, each of its id's vector, float [ids].
+
+    Returns:
+        The vector of each bag, float [batch, width].
+
+    Raises:
+        UserError: The pooling is ``max`` and weights are given.
+    """
+    if weights is not None:
+        if pooling == "max":
+            raise UserError("pooling max goes with no per-sample weights; use sum or mean, or give none.")
+        vectors = vectors * weights.to(vectors.dtype).unsqueeze(1)
+    if pooling == "max":
+        return _max(vectors, lengths)
+    # faster forward and backward than an embedding_bag over the vectors, or a segment_reduce of them
+    bags = torch.arange(lengths.shape[0], device=lengths.device)
+    bag_per_id = bags.repeat_interleave(lengths, output_size=vectors.shape[0])
+    summed = vectors.new_zeros(lengths.shape[0], vectors.shape[1]).index_add(0, bag_per_id, vectors)
+    return summed / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else summed
+
+
+def _max(vectors: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the elementwise maximum of each bag."""
+    offsets = nn.functional.pad(lengths.long().cumsum(0), [1, 0])
+    order = torch.arange(vectors.shape[0], device=vectors.device)
+    pooled: Tensor = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
+    return pooled
+
+
 def _bag_lengths(
     input: Int[Tensor, "*shape"], offsets: Int[Tensor, " offsets"] | None, include_last_offset: bool
 ) -> Int64[Tensor, " batch"]:
-    """Returns the number of ids of each bag.
-
-    Raises:
-        UserError: The offsets are no integers, do not divide the ids into bags, or do not match the shape of the ids.
-    """
+    """Returns the number of ids of each bag."""
     if input.dim() == 2:
         if offsets is not None:
             raise UserError("input has two dimensions, a row a bag, and offsets are given too; leave offsets out.")
@@ -180,11 +221,7 @@ def _bag_lengths(
 
 
 def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
-    """Raises an error unless bags follow one another and hold all ids; on a GPU the check runs asynchronously.
-
-    Raises:
-        UserError: On the CPU, the offsets do not divide the ids into bags; on any device, there are ids without a bag.
-    """
+    """Raises an error unless bags follow one another and hold all ids; on a GPU the check runs asynchronously."""
     if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
     whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()

@@ -119,11 +119,7 @@ def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
 def _chunks(
     table: CompositionalEmbeddingConfig, ids: Tensor | Iterable[int] | None, rows_per_chunk: int
 ) -> Iterator[Int64[Tensor, " ids"]]:
-    """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time.
-
-    Raises:
-        UserError: The ids are no integers that int64 can hold, or a tensor of them has not one dimension.
-    """
+    """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time."""
     if ids is None:
         for start in range(0, table.num_embeddings, rows_per_chunk):
             yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))

@@ -36,6 +36,7 @@ class PartitionTable:
 
     Attributes:
         name: ``<table>__p<j>``, where j is the partition's number.
+        number: The number j.
         num_rows: The number of rows.
         dim: How many numbers make a row.
         init: Fills the weight with its initial values.
@@ -43,6 +44,7 @@ class PartitionTable:
     """
 
     name: str
+    number: int
     num_rows: int
     dim: int
     init: SeededInit
@@ -77,18 +79,18 @@ class CompositionalEmbeddingConfig:
         pre_hash: A hash that is applied to every id first, so that ids may be any int64.
         sse: The rule by which ids are replaced in training, or a rule for each feature that has one, by its name; none
             are replaced unless it is given.
-        id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's,
-            whatever dtype a batch has: they lie in the table by then. With int32, which halves what they take, a table
-            has up to 2^31 ids; a collection takes int64 if any of its tables does.
-        dense_gradient: Whether all rows have gradients in a step, and not only those that are looked up, as where a
+        id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's, for
+            batches of any dtype. With int32, which halves their bytes, a table has up to 2^31 ids; a collection takes
+            int64 if any of its tables does.
+        dense_gradient: Whether all rows have gradients in a step, beside the rows that are looked up, as where a
             softmax goes over all ids. The vectors are then trained by the dense optimizer, with its weight decay, and
             placed with TorchRec's ``dense`` kernel, since FBGEMM updates looked-up rows.
         all_scored: Whether all of its vectors are scored, as where items are ranked; its rows are not divided within
             nodes then (``table_row_wise``, ``grid_shard``).
         kernel: How sharded tables are looked up: ``fused`` maps, looks up, composes and pools in one pass and updates
-            rows in another, ``fbgemm`` goes through one of FBGEMM's lookups for each partition, and ``auto`` takes
-            what has been measured to be faster on the kind of device, where it has all that the table needs. Results
-            differ by the order of sums alone.
+            rows in another, ``fbgemm`` goes through one of FBGEMM's lookups for each partition, and ``auto`` takes the
+            one that was measured to be faster on the kind of device, if it supports the table. Results differ by the
+            order of sums alone.
 
     Raises:
         UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
@@ -171,7 +173,7 @@ class CompositionalEmbeddingConfig:
                 )
 
     def _given_rules(self) -> list[tuple[str, object]]:
-        """Returns what is given as the rule of each feature."""
+        """Returns each feature with its rule, as given."""
         if self.sse is None:
             return []
         if isinstance(self.sse, Mapping):
@@ -246,6 +248,7 @@ class CompositionalEmbeddingConfig:
         return tuple(
             PartitionTable(
                 names[j],
+                j,
                 rows[j],
                 dims[j],
                 SeededInit(draws[j], self.seed, names[j], rows[j], dims[j]),
@@ -299,7 +302,7 @@ def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | Non
     """Returns the module that replaces the ids of these tables' features in training.
 
     Args:
-        tables: Tables; the ids of those without an ``sse`` are not replaced.
+        tables: Tables; ids of a table without an ``sse`` are not replaced.
         rank: This process's rank; unless given, that in the default process group.
     """
     from distembed.sse import FeaturePerturbation

@@ -2,7 +2,7 @@
 
 Two settings round them. ``embedding.output_dtype`` has lookups give vectors of half precision: these are sent as they
 are, and so are their gradients. ``train.quantized_comms`` leaves lookups in float32 and has TorchRec's codecs round
-what is sent, each way by itself. The codecs take float32, so that only one of the two may be set.
+sent numbers, each way by itself. The codecs take float32, so that only one of the two may be set.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from distembed.base.names import STRICT
 OutputDtype = Literal["fp32", "fp16", "bf16"]
 CommPrecision = Literal["fp32", "fp16", "bf16", "int8"]
 INT8_NUMBERS = 32
-"""Numbers that FBGEMM rounds to int8 together: what goes to a rank has to be a multiple of it."""
+"""Numbers that FBGEMM rounds to int8 together: each rank gets a multiple of it."""
 _INT8_BYTES = INT8_NUMBERS + 8  # with their scale and their bias, in float32
 _ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class QuantizedCommsConfig:
-    """What TorchRec's codecs round vectors to while they are sent (its ``QCommsConfig``); ``fp32`` leaves them.
+    """The precisions in which TorchRec's codecs send vectors (its ``QCommsConfig``); ``fp32`` leaves them.
 
     Precisions are ``fp32``, ``fp16``, ``bf16`` and ``int8``; the last has a scale for each 32 numbers and goes with
     tables that are not summed up over ranks (``table_wise``, ``column_wise``, ``data_parallel``).
@@ -46,8 +46,8 @@ class VectorExchange:
     """How composed vectors and their gradients are sent between ranks.
 
     Attributes:
-        output_dtype: What lookups round composed vectors to.
-        comms: What codecs round them to while they are sent.
+        output_dtype: Dtype to which lookups round composed vectors.
+        comms: Precisions in which codecs send them.
     """
 
     output_dtype: OutputDtype = "fp32"

@@ -1,19 +1,19 @@
 """Maps raw ids into their tables' ranges, before they index anything.
 
 A table may hash its ids first (``pre_hash``); ids that then lie outside of ``[0, num_embeddings)`` follow the table's
-``id_policy``. A batch that needs nothing of this, the usual case, costs one pass over its ids, for the maximum of each
+``id_policy``. A batch whose ids all lie inside, the usual case, costs one pass over its ids, for the maximum of each
 feature. Ids are compared as unsigned numbers, among which a negative one is larger than any table.
 
-What comes out is of one dtype, which the tables' settings say (``id_dtype``) and never a batch: each rank maps its own
-batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
+All returned ids have one dtype, which the tables' settings decide (``id_dtype``) and never a batch: each rank maps its
+own batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Float, Int, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -38,7 +38,7 @@ class IdMapper:
         dtype: The dtype of all ids that it returns: the widest ``id_dtype`` of the tables.
 
     Args:
-        tables: Tables of which no two read the same feature.
+        tables: Tables; no two read the same feature.
     """
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
@@ -80,13 +80,7 @@ class IdMapper:
         return layout
 
     def _map(self, features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], changed: Sequence[int]) -> Tensor:
-        """Returns a batch's ids, of which those of the features with these indices are mapped.
-
-        Args:
-            features: The batch, whose ids are of any dtype.
-            ids: Its ids in the dtype of what is returned, which may be too narrow for those that are mapped.
-            changed: Indices of the features.
-        """
+        """Returns a batch's ids; the features with the indices ``changed`` are mapped."""
         keys, counts = features.keys(), features.length_per_key()
         raw, pieces = features.values().split(counts), list(ids.split(counts))
         for i in changed:
@@ -94,7 +88,7 @@ class IdMapper:
         return torch.cat(pieces)
 
     def _map_traced(self, features: KeyedJaggedTensor) -> Int[Tensor, " ids"]:
-        """Returns a batch's ids, those of every feature of a table mapped, as operations of a program."""
+        """Returns a batch's mapped ids, as operations of a program."""
         keys = features.keys()
         pieces = list(features.values().split(features.length_per_key()))
         for i, key in enumerate(keys):
@@ -127,27 +121,37 @@ def map_ids(
             table.
     """
     require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
-    ids = ids.long()
+
+    def refuse(ids: Tensor, outside: Tensor) -> Tensor:
+        if is_traced():
+            require_in_program(
+                ~outside.any(),
+                f"table {table.name!r}, {where}: an id lies outside of 0 to {table.num_embeddings - 1} "
+                f"(num_embeddings={table.num_embeddings}); run the batch uncompiled to see which.",
+            )
+        elif ids.device.type != "cpu":
+            torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
+        elif outside.any():
+            position = int(outside.nonzero()[0])
+            raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
+        return ids
+
+    return apply_policy(table, ids.long(), refuse)
+
+
+def apply_policy(
+    table: CompositionalEmbeddingConfig, ids: Int64[Tensor, "*shape"], refuse: Callable[[Tensor, Tensor], Tensor]
+) -> Int64[Tensor, "*shape"]:
+    """Returns ids as a table's hash and policy map them: the one home of the policies."""
     if table.pre_hash is not None:
-        return table.pre_hash.ids(ids, table.num_embeddings)
+        return table.pre_hash.ids_of_int64(ids, table.num_embeddings)
     if table.id_policy == "modulo":
         return ids % table.num_embeddings
-    outside = ids.clamp(0, table.num_embeddings - 1) != ids
+    outside = ids.clamp(0, table.num_embeddings - 1).ne(ids)
     if table.id_policy == "clip_to_oov":
         assert table.oov_id is not None
         return ids.masked_fill(outside, table.oov_id)
-    if is_traced():
-        require_in_program(
-            ~outside.any(),
-            f"table {table.name!r}, {where}: an id lies outside of 0 to {table.num_embeddings - 1} "
-            f"(num_embeddings={table.num_embeddings}); run the batch uncompiled to see which.",
-        )
-    elif ids.device.type != "cpu":
-        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
-    elif outside.any():
-        position = int(outside.nonzero()[0])
-        raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
-    return ids
+    return refuse(ids, outside)
 
 
 def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
@@ -162,26 +166,15 @@ def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, val
 
 @dataclass(frozen=True)
 class _Layout:
-    """The limits of the ids of all batches with the same keys, dtype and device.
-
-    Attributes:
-        keys: The batches' features.
-        dtype: The dtype of their ids.
-        device: The device of their ids.
-        hashed: The indices of the features whose ids are hashed.
-        mapped: The indices of the features whose ids may change: they are hashed, or their policy is not ``error``.
-        last_ids: The largest id of each feature that needs no change, as an unsigned number.
-        device_bounds: The largest id of each feature that is no error, on the device and with the sign bit flipped, so
-            that signed numbers compare as the unsigned ones do.
-    """
+    """The limits of the ids of all batches with the same keys, dtype and device."""
 
     keys: list[str]
     dtype: torch.dtype
     device: torch.device
-    hashed: list[int]
-    mapped: list[int]
-    last_ids: NDArray[np.uint64]
-    device_bounds: Int64[Tensor, " keys"]
+    hashed: list[int]  # indices of the features whose ids are hashed
+    mapped: list[int]  # indices of the features whose ids may change: they are hashed, or their policy is not error
+    last_ids: NDArray[np.uint64]  # the largest id of each feature that needs no change
+    device_bounds: Int64[Tensor, " keys"]  # the largest accepted id, with its sign bit flipped to compare unsigned
 
 
 def _make_layout(
@@ -190,17 +183,7 @@ def _make_layout(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Layout:
-    """Computes a layout.
-
-    Args:
-        keys: The batch's features.
-        tables: The table of each feature, or None for one that no table reads.
-        dtype: The dtype of the ids.
-        device: The device of the ids.
-
-    Raises:
-        UserError: The ids are no integers.
-    """
+    """Computes a layout."""
     last_ids = np.full(len(keys), _LARGEST_UNSIGNED, dtype=np.uint64)
     bounds = last_ids.copy()
     hashed, mapped = [], []
@@ -243,3 +226,68 @@ def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " k
         bounds = device_bounds.repeat_interleave(features.stride())
     bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())
     torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any(), _REFUSED_ON_DEVICE)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureIds:
+    """One feature of a batch."""
+
+    ids: Int[Tensor, " ids"]  # raw, bag after bag
+    mapped: Int64[Tensor, " ids"]  # within the feature's table
+    lengths: Int[Tensor, " batch"]
+    weights: Float[Tensor, " ids"] | None
+
+
+def trace_features(
+    features: KeyedJaggedTensor, tables: Sequence[CompositionalEmbeddingConfig], is_weighted: bool
+) -> dict[str, FeatureIds]:
+    """Returns the features of tables of a batch that torch.fx traces, by name, as calls of the functions below.
+
+    A trace has no batch yet. It checks ids feature by feature, and its errors name no positions.
+    """
+    found = {}
+    for table in tables:
+        for name in table.feature_names:
+            where, ids = f"table {table.name!r}, feature {name!r}", feature_ids(features, name)
+            text = f"{where}: ids lie between 0 and {table.num_embeddings - 1}"
+            whole = whole_ids(ids, f"{where}: the ids are no integers")
+            mapped = apply_policy(table, whole, lambda ids, outside, text=text: ids_inside(ids, outside, text))  # type: ignore[misc]
+            weights = feature_weights(features, name) if is_weighted else None
+            found[name] = FeatureIds(ids, mapped, feature_lengths(features, name), weights)
+    return found
+
+
+@torch.fx.wrap
+def feature_ids(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """Returns the raw ids of a feature."""
+    return features[name].values()
+
+
+@torch.fx.wrap
+def feature_lengths(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """Returns the number of ids of each of a feature's bags."""
+    return features[name].lengths()
+
+
+@torch.fx.wrap
+def feature_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """Returns the weight of each id of a feature; a batch without weights is an error of TorchRec's."""
+    return features[name].weights()
+
+
+@torch.fx.wrap
+def whole_ids(ids: Tensor, refusal: str) -> Tensor:
+    """Returns ids as int64, or raises an error with this text where they are no integers."""
+    if ids.is_floating_point():
+        raise ValueError(refusal)
+    return ids.long()
+
+
+@torch.fx.wrap
+def ids_inside(ids: Tensor, outside: Tensor, refusal: str) -> Tensor:
+    """Returns the ids, or raises an error with this text where one is outside; on a GPU, a device-side assertion."""
+    if ids.device.type != "cpu":
+        torch._assert_async(~outside.any())
+    elif bool(outside.any()):
+        raise ValueError(refusal)
+    return ids

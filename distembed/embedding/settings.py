@@ -69,7 +69,7 @@ class TableConfig(
     BucketSettings,
     _PartitionName,
 ):
-    """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore those of others.
+    """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore the settings of others.
 
     A table that uses a scheme or composition of one's own is of a subclass that has its settings too.
 
@@ -82,7 +82,7 @@ class TableConfig(
         force: Whether the scheme is applied even below the threshold and even where it saves no parameters.
         id_policy: How to treat ids outside of the table: ``error``, ``clip_to_oov`` or ``modulo``.
         hash_seed: The seed of a hash that is applied to every id first; without it ids are not hashed.
-        data_type: What the numbers of the vectors are: ``fp32``, ``fp16`` or ``bf16``. Vectors are composed, and
+        data_type: Type of the numbers of the vectors: ``fp32``, ``fp16`` or ``bf16``. Vectors are composed, and
             optimizers have their states, in float32.
     """
 
@@ -143,11 +143,7 @@ def _own_settings(values: Mapping[str, Any]) -> tuple[tuple[type, ...], tuple[ty
 
 @cache
 def _table_class(used: tuple[type, ...], others: tuple[type, ...]) -> type[TableConfig]:
-    """Returns :class:`TableConfig` with further settings; of two fields of one name, that of a used scheme counts.
-
-    Raises:
-        UserError: Settings are no dataclass with defaults, or have a name that every table has.
-    """
+    """Returns :class:`TableConfig` with further settings; of two fields of one name, that of a used scheme counts."""
     for kind in (*used, *others):
         if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise UserError(f"{kind.__qualname__}, the settings of a scheme, is no frozen dataclass; make it one.")
@@ -176,13 +172,13 @@ class EmbeddingConfig:
 
     Attributes:
         default: The settings of every table.
-        tables: Exceptions by the feature's name; in a file an exception has only what differs from ``default``.
-        output_dtype: What the ranks that look composed vectors up round them to, before they are sent, and in which
-            their gradients are sent: ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel
-            tables are not rounded.
+        tables: Exceptions by the feature's name; in a file an exception has only the keys that differ from ``default``.
+        output_dtype: Dtype to which ranks round composed vectors after their lookup, and in which vectors and gradients
+            are sent: ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel tables are not
+            rounded.
         kernel: How tables are looked up: ``fused``, in one pass; ``fbgemm``, by one of FBGEMM's lookups for each
-            partition; or ``auto``, by what has been measured to be faster on the kind of device. A table that cannot be
-            looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
+            partition; or ``auto``, by the one that was measured to be faster on the kind of device. A table that cannot
+            be looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
     """
 
     default: TableSection = field(default_factory=TableConfig)

@@ -1,4 +1,4 @@
-"""The vectors of all ids of a table, each composed on one rank: what a softmax over a catalogue and a ranking go over.
+"""The vectors of all ids of a table, each composed on one rank, for a softmax over a catalogue and for rankings.
 
 Every id of a table is in the share of exactly one rank. A rank goes through its share chunk by chunk, so that neither
 the composed vectors of a compositional table nor the scores of all ids are ever in memory at once::
@@ -7,8 +7,8 @@ the composed vectors of a compositional table nor the scores of all ids are ever
     rank 0    | chunk 0 | chunk 1 | chunk 2 |
     rank 1                                  | chunk 0 | chunk 1 | chunk 2 |      in the order in which rows lie there
 
-A chunk that is read with gradients has the rows of its partitions as leaves of a graph of its own: what its vectors'
-gradients are in these rows is added to one gradient a weight, so that no chunk makes a gradient of the table's size.
+A chunk that is read with gradients has the rows of its partitions as leaves of a graph of its own. The rows' gradients
+are added to one gradient a weight, so that no chunk makes a gradient of the table's size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,7 @@ from distembed.partitions import Naive
 
 @dataclass(frozen=True)
 class VectorChunk:
-    """Some ids of a rank's share.
-
-    Attributes:
-        ids: The ids in ascending order; there may be none.
-        vectors: The composed vector of each, without gradients.
-    """
+    """Some ids of a rank's share."""
 
     ids: Int64[Tensor, " ids"]
     vectors: Float[Tensor, "ids dim"]
@@ -58,7 +53,7 @@ class ShareWeight:
 
 @dataclass(frozen=True)
 class ShareColumns:
-    """Columns ``[start, stop)`` of a table's vectors, and what this rank composes them from.
+    """Columns ``[start, stop)`` of a table's vectors, and the weights from which this rank composes them.
 
     Attributes:
         start: The first column.
@@ -72,7 +67,7 @@ class ShareColumns:
 
 
 class ShareIds:
-    """The ids whose vectors a rank has in the end: a range of them, or those of a list.
+    """The ids whose vectors a rank has in the end: a range, or a list.
 
     Args:
         first: The first id of the range.
@@ -96,18 +91,13 @@ class ShareIds:
 
 @dataclass(frozen=True)
 class ChunkIds:
-    """The ids of a chunk.
+    """The ids of a chunk."""
 
-    Attributes:
-        ids: The ids in ascending order.
-        first: The first of them, where they follow each other without gaps; None where they may have some.
-    """
-
-    ids: Int64[Tensor, " ids"]
-    first: int | None
+    ids: Int64[Tensor, " ids"]  # in ascending order
+    first: int | None  # the first id, where ids follow each other without gaps
 
     def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
-        """Returns where other ids are among those of the chunk, and whether they are there at all.
+        """Returns the places of other ids in the chunk, and whether the chunk has them.
 
         The place of an id that is not there is any of the chunk's.
         """
@@ -126,7 +116,7 @@ class ReadChunk:
     Attributes:
         chunk_ids: The ids of the chunk.
         vectors: The composed vector of each; their gradients go to :meth:`TableShare.add_gradients`.
-        parts: What this rank composed from leaves, for each of its ranges of columns; none without gradients.
+        parts: Vectors that this rank composed from leaves, for each of its ranges of columns; none without gradients.
         ids_by_rank: How many ids each rank has of the chunk, where ranks compose columns for one another.
     """
 
@@ -138,16 +128,10 @@ class ReadChunk:
 
 @dataclass(frozen=True)
 class _ComposedPart:
-    """A range of columns of some ids, composed from leaves.
-
-    Attributes:
-        vectors: The columns.
-        leaves: The rows that they were composed from, a tensor for each weight; whole weights of functions.
-        places: Where the leaves lie in the weights: rows, a range of rows, or everything.
-    """
+    """A range of columns of some ids, composed from leaves."""
 
     vectors: Float[Tensor, "ids columns"]
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # rows of vectors for each weight, or the whole weight of functions
     places: "list[Int64[Tensor, ' ids'] | slice]"
 
 
@@ -157,7 +141,7 @@ class TableShare:
     Attributes:
         table: The table.
         group: The process group over which the ids are shared; None for this process alone.
-        columns: What this rank composes.
+        columns: The ranges of columns that this rank composes.
 
     Args:
         table: The table.
@@ -212,13 +196,7 @@ class TableShare:
                 yield VectorChunk(chunk.chunk_ids.ids, chunk.vectors)
 
     def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
-        """Returns one chunk; all ranks call it.
-
-        Args:
-            number: Number of the chunk, below :meth:`num_chunks`.
-            most_ids: Most ids of a chunk.
-            with_gradients: Whether :meth:`add_gradients` will be called for it.
-        """
+        """Returns one chunk; all ranks call it."""
         chunk_ids = self._ids.between(number * most_ids, (number + 1) * most_ids, self._device)
         parts = self._compose(chunk_ids, with_gradients)
         # where rows are few, a rank may have none, and no weights
@@ -228,7 +206,7 @@ class TableShare:
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
     ) -> None:
-        """Adds what the gradients of a chunk's vectors are in the weights' rows; all ranks call it.
+        """Adds the gradients of the weights' rows, from the gradients of a chunk's vectors; all ranks call it.
 
         Args:
             chunk: A chunk that was read with gradients.
@@ -262,7 +240,7 @@ class TableShare:
 
     @staticmethod
     def _add(parts: Sequence[_ComposedPart], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-        """Goes from the gradients of each part's vectors to those of its leaves, and adds them to the totals."""
+        """Adds the gradients of each part's leaves, from the gradients of its vectors, to the totals."""
         remaining = iter(totals)
         for part, gradient in zip(parts, gradients, strict=True):
             of_leaves = torch.autograd.grad(part.vectors, part.leaves, gradient)
@@ -283,7 +261,7 @@ def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, nu
 
 
 def require_one_vector(table: CompositionalEmbeddingConfig) -> None:
-    """Raises where an id of the table has several vectors, none of which could be its item's."""
+    """Raises where an id of the table has several vectors: an item has one."""
     if table.num_vectors > 1:
         raise UserError(
             f"table {table.name!r} has composition {table.combine.name!r}, with {table.num_vectors} vectors an id, and "

@@ -106,7 +106,7 @@ class CompositionalTables(KnowsTorchRec, Generic[TableT]):
         """Returns a table's ids and vectors as the share of this process, which is all of them.
 
         Raises:
-            UserError: There is no such table, or its ids have several vectors each.
+            UserError: The collection has no table of this name, or its ids have several vectors each.
         """
         tables = {table.name: table for table in self._tables}
         table = tables[one_of("table of a collection", table_name, tables)]
@@ -180,7 +180,7 @@ def empty_weight(part: PartitionTable, device: torch.device, dtype: torch.dtype)
 
 
 def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> None:
-    """Fills the weights of partitions with their initial values, except those on the meta device."""
+    """Fills the weights of partitions with their initial values, except weights on the meta device."""
     for part, weight in zip(parts, weights, strict=True):
         if not weight.is_meta:
             part.init(weight)
@@ -212,12 +212,7 @@ def torchrec_configs(
 
 
 def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> list[Any]:
-    """Returns TorchRec's config of every partition that holds vectors, for its sharded modules.
-
-    Args:
-        make: TorchRec's class.
-        tables: The tables.
-    """
+    """Returns TorchRec's config of every partition that holds vectors, for its sharded modules."""
     return [
         make(
             name=part.name,
@@ -233,11 +228,7 @@ def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> 
 
 
 def _require_unique(tables: Sequence[TableT]) -> list[TableT]:
-    """Returns the tables as a list.
-
-    Raises:
-        UserError: There is none, or two have the same name, feature or output key.
-    """
+    """Returns the tables as a list."""
     if not tables:
         raise UserError("tables is empty; give at least one table.")
     for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):

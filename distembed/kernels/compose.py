@@ -156,7 +156,7 @@ def _num_common(job: Any) -> Any:
 
 @inline
 def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
-    """Returns numbers of an id's composed vector: of its rows in partition ``j`` and those that share its columns."""
+    """Returns numbers of an id's composed vector, from partition ``j`` and the partitions that share its columns."""
     vector = read(read_long(rows + 8 * BLOCK_IDS * j), column, field(partition_block(job, j), IS_HALF), zeros)
     for other in range(j + 1, j + num_common):
         row, is_half = read_long(rows + 8 * BLOCK_IDS * other), field(partition_block(job, other), IS_HALF)
@@ -167,7 +167,7 @@ def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zer
 
 @inline
 def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
-    """Writes the composed vector of the only id of a bag, times its weight; takes what :func:`_compose_ids` does."""
+    """Writes the composed vector of the only id of a bag, times its weight; arguments as of :func:`_compose_ids`."""
     num_common, factor = _num_common(job), _weight(weights, 0, zeros)
     for j in range(0, field(job, NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)
@@ -185,7 +185,7 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
     Args:
         job: Address of the job.
         target: Address of the bag's vector.
-        rows: Address of where the rows of the first partition are told; those of the others are a block further.
+        rows: Addresses of the ids' rows in the first partition; other partitions follow, block by block.
         num_ids: How many ids.
         weights: Address of their weights; 0 for none.
         is_first: Whether they are the first of their bag.
@@ -216,7 +216,7 @@ def compose_16(job: int, share: int, num_shares: int, scratch: int) -> int:
         scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
 
     Returns:
-        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is read then.
+        0, or 1 + the number of a feature with an id whose row is not on this rank; no row is read then.
     """
     return _compose_features(job, share, num_shares, scratch, zeros_16())
 

@@ -1,8 +1,8 @@
 """How a step's lookup is described to the CPU kernels: blocks of 64-bit numbers, with a name for the place of each.
 
-Kernels are compiled once for all groups of tables, so what differs between groups is data. They take the address of one
-block, the *job*, and find everything else from there. (Arrays would be counted as references in every function that
-they go through, which takes longer than a short row.)
+Kernels are compiled once for all groups of tables, so that all differences between groups are data. They take the
+address of one block, the *job*, and find everything else from there. (Arrays would be counted as references in every
+function that they go through, which takes longer than a short row.)
 """
 
 # the job: addresses of arrays and blocks, and what holds for all tables

@@ -28,8 +28,8 @@ INSTALL = "pip install numba"
 _LONGEST_WAIT = 180.0
 """Seconds that a process waits for another one to compile, which takes a few."""
 _ONE_THREAD = threading.Lock()
-"""Held by the thread that compiles, as what numba is set to holds for all."""
-_NOT_COMPILED = ("__init__", "operation", "tables", "threads", "triton")
+"""Held by the thread that compiles, since numba's settings are global."""
+_NOT_COMPILED = ("__init__", "operation", "tables", "triton")
 """How names of files begin whose changes leave the kernels as they are."""
 
 
@@ -73,9 +73,6 @@ def _has_halves() -> bool:
 def load(lanes: int) -> Kernels:
     """Returns the kernels for rows whose columns come in so many; compiles them where nobody has yet.
 
-    Args:
-        lanes: 16, 8 or 4.
-
     Raises:
         UserError: They cannot be had here.
     """
@@ -92,11 +89,7 @@ def load(lanes: int) -> Kernels:
 
 @cache
 def reason_not_compiled(lanes: int) -> str | None:
-    """Returns why the kernels cannot be compiled here, and logs it; None where they are, which they are from then on.
-
-    Args:
-        lanes: 16, 8 or 4, as of :func:`load`.
-    """
+    """Compiles the kernels; returns why they cannot be compiled here, and logs it, or None where they are."""
     try:
         load(lanes)
     except Exception as error:  # whatever a compiler may raise, tables can be looked up without it

@@ -1,15 +1,18 @@
 """The fused lookup: ids in, composed and pooled vectors out, and tables updated within the backward pass.
 
 The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
-here: their gradients come out of the backward pass, dense, as those of any parameter.
+here: their gradients come out of the backward pass, dense, as of any parameter.
 
 The rows are read again in the backward pass, so that nothing but the ids is kept for it. Gradients of a product's rows
 and of the ids' weights depend on rows. Where another backward pass of the same tables is about to update these, as
 where a collection is called twice in a step, they are copied for the batches whose backward pass is still to come.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -24,16 +27,15 @@ from distembed.kernels import layout
 from distembed.kernels.loading import load
 from distembed.kernels.operands import as_operand
 from distembed.kernels.tables import OPTIMIZERS, Formula, Part, Storage, Updates, num_states
-from distembed.kernels.threads import in_threads
 
 _CPU = torch.device("cpu")
 
 
 class FusedLookup:
-    """Looks the ids of a group of tables up, of which each has one feature or more.
+    """Looks the ids of a group of tables up; a table has one feature or more.
 
     Args:
-        formula: What the tables have in common.
+        formula: The formula of all tables.
         parts: Of each feature, its table's partitions.
         tables: Number of features of each table, whose features lie side by side.
         storages: Where each partition's rows lie; addresses may differ from step to step, and nothing else.
@@ -123,14 +125,8 @@ class FusedLookup:
     ) -> tuple[Float[Tensor, " ids"] | None, list[Tensor | None]]:
         """Updates the rows of a step's ids.
 
-        Args:
-            step: The step.
-            batch: Its batch.
-            gradients: Gradients of its composed vectors.
-            needs_id_gradients: Whether the ids' weights need gradients.
-
         Returns:
-            The gradients of the ids' weights, and those of each storage's weights; None for what needs none.
+            The gradients of the ids' weights, and of each storage's weights; None where none is needed.
         """
         if step.kept is None and (self.formula.needs_rows or needs_id_gradients):
             self.updates.require(step.updates, step.storages)
@@ -168,7 +164,7 @@ class FusedLookup:
         return outputs
 
     def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
-        """Returns the error of a feature that has an id whose row is not among those that are here."""
+        """Returns the error of a feature that has an id whose row is not on this rank."""
         first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
         for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
             for j, part in enumerate(self._given_parts[feature]):
@@ -347,25 +343,15 @@ class _Batch(NamedTuple):
 
 @dataclass(eq=False)
 class _Step:
-    """One lookup: what its backward pass needs again.
-
-    Attributes:
-        lookup: What looks up.
-        features: Blocks of the features.
-        storages: Where each partition's rows lie.
-        shape: Shape of the composed vectors.
-        updates: Which updates there had been, as of :meth:`Updates.so_far`.
-        batch: The ids, until the backward pass.
-        kept: Vectors ``[ids, width]`` whose product is each id's vector, where rows have been updated since.
-    """
+    """One lookup, as its backward pass needs it again."""
 
     lookup: FusedLookup
     features: Any
     storages: Sequence[Storage]
     shape: tuple[int, int]
-    updates: tuple[int, ...]
-    batch: _Batch | None = None
-    kept: list[Tensor] | None = None
+    updates: tuple[int, ...]  # updates before this lookup, as of Updates.so_far
+    batch: _Batch | None = None  # until the backward pass
+    kept: list[Tensor] | None = None  # [ids, width], whose product is each id's vector, if rows were updated since
 
 
 class _Fused(torch.autograd.Function):
@@ -410,3 +396,26 @@ def _reciprocal(divisor: int) -> int:
         return 0
     reciprocal = (2**64 - 1) // divisor + 1
     return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    # which starts a thread only where none is idle
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="distembed-fused")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # where the threads are not
+
+
+def in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
+    """Runs a function for each share, given its number and how many there are, in as many threads as there are cores.
+
+    The first share is this thread's. All have ended when it returns or raises.
+    """
+    others = [_pool().submit(run, share, num_shares) for share in range(1, num_shares)]
+    try:
+        run(0, num_shares)
+    finally:  # what they write is let go afterwards
+        wait(others)
+    for other in others:
+        other.result()

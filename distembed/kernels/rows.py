@@ -1,4 +1,4 @@
-"""What the CPU kernels have in common: fields of blocks, an id's row, and the numbers of rows."""
+"""Functions that both passes of the CPU kernels use: fields of blocks, an id's row, and the numbers of rows."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"
 # nobody but kernels calls them
 _INNER_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inline: Any = njit(forceinline=True, **_INNER_OPTIONS)
-"""Compiles a function into those that call it."""
+"""Compiles a function into its callers."""
 compiled: Any = njit(**_INNER_OPTIONS)
 """Compiles a function that others call."""
 entry: Any = njit(**_OPTIONS)
@@ -87,7 +87,7 @@ def last_row(part: Any) -> Any:
 
 @inline
 def is_outside(row: Any, last: Any) -> Any:
-    """Returns a number whose sign bit says that a row is none of those that are here; numbers are joined by ``|``."""
+    """Returns a number whose sign bit says that a row is not on this rank; numbers are joined by ``|``."""
     return row | (last - row)
 
 

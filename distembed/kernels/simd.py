@@ -26,11 +26,7 @@ _FLOAT, _HALF, _LONG, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.I
 
 
 class Floats(types.Type):
-    """The type of a vector.
-
-    Attributes:
-        lanes: How many numbers it has.
-    """
+    """The type of a vector."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes

@@ -41,7 +41,7 @@ def slots_bytes(num_rows: Any, num_ids: Any) -> Any:
 
 @compiled
 def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
-    """Writes the block of slots of which none is taken.
+    """Writes the block of slots; none is taken yet.
 
     Args:
         slots: Address of the block.
@@ -66,8 +66,8 @@ def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
 def find_slots(slots: Any, rows: Any, step: Any, num_ids: Any) -> None:
     """Replaces rows by the numbers of their slots, from 1 on; rows that have none yet are given the next ones.
 
-    What is done for a new row is done for every row, as nobody foresees which are new: the place and the next slot are
-    written again.
+    New rows are not told apart by a branch, which would be mispredicted: the place and the next slot are written for
+    every row.
 
     Args:
         slots: Address of the block.

@@ -1,4 +1,4 @@
-"""What a fused lookup is told of its tables: formula, partitions, and where rows lie; the same on a CPU and on CUDA."""
+"""The description of a fused lookup's tables: formula, partitions, and storage; the same on a CPU and on CUDA."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,11 +44,12 @@ class Storage:
     """Where a partition's rows lie in a step.
 
     Attributes:
-        weights: FBGEMM's storage of all tables' rows; or, of what every rank has, each table's ``[rows, columns]``.
+        weights: FBGEMM's storage of all tables' rows; or, where every rank has the weights, each table's ``[rows,
+            columns]``.
         optimizer: A key of :data:`OPTIMIZERS`, which updates them; None where their gradients are returned.
         states: The optimizer's states; None where it has none.
         learning_rate: The learning rate, as it is in the forward pass.
-        eps: What is added to denominators.
+        eps: Number that is added to denominators.
         gradient_scale: Factor of the gradients that are returned.
         rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
             are rounded to the nearest number where it is None, and on a CPU.
@@ -76,7 +77,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Formula:
-    """What tables of a fused lookup have in common.
+    """The formula of all tables of a fused lookup.
 
     Attributes:
         columns: The columns of the composed vector that each partition takes part in.
@@ -110,7 +111,7 @@ def lanes_of(columns: Sequence[range]) -> int:
 
 
 class Updates:
-    """Counts the updates of tables, so that a backward pass knows whether rows are those of its forward pass."""
+    """Counts the updates of tables, so that a backward pass knows whether rows have changed since its forward pass."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -127,10 +128,6 @@ class Updates:
 
     def require(self, updates: tuple[int, ...], storages: Sequence[Storage]) -> None:
         """Refuses a backward pass whose rows are others by now.
-
-        Args:
-            updates: What :meth:`so_far` gave in its forward pass.
-            storages: Where each partition's rows lie.
 
         Raises:
             UserError: There have been more since.

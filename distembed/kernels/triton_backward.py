@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from distembed.kernels.tables import OPTIMIZERS, Storage
-from distembed.kernels.triton_loading import load
-from distembed.kernels.triton_tables import DeviceTables, TritonBatch, key_type, num_blocks, num_lanes, power_of_two
+from distembed.kernels.triton_tables import (
+    DeviceTables,
+    TritonBatch,
+    key_type,
+    load,
+    num_blocks,
+    num_lanes,
+    power_of_two,
+)
 
 CHUNK = 8
 """How many sorted ids a lane walks."""
@@ -115,23 +122,14 @@ def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor
 
 @dataclass(frozen=True)
 class _Target:
-    """Where sums of gradients go.
+    """Where sums of gradients go."""
 
-    Attributes:
-        numbers: The rows, or where sums are written.
-        action: What is done, by its number in :mod:`distembed.kernels.triton_update`.
-        states: The optimizer's states.
-        learning_rate: The learning rate.
-        eps: What is added to denominators.
-        seed: By what float16 rows are rounded at random; None where they are rounded to the nearest number.
-    """
-
-    numbers: Tensor
-    action: int
+    numbers: Tensor  # the rows, or where sums are written
+    action: int  # a number of triton_update
     states: Tensor | None = None
     learning_rate: float = 0.0
     eps: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # of float16 rows that are rounded at random; None rounds to the nearest
 
     @classmethod
     def of_update(cls, rows: Tensor, storage: Storage) -> "_Target":
@@ -143,7 +141,7 @@ class _Target:
 
     @property
     def optimizer_arguments(self) -> tuple[Any, ...]:
-        """What kernels are told of the optimizer; where there are no states, they get something else to ignore."""
+        """Arguments of kernels for the optimizer; where there are no states, they get another tensor to ignore."""
         states = self.numbers if self.states is None else self.states
         return states, float(self.learning_rate), float(self.eps), self.seed or 0
 
@@ -158,40 +156,24 @@ class _Sorted:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of the gradients of a partition's rows, which wait for their update.
-
-    Attributes:
-        j: The partition.
-        numbers: The sums.
-        at_key: Whether each is at its row's key, and not at a place among sorted ids.
-        sorted: The ids by their keys.
-    """
+    """Sums of the gradients of a partition's rows, which wait for their update."""
 
     j: int
     numbers: Tensor
-    at_key: bool
+    at_key: bool  # whether each sum is at its row's key, and not at a place among sorted ids
     sorted: _Sorted
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """One backward pass.
-
-    Attributes:
-        tables: The tables.
-        batch: The ids.
-        gradients: Gradients of the composed vectors.
-        parts: The tables' numbers, on the device.
-        keys: Keys of the ids, in each partition.
-        owners: Number of each id's vector or, where each id has its own, of its feature.
-    """
+    """One backward pass."""
 
     tables: DeviceTables
     batch: TritonBatch
     gradients: Tensor
     parts: Tensor
     keys: tuple[Tensor, ...]
-    owners: Tensor
+    owners: Tensor  # number of each id's vector or, where each id has its own, of its feature
 
     @classmethod
     def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":

@@ -1,4 +1,4 @@
-"""What the kernels of the fused lookup on CUDA have in common, and its forward pass, in Triton.
+"""The forward pass of the fused lookup on CUDA, and functions that both passes use, in Triton.
 
 A *key* is an id's row in one partition, counted through the group's tables, one behind the other. All tiles are
 ``[lanes, columns]``: a lane is a bag, or an id where each has its own vector. Tuples have an entry for each partition.
@@ -69,12 +69,7 @@ def read_rows(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED:
 def _bags(
     offsets, num_ids, num_bags, num_features, POOLS: tl.constexpr, LANES: tl.constexpr, PADDED_FEATURES: tl.constexpr
 ):
-    """Returns what the lanes of this program pool: a bag each, or an id each where each has its own vector.
-
-    Returns:
-        Feature, first id, the id behind the last, and the number of the vector of every lane; lanes without any have
-        no ids, and a number of -1.
-    """
+    """Returns each lane's feature, first id, last id + 1 and vector: a lane has a bag, or an id of sequences."""
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     if POOLS:
         is_bag = lanes < num_bags * num_features

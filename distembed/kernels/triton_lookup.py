@@ -1,7 +1,7 @@
-"""The fused lookup on CUDA: tables and results as those of :mod:`distembed.kernels.operation`, by Triton's kernels.
+"""The fused lookup on CUDA, by Triton's kernels; tables and results as in :mod:`distembed.kernels.operation`.
 
 The rows are read again in the backward pass, as on a CPU, so that nothing but the ids is kept for it. The host waits
-for nothing, and what a step needs beside its batch is copied to the device in the first one.
+for nothing: constants are copied to the device in the first step.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,14 @@ from distembed.base.errors import UserError
 from distembed.kernels import triton_backward
 from distembed.kernels.operands import INTEGERS, as_operand, checks_rows
 from distembed.kernels.tables import Formula, Part, Storage, Updates
-from distembed.kernels.triton_loading import load
-from distembed.kernels.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
+from distembed.kernels.triton_tables import DeviceTables, TritonBatch, load, num_blocks, num_lanes, power_of_two
 
 
 class TritonLookup:
-    """Looks the ids of a group of tables up, of which each has one feature or more.
+    """Looks the ids of a group of tables up; a table has one feature or more.
 
     Args:
-        formula: What the tables have in common.
+        formula: The formula of all tables.
         parts: Of each feature, its table's partitions.
         tables: Number of features of each table, whose features lie side by side.
         storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
@@ -85,7 +84,7 @@ class TritonLookup:
 
     @property
     def formula(self) -> Formula:
-        """What the tables have in common."""
+        """The formula of all tables."""
         return self._tables.formula
 
     def compose(self, batch: TritonBatch) -> Tensor:
@@ -138,7 +137,7 @@ class TritonLookup:
                 )
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
-        """Does what :func:`distembed.kernels.triton_backward.update` does."""
+        """Counts the update and runs :func:`distembed.kernels.triton_backward.update`."""
         if any(storage.optimizer is not None for storage in storages):
             self.updates.count()
         return triton_backward.update(self._tables, batch, storages, gradients)
@@ -146,15 +145,7 @@ class TritonLookup:
 
 @dataclass(frozen=True)
 class _Step:
-    """One lookup: what its backward pass needs again, but for the batch.
-
-    Attributes:
-        lookup: What looks up.
-        num_features: Number of features.
-        rows: All rows of each partition.
-        storages: Where each partition's rows lie.
-        updates: Which updates there had been, as of :meth:`Updates.so_far`.
-    """
+    """One lookup, as its backward pass needs it again, without the batch."""
 
     lookup: TritonLookup
     num_features: int
@@ -196,7 +187,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _rows(storage: Storage) -> Tensor:
-    """Returns all rows of a partition; those that every rank has are stacked."""
+    """Returns all rows of a partition; weights that every rank has are stacked."""
     if len(storage.weights) == 1:
         return storage.weights[0].detach().contiguous()
     return torch.cat([weight.detach() for weight in storage.weights])

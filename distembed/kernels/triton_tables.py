@@ -1,15 +1,20 @@
-"""What Triton's kernels are told of tables and batches: constants on the device, and the sizes of tiles.
+"""The description of tables and batches for Triton's kernels: constants on the device, and the sizes of tiles.
 
-Loads no Triton.
+Triton is imported by :func:`load` alone. It compiles a kernel when it is first launched, in a second or less, and keeps
+it in its own cache on the disk.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from distembed.base.errors import UserError
 from distembed.kernels.tables import Formula, Part, Storage, num_states
 
 TILE_NUMBERS = 1024
@@ -50,13 +55,13 @@ class DeviceTables:
     """The tables of a fused lookup, as its kernels take them.
 
     Attributes:
-        formula: What the tables have in common.
+        formula: The formula of all tables.
         num_features: Number of features of all tables.
         num_keys: Number of rows of all tables, in each partition.
         rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
 
     Args:
-        formula: What the tables have in common.
+        formula: The formula of all tables.
         parts: Of each feature, its table's partitions.
         tables: Number of features of each table, whose features lie side by side.
         storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
@@ -153,3 +158,33 @@ def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | 
         return [*fields, 0, 0]
     first_state = part.state_start - first_key * num_states(optimizer, num_columns)
     return [*fields, part.weight_start - first_key * num_columns, first_state]
+
+
+class TritonKernels(NamedTuple):
+    """The kernels, each called as ``kernel[number of programs,](...)``."""
+
+    compose: Any
+    write_keys: Any
+    sum_runs: Any
+    join_runs: Any
+    update_rows: Any
+
+
+@cache
+def load() -> TritonKernels:
+    """Returns the kernels.
+
+    Raises:
+        UserError: Triton cannot be imported.
+    """
+    try:
+        forward = import_module("distembed.kernels.triton_kernels")
+        backward = import_module("distembed.kernels.triton_update")
+    except ImportError as error:
+        raise UserError(
+            f"the fused lookup on CUDA: triton cannot be imported ({error}); install a PyTorch that is built for CUDA, "
+            "which brings it, or give tables kernel='fbgemm'."
+        ) from None
+    return TritonKernels(
+        forward.compose, forward.write_keys, backward.sum_runs, backward.join_runs, backward.update_rows
+    )

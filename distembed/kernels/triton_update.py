@@ -1,15 +1,15 @@
 """The backward pass of the fused lookup on CUDA: gradients in, rows updated, once each and exactly.
 
-The ids of all tables are sorted by their keys in one partition at a time, and the sorted ones are divided into *chunks*
-of equally many, each of which one lane walks::
+The ids of all tables are sorted by their keys in one partition at a time, and the sorted ids are divided into *chunks*
+of equally many; a lane walks a chunk::
 
     keys in order   | 3 3 3 7 | 7 7 7 7 | 7 9 9 9 | ...    four in a chunk
     run of 3          whole                                 its row is updated at once
     run of 7                t         h    h                the sums of its pieces wait in ``tails`` and ``heads``
     run of 9                                 whole
 
-A second kernel adds such pieces up, first to last. Where runs are is found from neighbouring keys, on the device, and
-no number is added to by two lanes: results are the same to the bit from run to run.
+A second kernel adds the pieces of a run up, first to last. Runs are found from neighbouring keys, on the device, and no
+number is added to by two lanes: results are the same to the bit from run to run.
 """
 
 import triton
@@ -44,10 +44,10 @@ def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
 
 @triton.jit
 def _shaken(values, seed, starts, columns):
-    """Rounds to float16 numbers at random, up or down, so that the mean of what values are rounded to is the values.
+    """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value.
 
-    Random bits are added to those that float16 has not, and then these are cut off; of numbers below ``2 ** -14``,
-    which are at equal distances there, the same is done with multiples of ``2 ** -24``.
+    Random bits are added to the bits that float16 lacks, which are then cut off; of numbers below ``2 ** -14``, which
+    are at equal distances there, the same is done with multiples of ``2 ** -24``.
     """
     drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
     kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
@@ -183,7 +183,7 @@ def sum_runs(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Adds up the gradients of each row in partition ``J``, and finishes those whose run lies within a chunk."""
+    """Adds up the gradients of each row in partition ``J``, and finishes runs that lie within a chunk."""
     num_partitions: tl.constexpr = len(weights)
     chunks = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     columns = tl.arange(0, PADDED)

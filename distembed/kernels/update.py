@@ -1,5 +1,10 @@
 """The backward pass of the fused lookup on a CPU: gradients in, rows updated, once each and exactly.
 
+With the gradient g of a bag's vector, the weight w of an id and its rows v_1 ... v_k, the gradient of row v_j is::
+
+    product        w g v_1 ... v_{j-1} v_{j+1} ... v_k
+    sum, concat    w g, of the columns of partition j
+
 The ids of a table are gone through in the order in which they come. The gradients of each partition's rows are added up
 in a buffer that has a *slot* for each distinct row of the batch, and rows are updated by it when all ids are done::
 
@@ -7,25 +12,26 @@ in a buffer that has a *slot* for each distinct row of the batch, and rows are u
     slots      1  2  1  3
     buffer     7: + + | 3: + | 9: +
 
-Every gradient is then of the rows as they were before the step. A sort by rows would need no such buffer, but takes
-longer than everything else, and reads gradients in no order. Tables are divided among threads, and the rows of a table
-are not: results do not depend on the number of threads.
+Every gradient is then of the rows as they were before the step. A sort by rows would need no buffer, but takes longer
+than everything else, and reads gradients in no order. Tables are divided among threads, and the rows of a table are
+not: results do not depend on the number of threads.
 """
 
 from typing import Any
 
 import numpy as np
 
-from distembed.kernels.gradients import PRODUCT_BYTES, TARGET_FIELDS, TARGET_ROW, TARGET_SUM, add_gradient
 from distembed.kernels.layout import (
     ADAGRAD,
     BLOCK_IDS,
+    COLUMN_START,
     EPS,
     FIRST_BAG,
     GRADIENT_ADDRESS,
     GRADIENT_START,
     IDS,
     IS_HALF,
+    IS_PRODUCT,
     LEARNING_RATE,
     NUM_BAGS,
     NUM_COLUMNS,
@@ -84,6 +90,14 @@ from distembed.kernels.slots import NUM_SLOTS, PLACES, SLOT_ROWS, SLOTS_FIELDS, 
 _AHEAD_BAGS, _AHEAD_SLOTS = 8, 8
 """How many bags ahead their gradients, and how many slots ahead their rows, are asked for."""
 
+# the target of an id in a partition: where its row is, and the sum of the row's gradients
+_TARGET_ROW = 0  # address of the row
+_TARGET_SUM = 1  # address of its gradient's sum
+_TARGET_FIELDS = 2
+
+_PRODUCT_BYTES = 64
+"""Bytes of a partition's vector of up to 16 float32: the gradient times the rows of the earlier partitions."""
+
 # of a partition in a table's update, behind its slots
 _SUMS = SLOTS_FIELDS  # address of the sum of row 0, or of slot 0, which is nobody's
 _SUM_BYTES = SLOTS_FIELDS + 1  # from one sum to the next
@@ -91,8 +105,66 @@ _SUMS_FIELDS = SLOTS_FIELDS + 2
 
 
 @inline
+def _add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: Any, zeros: Any) -> None:
+    """Adds the gradient of an id's vector to the sums of its rows, whose addresses are in ``targets``."""
+    factor = splat(weight, zeros)
+    if not field(job, IS_PRODUCT):
+        _add_sum(job, targets, gradient, factor, zeros)
+    elif field(job, NUM_PARTITIONS) == 2:
+        _add_pair(job, targets, gradient, factor, zeros)
+    else:
+        _add_product(job, targets, products, gradient, factor, zeros)
+
+
+@inline
+def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
+    """Adds the gradients of two rows that are multiplied."""
+    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
+    other = targets + 8 * _TARGET_FIELDS
+    row_0, row_1 = field(targets, _TARGET_ROW), field(other, _TARGET_ROW)
+    sum_0, sum_1 = field(targets, _TARGET_SUM), field(other, _TARGET_SUM)
+    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
+        own = load(gradient + 4 * column, zeros) * factor
+        place_0, place_1 = sum_0 + 4 * column, sum_1 + 4 * column
+        vector_0, vector_1 = read(row_0, column, half_0, zeros), read(row_1, column, half_1, zeros)
+        store(place_0, multiply_add(own, vector_1, load(place_0, zeros)))
+        store(place_1, multiply_add(own, vector_0, load(place_1, zeros)))
+
+
+@compiled
+def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: Any, zeros: Any) -> None:
+    """Adds the gradients of any number of rows that are multiplied."""
+    # forward  products[j] = w g v_1 ... v_{j-1}
+    # back     behind      = v_{j+1} ... v_k, so that row j has the gradient products[j] * behind
+    num_partitions = field(job, NUM_PARTITIONS)
+    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
+        product, target = load(gradient + 4 * column, zeros) * factor, targets
+        for j in range(num_partitions):
+            store(products + _PRODUCT_BYTES * j, product)
+            product = product * read(field(target, _TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
+            target += 8 * _TARGET_FIELDS
+        behind = splat(np.float32(1), zeros)
+        for j in range(num_partitions - 1, -1, -1):
+            target -= 8 * _TARGET_FIELDS
+            place = field(target, _TARGET_SUM) + 4 * column
+            store(place, multiply_add(load(products + _PRODUCT_BYTES * j, zeros), behind, load(place, zeros)))
+            behind = behind * read(field(target, _TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
+
+
+@compiled
+def _add_sum(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
+    """Adds the gradients of rows that are added up, or stand side by side."""
+    for j in range(field(job, NUM_PARTITIONS)):
+        partition, target = partition_block(job, j), field(targets + 8 * _TARGET_FIELDS * j, _TARGET_SUM)
+        start = gradient + 4 * field(partition, COLUMN_START)
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+            own, summed = load(start + 4 * column, zeros), load(target + 4 * column, zeros)
+            store(target + 4 * column, multiply_add(own, factor, summed))
+
+
+@inline
 def _take(scratch: Any, num_bytes: Any) -> Any:
-    """Returns what is left of the scratch behind so many bytes."""
+    """Returns the scratch after its first bytes, aligned."""
     return scratch + (num_bytes + 63) // 64 * 64
 
 
@@ -111,7 +183,7 @@ def _end_id(job: Any, feature: Any) -> Any:
 def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
     """Returns at least as many bytes as an update takes, with 64 to spare for each of its parts."""
     num_partitions = field(job, NUM_PARTITIONS)
-    num_bytes = num_partitions * (8 * _SUMS_FIELDS + PRODUCT_BYTES + 8 * TARGET_FIELDS * BLOCK_IDS) + 3 * 64
+    num_bytes = num_partitions * (8 * _SUMS_FIELDS + _PRODUCT_BYTES + 8 * _TARGET_FIELDS * BLOCK_IDS) + 3 * 64
     for j in range(num_partitions):
         if field(partition_block(job, j), GRADIENT_ADDRESS) == 0:
             num_rows = field(part_block(job, feature, j), NUM_ROWS)
@@ -147,17 +219,17 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
         Whether this rank has all of the rows. If not, none may be read or written.
     """
     ids, num_partitions = field(job, IDS) + 8 * start, field(job, NUM_PARTITIONS)
-    step, num_ids = 8 * TARGET_FIELDS * num_partitions, stop - start
+    step, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
         part, partition = part_block(job, feature, j), partition_block(job, j)
         row_bytes, num_columns = field(partition, ROW_BYTES), field(partition, NUM_COLUMNS)
         base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
-        target = targets + 8 * TARGET_FIELDS * j
-        own_sums, outside, last = target + 8 * TARGET_SUM, 0, last_row(part)
+        target = targets + 8 * _TARGET_FIELDS * j
+        own_sums, outside, last = target + 8 * _TARGET_SUM, 0, last_row(part)
         for i in range(num_ids):
             row = row_of(read_long(ids + 8 * i), part)
             outside |= is_outside(row, last)
-            write(target + 8 * TARGET_ROW + step * i, base + row * row_bytes)
+            write(target + 8 * _TARGET_ROW + step * i, base + row * row_bytes)
             write(own_sums + step * i, row)
             ask_for(base + row * row_bytes, row_bytes)
         if outside < 0:
@@ -180,7 +252,7 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
 def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
     """Adds the gradients of all ids of a feature to the sums; returns whether all rows were inside."""
     own, stride, gradient_bytes = feature_block(job, feature), field(job, STRIDE), 4 * field(job, WIDTH)
-    weights, target_bytes = field(job, WEIGHTS), 8 * TARGET_FIELDS * field(job, NUM_PARTITIONS)
+    weights, target_bytes = field(job, WEIGHTS), 8 * _TARGET_FIELDS * field(job, NUM_PARTITIONS)
     gradient = field(job, VECTORS) + field(own, VECTOR_START) - stride
     bag = field(job, OFFSETS) + 8 * field(own, FIRST_BAG)
     start, end = read_long(bag), _end_id(job, feature)
@@ -195,7 +267,7 @@ def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: An
                 bag_end = read_long(bag)
                 ask_for(gradient + _AHEAD_BAGS * stride, gradient_bytes)
             weight = read_float(weights + 4 * i) if weights != 0 else np.float32(1)
-            add_gradient(job, target, products, gradient, weight, zeros)
+            _add_gradient(job, target, products, gradient, weight, zeros)
             target += target_bytes
         start = stop
     return True
@@ -203,7 +275,10 @@ def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: An
 
 @compiled
 def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: Any) -> None:
-    """Updates the row at an address, and its state, by its gradient."""
+    """Updates the row v at an address, and its state s, by its gradient g."""
+    # sgd                v -= rate * g
+    # adagrad            s += g * g (each column),  v -= rate * g / (sqrt(s) + eps)
+    # row-wise adagrad   s += mean(g * g),          v -= rate / (sqrt(s) + eps) * g
     num_columns, is_half, lanes = field(partition, NUM_COLUMNS), field(partition, IS_HALF), lanes_of(zeros)
     optimizer, eps = field(partition, OPTIMIZER), np.float32(read_double(partition + 8 * EPS))
     rate = np.float32(read_double(partition + 8 * LEARNING_RATE))
@@ -251,12 +326,12 @@ def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, 
     """Updates the rows of the table that a range of features looks up.
 
     Returns:
-        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is updated then.
+        0, or 1 + the number of a feature with an id whose row is not on this rank; no row is updated then.
     """
     num_partitions = field(job, NUM_PARTITIONS)
     sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
-    targets, scratch = scratch, _take(scratch, 8 * TARGET_FIELDS * BLOCK_IDS * num_partitions)
-    products, scratch = scratch, _take(scratch, PRODUCT_BYTES * num_partitions)
+    targets, scratch = scratch, _take(scratch, 8 * _TARGET_FIELDS * BLOCK_IDS * num_partitions)
+    products, scratch = scratch, _take(scratch, _PRODUCT_BYTES * num_partitions)
     _make_sums(job, first_feature, sums, num_ids, scratch)
     for feature in range(first_feature, end_feature):
         if not _add_gradients(job, feature, sums, targets, products, zeros):
@@ -307,7 +382,7 @@ def update_16(job: int, tables: int, num_tables: int, scratch: int, scratch_byte
 
     Returns:
         How many bytes of scratch the largest table needs. Where there are fewer, nothing is done. A negative number is
-        -1 - the number of a feature with an id whose row is not among those that are here; its table is left as it is.
+        -1 - the number of a feature with an id whose row is not on this rank; its table is left as it is.
     """
     return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_16())
 

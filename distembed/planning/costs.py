@@ -240,7 +240,7 @@ class PlacementCosts:
         sharding_type, world_size, features = exchange[1], self._cluster.world_size, own.table.feature_names
         num_shards = self._num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == _DATA_PARALLEL else world_size
-        divided = [part for part, kernel in zip(own.partitions, own.kernels, strict=True) if kernel]
+        divided = [part for part in own.partitions if part.kernel]
         with_rows = min([_num_with_rows(part.part.num_rows, num_shards) for part in divided], default=num_shards)
         load = TableLoad(
             own,
@@ -299,7 +299,7 @@ def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[
         sharded = [max(sharded, key=lambda part: part.num_parameters)]
     names, kernels = {part.name for part in sharded}, partition_kernels(table, layout.compute_kernel)
     own_kernels = [kernels[part.name] if part.name in names else None for part in parts]
-    slices = [slice_table(table, parts, columns, own_kernels) for columns in layout.columns]
+    slices = [slice_table(table, columns, own_kernels) for columns in layout.columns]
     return slices, [part for part in parts if part.name not in names]
 
 

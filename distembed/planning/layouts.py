@@ -287,8 +287,7 @@ def _shape(layout: Layout) -> tuple[str, int, str]:
 
 def _range_shapes(table: CompositionalEmbeddingConfig, wide: int) -> list[tuple[tuple[int, int], ...]]:
     """Returns number and columns of each partition that takes part, by range of so many columns."""
-    parts, starts = table.partition_tables(), range(0, width(table), wide)
-    slices = [partition_slices(table, parts, start, start + wide) for start in starts]
+    slices = [partition_slices(table, start, start + wide) for start in range(0, width(table), wide)]
     return [tuple((own.partition, own.num_columns) for own in in_range) for in_range in slices]
 
 

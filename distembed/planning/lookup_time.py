@@ -76,7 +76,8 @@ class LookupTimes:
         work, started = kind.work(load), kind.launches(load)
         seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
         launches = started.group + _FUNCTION_LAUNCHES * len(table.function_tables())
-        for part, kernel, lookups in zip(own.partitions, own.kernels, work.lookups, strict=True):
+        for part, lookups in zip(own.partitions, work.lookups, strict=True):
+            kernel = part.kernel
             num_rows = -(-part.part.num_rows // (num_shards if kernel else 1))
             rows = _Rows(num_rows, part.num_columns, part.num_columns * table.bytes_per_number, *lookups)
             launches += started.partition

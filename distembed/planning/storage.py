@@ -95,9 +95,9 @@ def slice_storage(
     Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the first, with most, counts.
     """
     parts = [
-        (kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
-        for part, kernel in zip(own.partitions, own.kernels, strict=True)
-        if kernel is not None
+        (part.kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
+        for part in own.partitions
+        if part.kernel is not None
     ]
     return total(_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts)
 

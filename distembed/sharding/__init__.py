@@ -1,4 +1,4 @@
-"""Compositional tables under TorchRec's ``DistributedModelParallel``: the sharders and what they make.
+"""Compositional tables under TorchRec's ``DistributedModelParallel``: the sharders and their sharded modules.
 
 Drop :class:`CompositionalEmbeddingBagCollectionSharder` and :class:`CompositionalEmbeddingCollectionSharder` into the
 list of sharders of any ``DistributedModelParallel`` and ``EmbeddingShardingPlanner``. The sharders of managed collision

@@ -1,7 +1,6 @@
 """The sharded module of bags: TorchRec's own, with lookups that compose before anything is communicated."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
-    LazyAwaitable,
-    ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
@@ -23,16 +20,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
-from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.batches import (
     bags_of_rows,
     require_bags_for_rows,
     with_equal_numbers_of_bags,
     without_gaps,
 )
-from distembed.embedding.config import perturbation
-from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
-from distembed.sharding.release import release_promptly
+from distembed.embedding.collections import CompositionalEmbeddingBagCollection
+from distembed.sharding.parameters import ShardedParameters, without_weights
 from distembed.sharding.shardings import make_sharding
 from distembed.sharding.table_slice import width
 from distembed.sharding.units import BagUnits
@@ -42,7 +37,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     """Takes the place of a :class:`CompositionalEmbeddingBagCollection` under ``DistributedModelParallel``.
 
     Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. Keys of the output are
-    in the order of the unsharded module, whatever the plan. All ranks construct and call it together.
+    in the order of the unsharded module, under any plan. All ranks construct and call it together.
 
     Attributes:
         weights_come_later: Whether a feature processor computes the ids' weights after the input dist.
@@ -50,34 +45,11 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     weights_come_later: bool = False
     _lookup_attribute = "embedding_bags"
+    _units_type = BagUnits
 
-    def __init__(
-        self,
-        module: CompositionalEmbeddingBagCollection,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        module_fqn: str | None = None,
-    ) -> None:
-        self._place_tables(module, table_name_to_parameter_sharding, env, device)
-        super().__init__(
-            BagUnits(module, order_by_group(self._tables)),
-            self._unit_plan,
-            env,
-            fused_params=fused_params,
-            device=device,
-            qcomm_codecs_registry=qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-        self._train_replicated()
-        release_promptly(self._output_dists)
+    def __init__(self, module: CompositionalEmbeddingBagCollection, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(module, *arguments, **keywords)
         self._output = _Output(module, self._embedding_names)
-        self.sse = perturbation(self._tables, env.rank)
-        self._order_as(module)
-        if module.device.type not in ("meta", "cpu"):
-            self.load_state_dict(module.state_dict())
 
     # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
     def create_embedding_bag_sharding(
@@ -151,23 +123,6 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
                 "rows' ranks; detach the weights, or compute them by TorchRec's FeatureProcessedEmbeddingBagCollection "
                 "around the collection, which does so where ids are looked up."
             )
-
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Sends composed vectors to the rows' ranks; all ranks call it."""
-        zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().output_dist(ctx, output))
-
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Looks up, composes and sends; all ranks call it."""
-        zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
-
-    def _finish(
-        self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[KeyedTensor]
-    ) -> LazyAwaitable[KeyedTensor]:
-        self._require_right_mode(ctx)
-        embedded.callbacks.append(partial(self._arrange, ctx, zero))
-        return embedded
 
     def _arrange(self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: KeyedTensor) -> KeyedTensor:
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it

@@ -1,6 +1,6 @@
 """Pooled products without composing every id: bags are split by their rows in the small partitions.
 
-The product does not commute with summing, but what ids of a bag have in common may be taken out of the sum. With the
+The product does not commute with summing, but a factor that ids of a bag share may be taken out of the sum. With the
 largest partition's rows ``r`` and a small one's rows ``q``::
 
     sum_i W1[q_i] * W2[r_i]  =  sum_q W1[q] * (sum_{i: q_i = q} W2[r_i])
@@ -11,7 +11,7 @@ only these sums are multiplied. Several small partitions count as one whose rows
     a bag's rows in the largest partition   | r1  r2  r3  r4 |      of codes 1 0 1 1
     its buckets                             | r2 | r1 r3 r4 |       summed, then multiplied by the vectors of codes 0, 1
 
-Trade-off: no vector of a single id is ever stored, and what is looked up is what a plain table would; but every bag
+Trade-off: no vector of a single id is ever stored, and as many rows are looked up as in a plain table; but every bag
 has a bucket for every code, filled or not, so codes must be few (:func:`buckets_are_faster`).
 """
 
@@ -57,8 +57,8 @@ class Buckets:
     """Rows to look up in each of k partitions so that products can be pooled.
 
     Attributes:
-        rows: Rows to look up in each partition, feature after feature. In the largest they are those of the ids, in
-            another ``order``; in the others each row tuple that occurs has one bag.
+        rows: Rows to look up in each partition, feature after feature. In the largest, the ids' rows in another
+            ``order``; in the others each row tuple that occurs has one bag.
         offsets: Where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the
             largest, ``features * codes`` bags of one row or none in the others.
         order: Index among the given ids of each id of the buckets; their weights are to be put in this order.

@@ -1,6 +1,5 @@
 """The sharded module of sequences: TorchRec's own, with lookups that compose before anything is communicated."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding, Embedding
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
-    LazyAwaitable,
-    ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
 )
@@ -27,10 +24,8 @@ from distembed.embedding.batches import (
     with_equal_numbers_of_bags,
     without_gaps,
 )
-from distembed.embedding.collection import CompositionalEmbeddingCollection
-from distembed.embedding.config import perturbation
-from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
-from distembed.sharding.release import release_promptly
+from distembed.embedding.collections import CompositionalEmbeddingCollection
+from distembed.sharding.parameters import ShardedParameters, without_weights
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding
 from distembed.sharding.table_slice import width
 from distembed.sharding.units import SequenceUnits
@@ -44,36 +39,9 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     """
 
     _lookup_attribute = "embeddings"
+    _units_type = SequenceUnits
 
-    def __init__(
-        self,
-        module: CompositionalEmbeddingCollection,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        module_fqn: str | None = None,
-    ) -> None:
-        self._place_tables(module, table_name_to_parameter_sharding, env, device)
-        self._require_equal_widths()
-        super().__init__(
-            SequenceUnits(module, order_by_group(self._tables)),
-            self._unit_plan,
-            env,
-            fused_params=fused_params,
-            device=device,
-            qcomm_codecs_registry=qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-        self._train_replicated()
-        release_promptly(self._output_dists)
-        self.sse = perturbation(self._tables, env.rank)
-        self._order_as(module)
-        if module.device.type not in ("meta", "cpu"):
-            self.load_state_dict(module.state_dict())
-
-    def _require_equal_widths(self) -> None:
+    def _require_placements(self) -> None:
         """Raises unless all tables are equally wide, and placed as TorchRec's dists of sequences need."""
         widths = {table.name: width(table) for table in self._tables}
         if len(set(widths.values())) > 1:
@@ -125,31 +93,9 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         # TorchRec's dists of sequences need a row
         return super().input_dist(ctx, perturbed if perturbed.stride() else _empty_row(perturbed))
 
-    def output_dist(
-        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Sends composed vectors to the ids' ranks; all ranks call it."""
-        zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().output_dist(ctx, output))
-
-    def compute_and_output_dist(
-        self, ctx: EmbeddingCollectionContext, input: KJTList
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks up, composes and sends; all ranks call it."""
-        zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
-
-    def _finish(
-        self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[dict[str, JaggedTensor]]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        self._require_right_mode(ctx)
-        embedded.callbacks.append(partial(self._arrange, ctx, zero))
-        return embedded
-
     def _arrange(
         self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: dict[str, JaggedTensor]
     ) -> dict[str, JaggedTensor]:
-        """Returns the unsharded module's output, made of what the dists brought; ``zero`` is added."""
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
         features = ctx.raw_features
         bags = bags_of_rows(features.inverse_indices_or_none())

@@ -1,7 +1,7 @@
-"""Distinct ids of each feature: what is the same for every occurrence of an id is computed once, then pooled.
+"""Distinct ids of each feature: the vector of an id is composed once for all its occurrences, then pooled.
 
-Ids repeat within a batch, as those of clicks do. Sorting finds the distinct ones, and it also orders the occurrences of
-each, so that the gradient of its vector is a sum over a run of them::
+Ids repeat within a batch, as in clicks. Sorting finds the distinct ones, and it also orders the occurrences of each, so
+that the gradient of its vector is a sum over a run of them::
 
     occurrences, sorted by id   | 3 3 3 | 7 | 9 9 |
     distinct ids                | 3     | 7 | 9   |
@@ -72,23 +72,12 @@ class DistinctIds:
 
 
 def every_id(ids: Int64[Tensor, " ids"], counts: IdCounts) -> DistinctIds:
-    """Returns all ids as they are, also where they are the same.
-
-    Args:
-        ids: Ids, feature after feature.
-        counts: How many there are of each feature.
-    """
+    """Returns all ids as they are, also where they are the same."""
     return DistinctIds(ids, counts, torch.arange(len(ids), device=ids.device), None, None)
 
 
 def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
-    """Finds the distinct ids of every feature; on a GPU it would wait for their numbers.
-
-    Args:
-        ids: Ids in ``[0, num_embeddings)``, feature after feature.
-        counts: Number of ids of each feature.
-        num_embeddings: A number above the largest id.
-    """
+    """Finds the distinct ids of every feature; on a GPU it would wait for their numbers."""
     values = None
     if len(counts) * num_embeddings > _MAX:
         values, ids = torch.unique(ids, return_inverse=True)

@@ -1,4 +1,4 @@
-"""The settings of what ranks send each other as TorchRec's sharders take them, and read off sharders again."""
+"""The settings of exchanges between ranks as TorchRec's sharders take them, and read off sharders again."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -36,7 +36,7 @@ def output_settings(exchange: VectorExchange) -> dict[str, Any]:
 
 
 def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
-    """Returns what the modules that a sharder makes send: what is not known of a codec counts as float32."""
+    """Returns the exchange of the modules that a sharder makes; an unknown codec counts as float32."""
     output: Any = (getattr(sharder, "fused_params", None) or {}).get("output_dtype")
     codecs = next(iter((sharder.qcomm_codecs_registry or {}).values()), None)
     forward, backward = (getattr(codecs, way, None) for way in ("forward", "backward"))
@@ -45,7 +45,7 @@ def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
 
 
 def common_exchange(sharders: Iterable[ModuleSharder[Any]]) -> VectorExchange:
-    """Returns what stands for all collections of a model: what the first sharder says that rounds anything."""
+    """Returns one exchange for all collections of a model: that of the first sharder that rounds anything."""
     exchanges = [exchange_of(sharder) for sharder in sharders]
     return next((exchange for exchange in exchanges if exchange != VectorExchange()), VectorExchange())
 

@@ -1,4 +1,4 @@
-"""Maps the ids of several features to rows, without a wait: what a GPU has to know is there before the first step.
+"""Maps the ids of several features to rows, without a wait: the constants are on the GPU before the second step.
 
 A GPU that is handed a list, or asked for a number, stops the step until it has done all that came before. So numbers of
 ids are kept on both sides, and the constants of the partitions are copied to the device once.
@@ -17,9 +17,6 @@ from distembed.partitions import Partition
 
 class IdCounts:
     """How many ids each feature has: on the host, where shapes follow from it, and on the ids' device.
-
-    Attributes:
-        on_host: Number of ids of each feature.
 
     Args:
         on_host: Number of ids of each feature.
@@ -70,12 +67,7 @@ class FeatureRows:
         self._constants = self._scheme.constants(self._partitions)
 
     def __call__(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
-        """Returns the row of each id in each partition, contiguous.
-
-        Args:
-            ids: Ids, feature after feature.
-            counts: How many there are of each feature.
-        """
+        """Returns the row of each id in each partition, contiguous."""
         # broadcasting may return rows with gaps, as of single ids; operators read an address and a number of elements
         return self._map(ids, counts).contiguous()
 

@@ -16,8 +16,8 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.batches import with_ids
-from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
-from distembed.sharding.table_slice import PartitionSlice
+from distembed.sharding.groups import LookupRequest, group_key, make_group
+from distembed.sharding.table_slice import LocalTable, PartitionSlice
 
 
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):
@@ -27,15 +27,15 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         replicated_names: Names of the partition tables whose replicated weights are used here.
 
     Args:
-        tables: What this rank holds; neighbours that agree in scheme, composition and dimensions form a group.
+        tables: The tables as this rank holds them; neighbours with one key form a group.
         replicated: Weights that are the same on every rank, by partition table's name.
-        averages_ranks: Whether gradients that come back are of all ranks' rows, as those of TorchRec's dists; those of
-            replicated weights and of feature processors, which are averaged over the ranks once more, are then
-            multiplied by their number.
+        averages_ranks: Whether TorchRec's dists bring the gradients back, of all ranks' rows. Gradients of replicated
+            weights and of feature processors, which are averaged over the ranks once more, are then multiplied by the
+            number of ranks.
         env: The process group that the tables are sharded over.
         device: Device of the weights.
         pools: Whether ids are pooled over bags; else each gets its vector.
-        output_dtype: What composed vectors are rounded to before they are communicated; None for what they are.
+        output_dtype: Dtype to which composed vectors are rounded before they are communicated; None leaves them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self.replicated_names = {
             part.name
             for local in tables
-            if local.slice.partitions
+            if local.partitions
             for part in local.table.partition_tables()
             if part.name in replicated
         }
@@ -131,7 +131,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self.purge()  # of rows that are cached
 
     def shard_weights(self) -> Iterator[tuple[PartitionSlice, Tensor]]:
-        """Yields this rank's shards with their weights; gradients go through those that torch trains."""
+        """Yields this rank's shards with their weights; gradients go through weights that torch trains."""
         weights = [weight for kernel in self._emb_modules for weight in _weights_of_kernel(kernel)]
         for (own, _), weight in zip(self._shards, weights, strict=True):
             yield own, weight
@@ -175,8 +175,8 @@ def _weights_of_kernel(kernel: Any) -> list[Tensor]:
 
 
 def _local_key(local: LocalTable) -> Hashable:
-    """Returns what tables of one group share: the group's key, whether they are frozen, the settings of their TBEs."""
-    first, key = next(iter(local.shards.values()), None), (group_key(local.slice), local.is_frozen)
+    """Returns the key of a group on a rank: the group's key, whether tables are frozen, the settings of their TBEs."""
+    first, key = next(iter(local.shards.values()), None), (group_key(local), local.is_frozen)
     if first is None:
         return *key, None
     return *key, tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
@@ -185,7 +185,7 @@ def _local_key(local: LocalTable) -> Hashable:
 def _shards_by_tbe(group: Sequence[LocalTable]) -> list[list[tuple[PartitionSlice, ShardedEmbeddingTable]]]:
     """Returns, for each partition that is sharded, every table's slice and shard of it."""
     by_table = [
-        [(own, local.shards[own.partition]) for own in local.slice.partitions if own.partition in local.shards]
+        [(own, local.shards[own.partition]) for own in local.partitions if own.partition in local.shards]
         for local in group
     ]
     return [list(shards) for shards in zip(*by_table, strict=True)]

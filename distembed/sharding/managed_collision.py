@@ -8,7 +8,7 @@ looks them up, wherever its tables lie::
     raw ids -> rank that has their slots -> slots -> rank of the batch -> collection (:mod:`distembed.sharding`)
 
 That is one exchange of ids more, each way. A slot that goes from one id to another keeps its vector, as in TorchRec's
-unsharded module: its rows are those of other slots too.
+unsharded module: other slots share its rows.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ from distembed.sharding.sharder import (
 )
 
 _SLOT_NUMBERS = 4
-"""Numbers of a slot in the tables of which TorchRec is told; nothing is looked up in them."""
+"""Numbers of a slot in the tables that TorchRec is shown; nothing is looked up in them."""
 
 
 @dataclass
@@ -74,15 +74,6 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
 
     Its output is a pair, as TorchRec's: the collection's output, and the batch with slots in the place of raw ids, or
     None unless ``return_remapped_features`` is set.
-
-    Args:
-        module: The unsharded module.
-        plan: Where the collection's tables lie.
-        sharder: The collection's sharder.
-        slot_sharder: TorchRec's sharder of the module that gives ids their slots.
-        env: The process group.
-        device: The device of slots and tables.
-        module_fqn: The module's path in the model.
     """
 
     def __init__(
@@ -118,7 +109,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         self._collection_dists: list[nn.Module] = []
 
     def create_context(self) -> ManagedIdsContext:
-        """Returns what a batch carries from the input dist to the output dist."""
+        """Returns the context that a batch carries from the input dist to the output dist."""
         return ManagedIdsContext(sharding_contexts=[])
 
     def input_dist(self, ctx: ManagedIdsContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
@@ -158,7 +149,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         return embedded, LazyNoWait(remapped) if self._return_remapped_features else NoWait(None)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields names that are not replicated: those of the collection's sharded parameters, and of all slots."""
+        """Yields the names of the collection's sharded parameters and of all slots, which are not replicated."""
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, "_embedding_module"))
         slots = self._managed_collision_collection
         for name, _ in (*slots.named_parameters(), *slots.named_buffers()):

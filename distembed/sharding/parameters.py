@@ -1,4 +1,4 @@
-"""What the sharded modules share: where parameters go, the replicated ones, the check of ids.
+"""The base of the sharded modules: where parameters go, the replicated ones, the check of ids.
 
 TorchRec's constructors see the units (:mod:`distembed.sharding.units`); from the moment that they make their state dict
 they see the partition tables instead, under the names of the unsharded module.
@@ -7,6 +7,7 @@ they see the partition tables instead, under the names of the unsharded module.
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.distributed.utils import append_prefix
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -25,16 +26,17 @@ from distembed.base.names import one_of
 from distembed.base.units import enumerate_names
 from distembed.data.single_ids import has_single_ids as has_marked_ids
 from distembed.embedding.batches import with_ids
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig, perturbation
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
-from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables, without_memory
+from distembed.sharding.release import release_promptly
 from distembed.sharding.share import ColumnShare, OwnedIds, ids_of_block
+from distembed.sharding.table_slice import column_range, shard_rank
 from distembed.sse import FeaturePerturbation
 
 
@@ -51,8 +53,11 @@ class ShardedParameters:
     widens_outputs: bool = False
     _lookup_attribute: str
     """Where the partition tables' weights are, as in the unsharded module."""
+    _units_type: type[Any]
+    """The units of placement that TorchRec's constructor sees in the place of the module."""
     # TorchRec's
     _lookups: list[Any]
+    _output_dists: list[nn.Module]
     _device: torch.device | None
     _env: ShardingEnv
     _features_order: list[int]
@@ -63,6 +68,37 @@ class ShardedParameters:
     _has_uninitialized_input_dist: bool
     _optim: CombinedOptimizer
     training: bool
+
+    def __init__(
+        self,
+        module: CompositionalTables[Any],
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._place_tables(module, table_name_to_parameter_sharding, env, device)
+        self._require_placements()
+        super().__init__(  # type: ignore[call-arg]
+            self._units_type(module, order_by_group(self._tables)),
+            self._unit_plan,
+            env,
+            fused_params=fused_params,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+        self._train_replicated()
+        release_promptly(self._output_dists)
+        self.sse = perturbation(self._tables, env.rank)
+        self._order_as(cast(nn.Module, module))
+        if module.device.type not in ("meta", "cpu"):
+            cast(nn.Module, self).load_state_dict(module.state_dict())
+
+    def _require_placements(self) -> None:
+        """Raises where the kind of collection does not take the tables as they are placed."""
 
     def _place_tables(
         self,
@@ -120,7 +156,8 @@ class ShardedParameters:
         """Returns this rank's share of a table's ids and vectors; all ranks call it.
 
         Raises:
-            UserError: There is no such table, its ids have several vectors each, or it is divided within nodes.
+            UserError: The collection has no table of this name, its ids have several vectors each, or it is divided
+                within nodes.
         """
         placement = self._placements[one_of("table of a collection", table_name, self._placements)]
         table, kind, group = placement.table, placement.unit.sharding_type, self._env.process_group
@@ -151,7 +188,7 @@ class ShardedParameters:
         return TableShare(table, owned.ids, owned.most_ids, columns, device, group)
 
     def _share_columns(self, placement: Placement, start: int, stop: int) -> ShareColumns:
-        """Returns what columns of a table's vectors are composed from on this rank."""
+        """Returns a range of columns of a table's vectors, with this rank's weights."""
         shards = {
             (own.part.name, own.start): weight for lookup in self._lookups for own, weight in lookup.shard_weights()
         }
@@ -224,8 +261,8 @@ class ShardedParameters:
     def _train_replicated(self) -> None:
         """Has replicated vectors updated by their tables' fused optimizers, within the backward pass.
 
-        Data-parallel tables that declare none are left to the network's optimizer, as TorchRec's are; so are those that
-        are planned with the dense kernel.
+        Data-parallel tables that declare none are left to the network's optimizer, as TorchRec's are; so are tables
+        that are planned with the dense kernel.
         """
         optimizers: dict[str, tuple[str, dict[str, Any], dict[str, nn.Parameter]]] = {}
         for placement in self._placements.values():
@@ -292,7 +329,7 @@ class ShardedParameters:
     def _follow_single_ids(self, features: KeyedJaggedTensor) -> None:
         """Tells the lookups whether bags have at most one id each: as the first batch says, until one does not say so.
 
-        A pipeline may have batches before this one still to be looked up: those are then pooled without need.
+        A pipeline may still have to look up earlier batches: these are then pooled without need.
         """
         has_single_ids = has_marked_ids(features) and self._has_single_ids is not False
         if has_single_ids != self._has_single_ids:
@@ -300,6 +337,25 @@ class ShardedParameters:
             for lookup in self._lookups:
                 assert isinstance(lookup, CompositionalLookup)
                 lookup.set_single_ids(has_single_ids)
+
+    def output_dist(self, ctx: Any, output: list[Tensor]) -> Any:
+        """Sends composed vectors to the ranks of their rows; all ranks call it."""
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().output_dist(ctx, output))  # type: ignore[misc]
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Looks up, composes and sends; all ranks call it."""
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+
+    def _finish(self, ctx: Any, zero: Tensor | None, embedded: Any) -> Any:
+        self._require_right_mode(ctx)
+        embedded.callbacks.append(partial(self._arrange, ctx, zero))
+        return embedded
+
+    def _arrange(self, ctx: Any, zero: Tensor | None, embedded: Any) -> Any:
+        """Returns the unsharded module's output, from the vectors that the dists brought, plus ``zero``."""
+        raise NotImplementedError
 
     def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Replaces ids in training, where tables ask for it, before they go to the owners of rows and columns."""
@@ -321,8 +377,8 @@ class ShardedParameters:
     def _zero_of_unused(self) -> Tensor | None:
         """Returns a zero that depends on the replicated weights that this rank never looks up; None without any.
 
-        Added to the output, it makes ranks that own none of their tables wait in the same gradient reductions as those
-        that do. It has to be made before anything is communicated: then its gradients come after the dists', in the
+        Added to the output, it makes ranks that own none of their tables wait in the same gradient reductions as the
+        other ranks. It has to be made before anything is communicated: then its gradients come after the dists', in the
         order of reductions that the other ranks have.
         """
         if self._env.world_size == 1 or not torch.is_grad_enabled():
@@ -401,7 +457,7 @@ def _require_kernels(placements: Iterable[Placement], device: torch.device | Non
 
 
 def order_by_group(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:
-    """Returns the tables with those of one group side by side, in order of first appearance."""
+    """Returns the tables group by group, in order of first appearance."""
     groups: dict[Any, list[CompositionalEmbeddingConfig]] = {}
     for table in tables:
         groups.setdefault(lookup_formula(table), []).append(table)

@@ -1,6 +1,6 @@
 """Where the parameters of a table go, from the planner's answer for the table as a whole.
 
-The planner places one unit a table, ``[rows, columns of the output]``. A rank that has a range of those columns has the
+The planner places one unit a table, ``[rows, columns of the output]``. A rank that has a range of these columns has the
 columns of every partition that take part in them, so it composes its range alone, and nothing but composed, pooled
 vectors is communicated::
 
@@ -19,11 +19,11 @@ Over two levels, the rows are divided between the ranks of one node. A grid has 
     largest partition        -             rows, all        rows, [0, 8)       rows, [8, 16)
     other partitions         replicated    replicated       replicated         replicated
 
-The replicated partitions are on every rank, those of other nodes too: they are parameters of the sharded module, whose
-gradients are averaged over all ranks.
+The replicated partitions are on every rank of every node: they are parameters of the sharded module, whose gradients
+are averaged over all ranks.
 
-Of a table in host memory only what is large lies there (:func:`partition_kernels`): a small partition, which is read as
-often, stays in device memory.
+Of a table in host memory only the large partitions lie there (:func:`partition_kernels`): a small partition, which is
+read as often, stays in device memory.
 """
 
 import dataclasses
@@ -40,12 +40,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 
 from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
-from distembed.sharding.column_ranges import column_range, own_ranges, shard_rank
 from distembed.sharding.table_slice import (
     PartitionSlice,
     TableSlice,
+    column_range,
     is_pooled,
+    own_ranges,
     partition_slices,
+    shard_rank,
     slice_table,
 )
 
@@ -71,7 +73,7 @@ COMPUTE_KERNELS = tuple(
 )
 IN_HOST_MEMORY = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value)
 SMALL_SHARE = UVM_CACHING_RATIO
-"""Share of the largest partition's bytes that the smaller ones may take of a device: what a cache of it would."""
+"""Share of the largest partition's bytes that the smaller ones may take of a device: as much as a cache of it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Placement:
 
     @cached_property
     def num_row_blocks(self) -> int:
-        """Number of ranks between which rows are divided: all of them, those of a node, or 1 where none are."""
+        """Number of ranks between which rows are divided: all ranks, the ranks of a node, or 1."""
         if self.divided is None:
             return 1
         # every range of columns has as many
@@ -122,7 +124,7 @@ class Placement:
 
     def slice(self, start: int, stop: int) -> TableSlice:
         """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
-        return slice_table(self.table, self.parts, (start, stop), self._kernels)
+        return slice_table(self.table, (start, stop), self._kernels)
 
     @cached_property
     def _kernels(self) -> list[str | None]:
@@ -179,7 +181,7 @@ def place_tables(
                 own.num_columns
                 for name, placement in divided.items()
                 for shard in ranges[name]
-                for own in partition_slices(placement.table, placement.parts, *column_range(shard))
+                for own in partition_slices(placement.table, *column_range(shard))
             ]
         )
         placements |= {name: _by_columns(it.table, it.unit, collection, columns) for name, it in divided.items()}
@@ -241,11 +243,7 @@ def place_table(
 def _row_blocks(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int
 ) -> list[list[ShardMetadata]]:
-    """Returns the blocks of rows of each range of columns; neighbouring ranges on the same ranks are one.
-
-    Raises:
-        UserError: The blocks of a range are not on the ranks of one node, in order, or are those of another table.
-    """
+    """Returns the blocks of rows of each range of columns; neighbouring ranges on the same ranks are one."""
     by_column: dict[int, list[ShardMetadata]] = {}
     for shard in _shards(table, unit):
         by_column.setdefault(shard.shard_offsets[1], []).append(shard)
@@ -271,17 +269,16 @@ def _by_rows(
             f"ids of a bag and their vectors are summed; place it {_alternatives(BY_COLUMNS)} or data_parallel, or "
             "pool with sum or mean."
         )
-    parts = table.partition_tables()
     largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
     shards = []
     for blocks in ranges:
-        for own in partition_slices(table, parts, *column_range(blocks[0])):
+        for own in partition_slices(table, *column_range(blocks[0])):
             if own.part.name == largest.name:
                 _require_multiple_of_four(table, largest.name, own.num_columns)
                 shards += _block_shards(own, blocks, is_grid=len(ranges) > 1)
     whole = _with_shards(unit, [block for blocks in ranges for block in blocks])
     sharded = {largest.name: _with_shards(unit, shards)}
-    return Placement(table, whole, sharded, [part.name for part in parts].index(largest.name), collection)
+    return Placement(table, whole, sharded, largest.number, collection)
 
 
 def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
@@ -309,10 +306,10 @@ def _by_columns(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str, columns: int | None = None
 ) -> Placement:
     """Divides a table by columns, in ranges of ``columns``, or as wide as the ranges of each rank can be."""
-    shards, parts = own_ranges(table, _shards(table, unit), columns), table.partition_tables()
+    shards = own_ranges(table, _shards(table, unit), columns)
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
     for shard in shards:
-        for own in partition_slices(table, parts, *column_range(shard)):
+        for own in partition_slices(table, *column_range(shard)):
             _require_multiple_of_four(table, own.part.name, own.num_columns)
             sharded[own.part.name].append(
                 ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
@@ -333,7 +330,7 @@ def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) 
 
     Args:
         table: The table.
-        compute_kernel: What is planned for the table as a whole.
+        compute_kernel: The kernel that is planned for the table as a whole.
     """
     by_size = sorted(table.lookup_tables(), key=lambda part: part.num_parameters)
     kernels = {part.name: compute_kernel for part in by_size}
@@ -380,5 +377,5 @@ def _require_multiple_of_four(table: CompositionalEmbeddingConfig, name: str, co
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """Returns several names as text, such as ``a, b or c``."""
+    """Returns several names as text: ``a, b or c``."""
     return ", ".join(names[:-1]) + f" or {names[-1]}"

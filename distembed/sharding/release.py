@@ -1,8 +1,8 @@
 """Memory of collectives on CPUs, given back before the step goes on, so that its peak is the same in every run.
 
-A thread of gloo's runs a collective and says that it is done before it lets go of what it has sent and received.
-Whoever waited for it goes on; where that thread then waits for a core, vectors of a whole batch stay in memory for
-milliseconds more. Waiting until it has let go costs microseconds.
+A thread of gloo's runs a collective and says that it is done before it releases the tensors that it has sent and
+received. Whoever waited for it goes on; where that thread then waits for a core, vectors of a whole batch stay in
+memory for milliseconds more. Waiting until it has let go costs microseconds.
 """
 
 import os
@@ -16,22 +16,18 @@ from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 
 _MOST_LOOKS = 1000
-"""Looks at what a collective still holds, each with a chance for its thread to run, after which a step goes on."""
+"""Looks at the tensors that a collective still holds, each with a chance for its thread to run; then a step goes on."""
 
 
 def release_promptly(output_dists: Iterable[nn.Module]) -> None:
-    """Has exchanges of vectors, and those of their gradients, end no earlier than their memory is free again.
-
-    Args:
-        output_dists: TorchRec's output dists, which make TorchRec's requests.
-    """
+    """Has exchanges of vectors, and of their gradients, end no earlier than their memory is free again."""
     for output_dist in output_dists:
         for module in output_dist.modules():
             module.register_forward_hook(_take_over)
 
 
 def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
-    """Takes over the request of an exchange that has just begun; what a dist makes of others is taken over already."""
+    """Takes over the request of an exchange that has just begun; inner dists' requests are taken over already."""
     if isinstance(awaitable, PooledEmbeddingsAwaitable | SequenceEmbeddingsAwaitable):
         request = awaitable._tensor_awaitable
         if type(request) is Request and request.dummy_tensor.device.type == "cpu":
@@ -58,12 +54,7 @@ class _PromptRequest(Request[Any]):
 
 
 class _PromptWork:
-    """A collective that is waited for until nothing but its request holds what it has received.
-
-    Args:
-        work: The collective.
-        request: The request, which has the tensors that it receives.
-    """
+    """A collective that is waited for until its request alone holds the received tensors."""
 
     def __init__(self, work: Any, request: Request[Any]) -> None:
         self._work, self._request = work, request

@@ -1,7 +1,16 @@
-"""The dists of tables that are divided by rows: each id goes to the rank that has its row.
+"""The dists of tables that are divided by rows, over all ranks or within a node.
 
-TorchRec's own input dist routes an id by its value. Here the row in the divided partition decides, and the id itself
-travels, so that its owner can compute its rows in the other partitions.
+TorchRec's own input dist routes an id by its value. Here the id's row in the divided partition decides its rank, and
+the id itself is sent, so that its owner can compute its rows in the other partitions::
+
+    row_wise                     ids       every rank -> the rank that has the row
+                                 vectors   reduce-scatter: each rank gets the sums of its own bags
+    table_row_wise, grid_shard   ids       every rank -> the rank, on the table's node, that has the row
+                                 vectors   reduce-scatter in the node: local rank r gets the bags of all local ranks r
+                                           all-to-all between the ranks of one local number: each gets its own bags
+
+Within nodes, partial sums are added up over the node's faster network, and only whole sums go from node to node. Not
+every backend reduces parts of unequal sizes (gloo does not): they are padded to equal ones.
 """
 
 from collections.abc import Sequence
@@ -11,8 +20,14 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    EmbeddingShardingContext,
+    bucketize_kjt_before_all2all,
+)
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -36,7 +51,7 @@ class DividedRows:
             self._runs.append((len(schemes), partition, FeatureRows(schemes)))
 
     def __call__(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
-        """Returns the row of every id of a batch, whose features are those of the tables, in order."""
+        """Returns the row of every id of a batch, which has the features of the tables in order."""
         ids, counts, lengths = features.values().long(), features.length_per_key(), features.lengths()
         rows, first, start = [], 0, 0
         for num_features, partition, to_rows in self._runs:
@@ -86,8 +101,8 @@ def sort_by_row_block(
         rows_per_block: Number of rows in a block, for each feature.
 
     Returns:
-        The ids of all features in the first block, then those in the second, and so on, with lengths and weights; and
-        where each id of the batch went.
+        The ids of all features block by block, with lengths and weights; and the place of each id of the batch among
+        them.
     """
     ids, weights = features.values(), features.weights_or_none()
     by_row = KeyedJaggedTensor(
@@ -110,10 +125,7 @@ def sort_by_row_block(
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """Sums the ranks' parts of each bag on the bag's rank; TorchRec's dist, for batches of unequal sizes too.
-
-    Not every backend scatters or gathers unequal parts (gloo does not): they are padded to equal ones.
-    """
+    """Sums the ranks' parts of each bag on the bag's rank; TorchRec's dist, for batches of unequal sizes too."""
 
     def forward(
         self, local_embs: Float[Tensor, "batches width"], sharding_ctx: EmbeddingShardingContext | None = None
@@ -128,3 +140,63 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
         summed = super().forward(padded, EmbeddingShardingContext(batch_size_per_rank=[longest] * len(sizes)))
         summed.callbacks.append(lambda output: output[:own])
         return summed
+
+
+class NodeInputDist(TwRwSparseFeaturesDist):
+    """Sends every id to one rank of each node that has columns of its table; all ranks construct and call it together.
+
+    Args:
+        pg: The process group of all ranks.
+        ranks_per_node: Number of ranks on each node.
+        num_features: How many features each rank has.
+        divided: For each feature, node after node, its table's scheme and the number of the partition that is divided
+            by rows.
+        rows_per_block: For each feature, number of rows of that partition on a rank.
+        device: Device of the batches.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        ranks_per_node: int,
+        num_features: list[int],
+        divided: Sequence[tuple[Partition, int]],
+        rows_per_block: Sequence[int],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(pg, ranks_per_node, num_features, [ranks_per_node * n for n in rows_per_block], device=device)
+        self._rows = DividedRows(divided)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Sends ids, lengths and, where there are some, weights."""
+        in_blocks, _ = sort_by_row_block(
+            sparse_features, self._rows(sparse_features), self._local_size, self._feature_block_sizes_tensor
+        )
+        return self._dist(in_blocks.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor))
+
+
+class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
+    """Sums the parts of each bag within a node, and sends the sums to the bag's rank; for unequal batches too."""
+
+    def __init__(self, stock: GridPooledEmbeddingDist) -> None:
+        super().__init__()
+        stock._create_output_dist_modules()  # which it would do in the first step
+        self._stock = stock
+
+    def forward(
+        self, local_embs: Float[Tensor, "batches width"], sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Awaitable[Tensor]:
+        """Sends the partial sums of all bags, sorted by local rank; all ranks call it."""
+        assert sharding_ctx is not None
+        stock, sizes = self._stock, sharding_ctx.batch_size_per_rank
+        if len(set(sizes)) == 1:
+            equal: Awaitable[Tensor] = stock(local_embs, sharding_ctx)
+            return equal
+        ranks_per_node = stock._intra_pg.size()
+        own = stock._rank % ranks_per_node
+        sizes_of_nodes = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
+        parts = local_embs.split([sum(of_nodes) for of_nodes in sizes_of_nodes])
+        padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True).flatten(0, 1)
+        summed = stock._intra_dist(padded).wait()[: sum(sizes_of_nodes[own])]
+        sent: Awaitable[Tensor] = stock._cross_dist(summed, batch_size_per_rank=sizes_of_nodes[own])
+        return sent

@@ -1,4 +1,4 @@
-"""The sharders: show the planner what there is to place, and build the sharded module from its plan."""
+"""The sharders: show the planner the units to place, and build the sharded module from its plan."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Quantiz
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
 from distembed.base.errors import UserError
-from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
-from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.collections import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.tables import CompositionalTables
@@ -34,7 +33,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
 
     Args:
         fused_params: FBGEMM's settings of all tables.
-        qcomm_codecs_registry: Codecs that quantise what is communicated.
+        qcomm_codecs_registry: Codecs that quantise communicated vectors.
         host_memory: Whether the planner may put tables into host memory, read through a cache on the device or
             directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only). Never unasked.
         widens_outputs: Whether vectors that ``fused_params`` has rounded by ``output_dtype`` are float32 again when
@@ -82,8 +81,8 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types of compositional tables, the same on every device.
 
-        Within a loop over the items of ``shardable_parameters``, as TorchRec's planner has it, they are those of the
-        loop's table.
+        Within a loop over the items of ``shardable_parameters``, as in TorchRec's planner, they are the loop's table's
+        types.
         """
         return [name for name in self._sharding_types if self.table is None or can_be_placed(self.table, name)]
 
@@ -189,10 +188,10 @@ def default_sharders(host_memory: bool = False, exchange: VectorExchange | None 
     """Returns the sharders of every collection that a model may have, ours and TorchRec's.
 
     Args:
-        host_memory: Whether compositional tables may be put into host memory; what is cached of them is then kept as
-            TorchRec's prefetching pipeline needs it.
-        exchange: How composed vectors are sent; as float32 unless given. Those of TorchRec's own collections are not
-            rounded by its ``output_dtype``, since they would not be float32 when they come out.
+        host_memory: Whether compositional tables may be put into host memory; their caches are then kept as TorchRec's
+            prefetching pipeline needs them.
+        exchange: How composed vectors are sent; as float32 unless given. Vectors of TorchRec's own collections are not
+            rounded by its ``output_dtype``, since they would not come out as float32.
     """
     exchange = exchange or VectorExchange()
     # rows are fetched for a batch before the backward pass of the one before it, whose rows must stay in the cache

@@ -39,23 +39,14 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.partitions import Partition
-from distembed.sharding.groups import LocalTable
 from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import Placement
-from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
-from distembed.sharding.table_slice import PartitionSlice, TableSlice
-from distembed.sharding.within_nodes import NodeInputDist, NodeOutputDist
+from distembed.sharding.row_wise import NodeInputDist, NodeOutputDist, RowWiseInputDist, RowWiseOutputDist
+from distembed.sharding.table_slice import LocalTable, PartitionSlice
 
 
 class _Compositional:
-    """What a sharding does for compositional tables; comes before the class of TorchRec's in the bases.
-
-    Args:
-        placements: Placement of each table of the collection, by its name.
-        replicated: Weights that are the same on every rank, by partition table's name.
-        arguments: Positional arguments of TorchRec's class.
-        keywords: Keyword arguments of TorchRec's class.
-    """
+    """A sharding's part for compositional tables; comes before the class of TorchRec's in the bases."""
 
     _pools = True
     _averages_ranks = True
@@ -99,20 +90,22 @@ class _Compositional:
         return _units(self._grouped_embedding_configs)
 
     def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
-        """Returns what this rank holds of a unit's table."""
+        """Returns a unit's table as this rank holds it."""
         placement = self._placements[unit.name]
         start = 0 if unit.local_metadata is None else unit.local_metadata.shard_offsets[1]
         columns, first_row = placement.slice(start, start + unit.local_cols), 0
         if placement.divided is not None:
             first_row = self._rank % placement.num_row_blocks * placement.rows_per_block
             if first_row >= placement.parts[placement.divided].num_rows:
-                return LocalTable(TableSlice(placement.table, columns.num_columns, (), ()), {})
+                return LocalTable(placement.table, columns.num_columns, ())
         shards = {
             own.partition: self._describe_shard(unit, placement, own)
             for own in columns.partitions
             if own.partition in columns.sharded
         }
-        return LocalTable(columns, shards, first_row, placement.is_frozen)
+        return LocalTable(
+            columns.table, columns.num_columns, columns.partitions, shards, first_row, placement.is_frozen
+        )
 
     def _describe_shard(
         self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice
@@ -160,7 +153,7 @@ class _DividedByRows(_Compositional):
 class _WithinNodes(_Compositional):
     """Rows between the ranks of a node, ranges of columns on one node or several: TorchRec's grid.
 
-    A table of one range is what TorchRec calls ``table_row_wise``.
+    TorchRec calls a table of one range ``table_row_wise``.
     """
 
     # TorchRec's
@@ -207,8 +200,8 @@ def _divided(
 class _Replicated(_Compositional, BaseDpEmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]):
     """Every rank looks its own rows up in weights that are the same on all.
 
-    The weights are parameters of the sharded module: the gradients of the lookup are not those of a dist, and the
-    model's own data-parallel wrapper averages them.
+    The weights are parameters of the sharded module: no dist brings the gradients of the lookup, and the model's own
+    data-parallel wrapper averages them.
     """
 
     _averages_ranks = False

@@ -1,4 +1,4 @@
-"""Shares of sharded tables: which rank composes the vectors of which ids, by how the table is placed.
+"""Shares of sharded tables: the ids whose vectors each rank composes, by the table's placement.
 
 ::
 
@@ -49,7 +49,7 @@ class ColumnShare(TableShare):
 
     Args:
         table: The table.
-        columns: What this rank composes.
+        columns: The ranges of columns that this rank composes.
         columns_by_rank: First column, and the one behind the last, of every range of each rank.
         device: Device of the weights.
         group: The ranks.
@@ -103,7 +103,7 @@ class ColumnShare(TableShare):
             self._add(chunk.parts, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Sends a matrix to each rank, or nothing to any, and returns those of these sizes that come back."""
+        """Sends a matrix to each rank, or nothing to any, and returns the matrices that come back, of these sizes."""
         in_numbers = [matrix.numel() for matrix in sent] or [0] * self.world_size
         out_numbers = [rows * columns for rows, columns in received]
         numbers = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
@@ -117,13 +117,7 @@ def _num_columns(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def ids_of_block(placement: Placement, block: int, device: torch.device) -> OwnedIds:
-    """Returns the ids whose rows of the divided partition lie in a block of rows.
-
-    Args:
-        placement: A table that is divided by rows.
-        block: Number of the block.
-        device: Device of the ids.
-    """
+    """Returns the ids whose rows of the divided partition lie in a block of rows."""
     assert placement.divided is not None
     num_ids, rows_per_block = placement.table.num_embeddings, placement.rows_per_block
     if isinstance(placement.table.scheme, Naive):

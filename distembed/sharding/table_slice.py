@@ -1,7 +1,25 @@
-"""Columns of a table's output, and the columns of its partitions that compose them."""
+"""Columns of a table's output on a rank, and the columns of its partitions that compose them.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+The chain of values from a table to a rank's lookup::
+
+    CompositionalEmbeddingConfig   the table: partitions, composition, pooling, id policy
+    Placement                      its shards on all ranks
+    TableSlice                     a range of its output's columns, all that plans need
+    LocalTable                     the slice with its shards, as this rank looks them up
+
+TorchRec keeps a rank's part of a weight in one matrix, so that a rank's ranges of its columns are equally wide.
+Neighbouring ranges on one rank are merged; where that makes them unequal, they are cut to the greatest common width::
+
+    planned, of 128 columns    [0, 32) on rank 3, [32, 64) on 3, [64, 96) on 2, [96, 128) on 3
+    on rank 3                  [0, 32), [32, 64), [96, 128) in place of [0, 64), [96, 128)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.distributed.types import ShardMetadata
 
 from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
@@ -13,15 +31,20 @@ class PartitionSlice:
 
     Attributes:
         part: The partition's parameters.
-        partition: Number of the partition.
         start: First of the columns.
-        stop: The column behind the last.
+        stop: Last column + 1.
+        kernel: TorchRec's compute kernel of the weight; None where every rank has the weight.
     """
 
     part: PartitionTable
-    partition: int
     start: int
     stop: int
+    kernel: str | None = None
+
+    @property
+    def partition(self) -> int:
+        """Number of the partition."""
+        return self.part.number
 
     @property
     def num_columns(self) -> int:
@@ -31,36 +54,46 @@ class PartitionSlice:
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Columns of a table's output that one rank composes, and what it composes them from.
+    """Columns of a table's output that one rank composes.
 
     Attributes:
         table: The table.
         num_columns: Number of columns of the output.
         partitions: The partitions' columns that take part; empty where this rank has no rows of the table.
-        kernels: Compute kernel of each of these; None where the weights are not sharded, but the same on every rank.
     """
 
     table: CompositionalEmbeddingConfig
     num_columns: int
     partitions: tuple[PartitionSlice, ...]
-    kernels: tuple[str | None, ...]
 
     @property
     def sharded(self) -> frozenset[int]:
         """Numbers of the partitions whose weights are sharded."""
-        return frozenset(part.partition for part, kernel in zip(self.partitions, self.kernels, strict=True) if kernel)
+        return frozenset(own.partition for own in self.partitions if own.kernel)
 
     @property
     def shape(self) -> tuple[tuple[int, int, str | None], ...]:
         """Number, columns and compute kernel of each partition that takes part."""
-        return tuple(
-            (part.partition, part.num_columns, kernel)
-            for part, kernel in zip(self.partitions, self.kernels, strict=True)
-        )
+        return tuple((own.partition, own.num_columns, own.kernel) for own in self.partitions)
+
+
+@dataclass(frozen=True)
+class LocalTable(TableSlice):
+    """A slice of a table with this rank's weights.
+
+    Attributes:
+        shards: TorchRec's description of each shard, by the number of its partition; every rank has the others.
+        first_row: First row of the shard of the partition that is divided by rows.
+        is_frozen: Whether the table's vectors are never updated.
+    """
+
+    shards: Mapping[int, ShardedEmbeddingTable] = field(default_factory=dict)
+    first_row: int = 0
+    is_frozen: bool = False
 
 
 def width(table: CompositionalEmbeddingConfig) -> int:
-    """Returns the number of columns of a table's output: those of all vectors that an id has."""
+    """Returns the number of columns of a table's output: of all vectors that an id has."""
     return table.num_vectors * table.embedding_dim
 
 
@@ -76,28 +109,23 @@ def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
 
 
 def slice_table(
-    table: CompositionalEmbeddingConfig,
-    parts: Sequence[PartitionTable],
-    columns: tuple[int, int],
-    kernels: Sequence[str | None],
+    table: CompositionalEmbeddingConfig, columns: tuple[int, int], kernels: Sequence[str | None]
 ) -> TableSlice:
-    """Returns columns of a table's output, and the partitions' columns that take part in them.
+    """Returns a range of the columns of a table's output.
 
     Args:
         table: The table.
-        parts: Parameters of its partitions.
-        columns: The first of the columns, and the one behind the last.
-        kernels: Compute kernel of each partition; None where its weights are not sharded.
+        columns: First column, and last column + 1.
+        kernels: Compute kernel of each partition; None where every rank has its weight.
     """
     start, stop = columns
-    partitions = tuple(partition_slices(table, parts, start, stop))
-    return TableSlice(table, stop - start, partitions, tuple(kernels[own.partition] for own in partitions))
+    partitions = [replace(own, kernel=kernels[own.partition]) for own in partition_slices(table, start, stop)]
+    return TableSlice(table, stop - start, tuple(partitions))
 
 
-def partition_slices(
-    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int
-) -> list[PartitionSlice]:
+def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int) -> list[PartitionSlice]:
     """Returns the partitions' columns that take part in columns ``[start, stop)`` of the output."""
+    parts = table.partition_tables()
     columns = table.combine.columns(table.embedding_dim, len(parts))
     if columns is None:
         if (start, stop) != (0, width(table)):
@@ -106,10 +134,78 @@ def partition_slices(
                 f"{table.combine.name} composes depends on all {parts[0].dim} columns; place the table table_wise, "
                 "row_wise or data_parallel, or in one range of columns."
             )
-        return [PartitionSlice(part, j, 0, part.dim) for j, part in enumerate(parts) if not part.is_function]
+        return [PartitionSlice(part, 0, part.dim) for part in parts if not part.is_function]
     overlaps = [(max(start, own.start), min(stop, own.stop)) for own in columns]
     return [
-        PartitionSlice(parts[j], j, begin - columns[j].start, end - columns[j].start)
-        for j, (begin, end) in enumerate(overlaps)
+        PartitionSlice(part, begin - own.start, end - own.start)
+        for part, own, (begin, end) in zip(parts, columns, overlaps, strict=True)
         if begin < end
     ]
+
+
+def own_ranges(
+    table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata], columns: int | None = None
+) -> list[ShardMetadata]:
+    """Returns the ranges of columns of all ranks, merged, and cut to ``columns`` or as each rank needs."""
+    merged: list[ShardMetadata] = []
+    for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
+        if merged and shard_rank(merged[-1]) == shard_rank(shard):
+            last = merged.pop()
+            together = last.shard_sizes[1] + shard.shard_sizes[1]
+            shard = ShardMetadata(last.shard_offsets, [last.shard_sizes[0], together], last.placement)
+        merged.append(shard)
+    _require_all_columns(table, merged)
+    by_rank: dict[int, list[ShardMetadata]] = {}
+    for shard in merged:
+        by_rank.setdefault(shard_rank(shard), []).append(shard)
+    widths = {rank: columns or _equal_columns(table, own) for rank, own in by_rank.items()}
+    return [piece for shard in merged for piece in _cut(shard, widths[shard_rank(shard)])]
+
+
+def _equal_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> int | None:
+    """Returns the width to which a rank's ranges are cut so that its columns of each partition are equally wide.
+
+    Within a range, partitions begin and end at multiples of this width, so that no piece is narrower.
+    """
+    widths: dict[int, set[int]] = {}
+    for shard in shards:
+        for own in partition_slices(table, *column_range(shard)):
+            widths.setdefault(own.partition, set()).add(own.num_columns)
+    return math.gcd(*set().union(*widths.values())) if any(len(own) > 1 for own in widths.values()) else None
+
+
+def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
+    if columns is None:
+        return [shard]
+    row, num_rows = shard.shard_offsets[0], shard.shard_sizes[0]
+    return [
+        ShardMetadata([row, start], [num_rows, columns], shard.placement)
+        for start in range(*column_range(shard), columns)
+    ]
+
+
+def column_range(shard: ShardMetadata) -> tuple[int, int]:
+    """Returns the first column of a shard, and its last column + 1."""
+    start: int = shard.shard_offsets[1]
+    return start, start + shard.shard_sizes[1]
+
+
+def shard_rank(shard: ShardMetadata) -> int:
+    """Returns the rank that holds a shard."""
+    rank = shard.placement.rank() if shard.placement is not None else None
+    assert rank is not None
+    return rank
+
+
+def _require_all_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> None:
+    end = 0
+    for shard in shards:
+        if shard.shard_offsets[1] != end:
+            break
+        end += shard.shard_sizes[1]
+    if end != width(table):
+        ranges = [list(column_range(shard)) for shard in shards]
+        raise UserError(
+            f"table {table.name!r} has {width(table)} columns, but the plan gives the ranks {ranges}; it was made for "
+            "another table. Plan anew."
+        )

@@ -13,8 +13,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from distembed.base.errors import UserError
-from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
-from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.collections import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding.table_slice import unit_size, width
@@ -45,11 +44,7 @@ def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbedd
 
 
 def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether a table's vectors require gradients; functions of path-based tables decide for themselves.
-
-    Raises:
-        UserError: The vectors of some partitions require gradients, and the vectors of others do not.
-    """
+    """Returns whether a table's vectors require gradients; functions of path-based tables decide for themselves."""
     trained = {
         part.name: weight.requires_grad
         for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
@@ -93,7 +88,7 @@ def _declared_optimizers(weight: torch.Tensor) -> list[tuple[type, dict[str, Any
 
 
 def _optimizers_text(optimizers: Sequence[tuple[type, dict[str, Any]]]) -> str:
-    """Returns optimizers as text, such as ``Adagrad(lr=0.1)``."""
+    """Returns optimizers as text: ``Adagrad(lr=0.1)``."""
     texts = [
         f"{kind.__name__}({', '.join(f'{name}={value}' for name, value in sorted(settings.items()))})"
         for kind, settings in optimizers

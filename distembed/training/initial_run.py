@@ -17,7 +17,7 @@ from distembed.data.dataset.kept import kept_dataset, require_grown_from
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import EmbeddingConfig
-from distembed.embedding.growth import grown_embedding, require_same_settings
+from distembed.embedding.build import grown_embedding, require_same_settings
 from distembed.tasks import batch_schema
 from distembed.training.config import Config, validate
 from distembed.training.resume import find_checkpoint, load_run_config

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed import batched_embedding_kernel
 
 from distembed.kernels import triton_backward, triton_lookup
-from distembed.kernels.triton_loading import TritonKernels
+from distembed.kernels.triton_tables import TritonKernels
 from distembed.sharding.groups import fused
 from tests.cuda.pretend import Refused, origin_module
 from tests.cuda.stand_ins import StandInTables

@@ -77,6 +77,6 @@ def test_what_the_kernels_do_not_read_is_refused_by_name(
 @pytest.mark.parametrize(("kernel", "is_read"), [("fused", True), ("fused_uvm", True), ("fused_uvm_caching", False)])
 def test_rows_in_host_memory_are_read_but_not_through_a_cache(kernel: str, is_read: bool) -> None:
     table = Cell("quotient_remainder", "product", "table_wise", settings=FUSED).module().tables()[0]
-    own = slice_table(table, table.partition_tables(), (0, table.embedding_dim), [kernel, None])
+    own = slice_table(table, (0, table.embedding_dim), [kernel, None])
     reason = reason_not_fused(own, "cuda", "adagrad")
     assert reason == (None if is_read else f"its compute kernel is {kernel}")

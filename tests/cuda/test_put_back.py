@@ -14,7 +14,7 @@ from distembed.sharding import feature_rows
 from distembed.sharding.bucket_pool import split_bags
 from distembed.sharding.distinct import distinct_ids
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
-from distembed.sharding.groups import base, per_id, product
+from distembed.sharding.groups import base, per_id
 from distembed.sharding.groups.base import LookupRequest
 from distembed.sse import SSE, replacement
 from distembed.sse.draws import Drawer
@@ -73,7 +73,7 @@ def bags_are_split_in_buckets(patch: pytest.MonkeyPatch) -> None:
         buckets = split_bags(rows, lengths, group._num_rows, group._shifts)
         return LookupRequest(buckets.rows, buckets.offsets, [None] * group.num_slices, features, buckets=buckets)
 
-    patch.setattr(product.ProductGroup, "request_distinct", request)
+    patch.setattr(per_id.ProductGroup, "request_distinct", request)
 
 
 def draws_are_copied_from_pageable_memory(patch: pytest.MonkeyPatch) -> None:

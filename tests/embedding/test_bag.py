@@ -7,9 +7,9 @@ from torch import nn
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBag
-from distembed.partitions import PARTITIONS, QuotientRemainder
-from tests.embedding.reference import pooled, vector_of
-from tests.embedding.schemes import make_partition, small_composition
+from distembed.embedding.bag import pool
+from distembed.partitions import QuotientRemainder
+from tests.embedding.schemes import small_composition
 
 IDS = torch.tensor([3, 47, 0, 49, 1, 1, 2])
 OFFSETS = torch.tensor([0, 2, 2, 3, 7])  # bags of 2, 0, 1, 4 and 0 ids
@@ -40,28 +40,6 @@ def test_the_default_is_the_mean_as_in_embedding_bag() -> None:
     ours = CompositionalEmbeddingBag(50, 6, "naive")
     expected = nn.functional.embedding_bag(IDS, ours.weights[0], OFFSETS)
     torch.testing.assert_close(ours(IDS, OFFSETS), expected)
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_bags_equal_a_loop_over_ids(partition: str, composition: str) -> None:
-    for mode, is_weighted in [("sum", True), ("mean", False), ("mean", True), ("max", False)]:
-        module = CompositionalEmbeddingBag(
-            50,
-            6,
-            make_partition(partition, 50),
-            composition,
-            mode=mode,
-            dtype=torch.float64,  # type: ignore[arg-type]
-        )
-        weights = torch.tensor([0.5, -2.0, 3.0, 0.0, 1.5, 0.25, -1.0], dtype=torch.float64)
-        found = module(IDS, OFFSETS, weights if is_weighted else None)
-        assert found.shape == (5, 6 * module.table.num_vectors)
-        bags = zip(IDS.split([2, 0, 1, 4, 0]), weights.split([2, 0, 1, 4, 0]), strict=True)
-        for row, (bag, bag_weights) in zip(found, bags, strict=True):
-            vectors = [vector_of(module.table, list(module.weights), int(i)) for i in bag]
-            factors = bag_weights.tolist() if is_weighted else [1.0] * len(bag)
-            torch.testing.assert_close(row, pooled(vectors, factors, mode, found.shape[1]))
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
@@ -154,3 +132,22 @@ def test_a_last_offset_that_is_no_end_is_named() -> None:
 def test_weights_of_a_maximum_are_refused() -> None:
     with pytest.raises(UserError, match="pooling max"):
         CompositionalEmbeddingBag(50, 6, mode="max")(IDS, OFFSETS, torch.ones(7))
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_pooled_gradients(pooling: str) -> None:
+    vectors = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([0, 3, 1, 0, 2])
+    inputs = (vectors,) if pooling == "max" else (vectors, weights)
+    assert torch.autograd.gradcheck(lambda v, w=None: pool(v, lengths, pooling, w), inputs)  # type: ignore[arg-type]
+
+
+def test_a_maximum_of_negative_numbers_is_negative() -> None:
+    found = pool(torch.tensor([[-3.0], [-2.0]]), torch.tensor([2, 0]), "max")
+    assert found.tolist() == [[-2.0], [0.0]]
+
+
+def test_a_maximum_takes_no_weights() -> None:
+    with pytest.raises(UserError, match="pooling max"):
+        pool(torch.ones(1, 2), torch.tensor([1]), "max", torch.ones(1))

@@ -11,7 +11,7 @@ from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS, QuotientRemainder
-from tests.embedding.reference import jagged, pooled, vector_of
+from tests.embedding.reference import jagged
 from tests.embedding.schemes import make_partition, small_composition
 
 
@@ -21,26 +21,6 @@ def table(name: str = "t", features: tuple[str, ...] = ("f",), **settings: objec
 
 BAGS = {"f": [[3, 47], [], [0]], "g": [[49], [1, 1, 2], []]}
 WEIGHTS = {"f": [[0.5, -2.0], [], [3.0]], "g": [[0.0], [1.5, 0.25, -1.0], []]}
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_bags_equal_a_loop_over_ids(partition: str, composition: str) -> None:
-    for pooling, is_weighted in [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("max", False)]:
-        config = table(
-            features=("f", "g"), partition=make_partition(partition, 50), composition=composition, pooling=pooling
-        )
-        collection = CompositionalEmbeddingBagCollection([config], is_weighted=is_weighted).double()
-        output = collection(jagged(BAGS, WEIGHTS))
-        assert output.keys() == [key for name in ("f", "g") for key in config.vector_names(name)]
-        assert output.values().shape == (3, 2 * 6 * config.num_vectors)
-        weights = collection.weights("t")
-        for feature, bags in BAGS.items():
-            found = torch.cat([output[key] for key in config.vector_names(feature)], dim=1)
-            for index, bag in enumerate(bags):
-                bag_weights = WEIGHTS[feature][index] if is_weighted else [1.0] * len(bag)
-                vectors = [vector_of(config, weights, i) for i in bag]
-                torch.testing.assert_close(found[index], pooled(vectors, bag_weights, pooling, found.shape[1]))
 
 
 @pytest.mark.parametrize(

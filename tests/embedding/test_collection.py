@@ -8,35 +8,13 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.partitions import PARTITIONS
-from tests.embedding.reference import jagged, vector_of
-from tests.embedding.schemes import make_partition
+from tests.embedding.reference import jagged
 
 BAGS = {"f": [[3, 47], [], [0]], "g": [[49], [1, 1, 2], []]}
 
 
 def table(name: str = "t", features: tuple[str, ...] = ("f",), **settings: object) -> CompositionalEmbeddingConfig:
     return CompositionalEmbeddingConfig(name, 50, 6, features, **settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_every_id_gets_the_vector_of_its_rows(partition: str, composition: str) -> None:
-    config = table(features=("f", "g"), partition=make_partition(partition, 50), composition=composition)
-    collection = CompositionalEmbeddingCollection([config], need_indices=True).double()
-    batch = jagged(BAGS)
-    outputs = collection(batch)
-    assert list(outputs) == collection.embedding_names_by_table()[0]
-    for feature, bags in BAGS.items():
-        ids = [i for bag in bags for i in bag]
-        parts = [outputs[key] for key in config.vector_names(feature)]
-        expected = torch.stack([vector_of(config, collection.weights("t"), i) for i in ids])
-        torch.testing.assert_close(torch.cat([part.values() for part in parts], dim=1), expected)
-        for part in parts:
-            assert part.values().shape == (len(ids), 6)
-            assert part.weights().tolist() == ids
-            assert part.lengths().tolist() == [len(bag) for bag in bags]
-            assert torch.equal(part.offsets(), batch[feature].offsets() - batch[feature].offsets()[0])
 
 
 def test_full_tables_equal_torchrec() -> None:

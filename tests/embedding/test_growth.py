@@ -7,7 +7,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
-from distembed.embedding.growth import grown_embedding
+from distembed.embedding.build import grown_embedding
 
 
 def grow(before: int, now: int, **settings: Any) -> TableConfig:

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from distembed.base.errors import RunError, UserError
-from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig, materialise
-from distembed.partitions import PARTITIONS, KeyedHash, Remainder
+from distembed.partitions import KeyedHash, Remainder
 from tests.embedding.reference import jagged
-from tests.embedding.schemes import make_partition
 
 N = 50
 
@@ -34,18 +32,6 @@ def forward(collection: CompositionalEmbeddingCollection, ids: list[int]) -> tor
 def vectors(path: Path) -> torch.Tensor:
     table = pq.read_table(path)
     return torch.cat([torch.tensor(table[name].to_pylist()) for name in table.column_names[1:]], dim=1)
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_all_ids_get_the_vectors_of_the_module(partition: str, composition: str, tmp_path: Path) -> None:
-    config, collection = make(partition=make_partition(partition, N), composition=composition)
-    path = tmp_path / "t.parquet"
-    for rows_per_chunk in (1, 7, N, 1000, None):
-        assert materialise(config, collection.weights("t"), path, rows_per_chunk=rows_per_chunk) == N
-        assert pq.read_table(path)["id"].to_pylist() == list(range(N))
-        torch.testing.assert_close(vectors(path), forward(collection, list(range(N))))
-    assert os.listdir(tmp_path) == ["t.parquet"]
 
 
 def test_the_file_says_what_it_holds(tmp_path: Path) -> None:

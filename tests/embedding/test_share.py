@@ -29,20 +29,6 @@ def make_table(scheme: str, composition: str, num_ids: int = 60) -> Compositiona
 
 
 @pytest.mark.parametrize(("scheme", "composition"), COMPOSED)
-@pytest.mark.parametrize("most_ids", [1, 7, 60, 100])
-def test_each_id_has_the_vector_that_is_looked_up(scheme: str, composition: str, most_ids: int) -> None:
-    collection = CompositionalEmbeddingCollection([make_table(scheme, composition)])
-    features = KeyedJaggedTensor(["item"], torch.arange(60), lengths=torch.tensor([60]))
-    looked_up = collection(features)["item"].values()
-    chunks = list(collection.share("items").chunks(most_ids))
-    assert max(len(chunk.ids) for chunk in chunks) <= most_ids
-    assert torch.equal(torch.cat([chunk.ids for chunk in chunks]), torch.arange(60))
-    vectors = torch.cat([chunk.vectors for chunk in chunks])
-    torch.testing.assert_close(vectors, looked_up.detach())
-    assert not vectors.requires_grad
-
-
-@pytest.mark.parametrize(("scheme", "composition"), COMPOSED)
 def test_gradients_are_those_of_looking_up(scheme: str, composition: str) -> None:
     collection = CompositionalEmbeddingCollection([make_table(scheme, composition)])
     features = KeyedJaggedTensor(["item"], torch.arange(60), lengths=torch.tensor([60]))

@@ -12,9 +12,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
-from distembed.kernels.operation import FusedLookup
+from distembed.kernels.operation import FusedLookup, in_threads
 from distembed.kernels.tables import Formula, Part, Storage
-from distembed.kernels.threads import in_threads
 from distembed.partitions.base import Digit
 from tests.fused.test_refusals import PLAIN, Case, build, is_fused
 from tests.ranks import run_on_ranks

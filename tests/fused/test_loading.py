@@ -163,7 +163,7 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(tmp_path: Path) -> None:
 def copy_package(folder: Path) -> Path:
     """The package and the small kernels, in a folder of their own; returns that folder."""
     shutil.copytree(ROOT / "distembed", folder / "distembed", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "tests" / "fused" / "small_kernels.py", folder / "distembed" / "fused" / "small.py")
+    shutil.copy(ROOT / "tests" / "fused" / "small_kernels.py", folder / "distembed" / "kernels" / "small.py")
     return folder
 
 
@@ -173,8 +173,8 @@ def test_kernels_are_compiled_anew_when_any_file_that_they_are_made_of_has_chang
     settings: dict[str, Any] = {"root": root, "kernels": "distembed.kernels.small"}
     assert run(tmp_path, **settings)["misses"] == [1, 1]
     assert run(tmp_path, **settings)["hits"] == [1, 1]
-    for name in ("rows", "simd", "layout", "slots", "gradients", "loading"):
-        with (root / "distembed" / "fused" / f"{name}.py").open("a") as file:
+    for name in ("rows", "simd", "layout", "slots", "loading"):
+        with (root / "distembed" / "kernels" / f"{name}.py").open("a") as file:
             file.write("\n# another line\n")
         assert run(tmp_path, **settings)["misses"] == [1, 1], name
         assert run(tmp_path, **settings)["hits"] == [1, 1], name
@@ -184,7 +184,7 @@ def test_kernels_are_compiled_anew_when_any_file_that_they_are_made_of_has_chang
 def test_kernels_are_had_wherever_their_files_can_be_kept_and_where_they_cannot(tmp_path: Path) -> None:
     root = copy_package(tmp_path / "package")
     # no folder can be made beside a module, as in an installation that belongs to somebody else
-    (root / "distembed" / "fused" / "__pycache__").write_text("")
+    (root / "distembed" / "kernels" / "__pycache__").write_text("")
     own = tmp_path / "own"
     own.mkdir()
     settings: dict[str, Any] = {"root": root, "kernels": "distembed.kernels.small", "NUMBA_CACHE_DIR": ""}

@@ -38,9 +38,8 @@ def load_of(
     for i, num_features in enumerate(features_of_tables):
         features = [f"f{i}_{j}" for j in range(num_features)]
         table = CompositionalEmbeddingBagConfig(f"t{i}", NUM_IDS, DIM, features, scheme, composition)
-        parts = table.partition_tables()
         for columns in ranges:
-            slices += [slice_table(table, parts, columns, ["fused"] * len(parts))] * num_features
+            slices += [slice_table(table, columns, ["fused"] * len(scheme.num_rows))] * num_features
     return GroupLoad(
         slices=slices,
         possible_ids=[NUM_IDS] * len(slices),

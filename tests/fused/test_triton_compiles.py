@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from distembed.kernels import triton_backward, triton_loading, triton_lookup
+from distembed.kernels import triton_backward, triton_lookup, triton_tables
 from distembed.kernels.tables import Formula, Part, Storage
-from distembed.kernels.triton_loading import TritonKernels
 from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_tables import TritonKernels
 from distembed.partitions.base import Digit
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -85,7 +85,7 @@ def test_every_kernel_compiles(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DISTEMBED_CHECK_ROWS", "0")  # kernels are compiled, and write no keys
     seen: list[str] = []
-    kernels = TritonKernels(*[Compiled(kernel, seen) for kernel in triton_loading.load()])
+    kernels = TritonKernels(*[Compiled(kernel, seen) for kernel in triton_tables.load()])
     for module in (triton_lookup, triton_backward):
         monkeypatch.setattr(module, "load", lambda: kernels)
     parts = (

@@ -1,7 +1,6 @@
 """Kinds of groups: a plan counts the kind that a lookup makes, for every composition, of bags and of sequences."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload
-from distembed.sharding.groups import GroupLoad, LocalTable, TableLoad, group_type, make_group
+from distembed.sharding.groups import GroupLoad, TableLoad, group_type, make_group
 from distembed.sharding.placement import place_table
-from distembed.sharding.table_slice import unit_size, width
+from distembed.sharding.table_slice import LocalTable, unit_size, width
 
 NUM_IDS, DIM, ROWS = 400, 8, 64
 KINDS = {
@@ -63,8 +62,8 @@ def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: st
     assert kind.__name__ == expected_kind(composition, pooling, kernel)
     weights = {part.name: nn.Parameter(torch.zeros(part.num_rows, part.dim)) for part in table.partition_tables()}
     whole = replicate(table, 2).slice(0, width(table))
-    assert type(make_group([LocalTable(whole, {})], weights, 1, [], "cpu")) is kind
-    absent = LocalTable(replace(whole, partitions=(), kernels=()), {})
+    assert type(make_group([LocalTable(table, whole.num_columns, whole.partitions)], weights, 1, [], "cpu")) is kind
+    absent = LocalTable(table, whole.num_columns, ())
     assert type(make_group([absent], weights, 1, [], "cpu")).__name__ == "AbsentGroup"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.embedding.pooling import pool
+from distembed.embedding.bag import pool
 from distembed.serving.export.table_groups import StoredTable, TableGroup, TableStorage, stored_table
 
 

@@ -28,9 +28,9 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
+from distembed.embedding.bag import pool
 from distembed.embedding.batches import jagged_vectors
 from distembed.embedding.ids import IdMapper
-from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, EmbeddedFeature, refuse_torchscript
 from distembed.serving.quantization.lookups import dim_name, lookup_key, quantized_bytes, quantized_lookups
 

@@ -1,4 +1,4 @@
-"""What all kinds of groups share: asking TBEs and stacks for vectors, and counting what that takes."""
+"""A group: tables that one lookup serves, and the memory and time of the lookup."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +10,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
-from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.kernels.operands import FLOATS, as_operand
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.distinct import DistinctIds
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
 from distembed.sharding.groups.load import (
-    FLOAT_BYTES,
     LONG_BYTES,
     GroupLoad,
     Launches,
@@ -27,46 +24,15 @@ from distembed.sharding.groups.load import (
     LookupWork,
     TableLoad,
 )
-from distembed.sharding.table_slice import TableSlice
+from distembed.sharding.table_slice import LocalTable
 
 _SORT_BYTES = 64
 """Bytes for each id in FBGEMM's backward on CUDA, which sorts ids: places in the table and in the batch, both of them
 sorted, the rows that are left, how often each comes and where it begins, and the sorting itself."""
 
 
-@dataclass(frozen=True)
-class LocalTable:
-    """What one rank holds of a table: all of it, or a range of its output's columns.
-
-    Attributes:
-        slice: The columns of the output, and those of the partitions that compose them.
-        shards: TorchRec's description of the shard in a TBE, by partition; other partitions are replicated.
-        first_row: First row of the shard of the partition that is divided by rows.
-        is_frozen: Whether the table's vectors are never updated.
-    """
-
-    slice: TableSlice
-    shards: Mapping[int, ShardedEmbeddingTable]
-    first_row: int = 0
-    is_frozen: bool = False
-
-    @property
-    def table(self) -> CompositionalEmbeddingConfig:
-        """The table."""
-        return self.slice.table
-
-
 class _ReplicatedStack:
-    """Replicated weights of a group's tables in one partition, one below the other.
-
-    Args:
-        weights: Weight of each table.
-        columns: The columns of each weight that take part; none where all do.
-        gradient_scale: Factor of the gradients.
-
-    Attributes:
-        gradient_scale: The same.
-    """
+    """Replicated weights of a group's tables in one partition, one below the other."""
 
     def __init__(self, weights: Sequence[nn.Parameter], columns: Sequence[slice], gradient_scale: int) -> None:
         self._weights, self._columns = weights, columns
@@ -91,7 +57,7 @@ class _ReplicatedStack:
 
 @dataclass
 class LookupRequest:
-    """What a group asks of its TBEs and stacks for a batch, and what it needs to compose the answer.
+    """The rows that a group asks of its TBEs and stacks for a batch, and all it needs to compose the answer.
 
     Attributes:
         rows: Rows to look up in each partition's slice, and after these in each function partition.
@@ -131,7 +97,7 @@ class Group(ABC):
         is_frozen: Whether the tables' vectors are never updated.
 
     Args:
-        tables: What the rank holds of each table; all share one key of a group.
+        tables: The tables as the rank holds them; all share one key of a group.
         replicated: Weights that are the same on every rank, by partition table's name.
         gradient_scale: Factor of the gradients of replicated weights.
     """
@@ -149,10 +115,10 @@ class Group(ABC):
         self.takes_max = getattr(first.table, "pooling", None) == "max"
         self.num_embeddings = max(local.table.num_embeddings for local in tables)
         self.num_features = len(per_feature)
-        self.num_slices = len(first.slice.partitions)
+        self.num_slices = len(first.partitions)
         self.num_tbes = len(first.shards)
         functions = range(self.num_slices, self.num_slices + len(first.table.function_tables()))
-        used = [part.partition for part in first.slice.partitions] + list(functions)
+        used = [part.partition for part in first.partitions] + list(functions)
         self._stacks: dict[int, _ReplicatedStack] = {}
         shifts = []
         for position, partition in enumerate(used):
@@ -171,12 +137,12 @@ class Group(ABC):
 
     @abstractmethod
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Returns what to look up for a batch."""
+        """Returns the rows to look up for a batch."""
 
     def has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
         """Returns whether no bag has more than one id, so that there is nothing to pool.
 
-        On a CPU the batch is looked at, on a GPU it would have to be waited for: there it is what is known.
+        On a CPU the batch is looked at. A GPU would be waited for: there :attr:`has_single_ids` decides.
         """
         lengths = features.lengths()
         if features.values().numel() > lengths.numel():
@@ -192,12 +158,12 @@ class Group(ABC):
     def finish(
         self, request: LookupRequest, vectors: Sequence[Float[Tensor, "bags features dim_j"]]
     ) -> Float[Tensor, "..."]:
-        """Composes and pools what was looked up, ``bags`` being those of one feature."""
+        """Composes and pools the vectors that were looked up; ``bags`` counts the bags of one feature."""
 
     def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Float[Tensor, "bags features dim_j"]]:
         """Returns each slice's vectors, summed over the request's bags.
 
-        Where distinct ids are asked for, the vectors of replicated slices are those of these ids, unpadded.
+        Where distinct ids are asked for, replicated slices give the vectors of these ids, unpadded.
         """
         remaining: Iterator[Any] = iter(tbes)
         return [
@@ -261,12 +227,7 @@ class Group(ABC):
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes that a lookup of this kind takes, with the gradients of replicated weights.
-
-        Args:
-            load: What is looked up in a step.
-            device_kind: ``cuda`` or ``cpu``.
-        """
+        """Returns the bytes that a lookup of this kind takes, with the gradients of replicated weights."""
         load = replace(load, finds_distinct=device_kind == "cpu")
         own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         # weights are stacked while they are looked up: of what is saved only rows are there, and nothing is pooled yet
@@ -286,7 +247,7 @@ class Group(ABC):
     @classmethod
     @abstractmethod
     def work(cls, load: TableLoad) -> LookupWork:
-        """Returns the work of looking up, composing and pooling one table of such a group."""
+        """Returns the work of looking up, composing and pooling one table of the group."""
 
     @classmethod
     @abstractmethod
@@ -304,17 +265,46 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
     }
 
 
-def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
-    """Returns the bytes that composing some vectors moves: all are read and one is written, twice so backward."""
-    if len(table_slice.table.scheme.num_rows) == 1:
-        return 0.0
-    dims = sum(part.num_columns for part in table_slice.partitions)
-    return 3 * num_composed * (dims + table_slice.num_columns) * FLOAT_BYTES
-
-
 def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
     """Returns the columns of a partition that take part in each table's slice; none where all do."""
-    slices = [local.slice.partitions[position] for local in tables]
+    slices = [local.partitions[position] for local in tables]
     if all(own.num_columns == own.part.dim for own in slices):
         return []
     return [slice(own.start, own.stop) for own in slices]
+
+
+class AbsentGroup(Group):
+    """Tables that are divided by rows, on a rank without rows: only empty bags come, which give zeros.
+
+    Args:
+        tables: The tables.
+        pools: Whether ids are pooled over bags.
+    """
+
+    def __init__(self, tables: Sequence[LocalTable], pools: bool) -> None:
+        self.num_features = sum(len(local.table.feature_names) for local in tables)
+        self.num_slices = self.num_tbes = 0
+        widths = [local.num_columns for local in tables for _ in local.table.feature_names]
+        self._width = sum(widths) if pools else widths[0]
+        self._pools = pools
+
+    def request(self, features: KeyedJaggedTensor) -> LookupRequest:
+        return LookupRequest([], [], [], features)
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "rows width"]:
+        device = request.features.device()
+        # with a gradient, since the other ranks wait for this one in the backward pass too
+        nothing = torch.zeros(0, device=device, requires_grad=True)
+        return torch.zeros(request.features.stride() if self._pools else 0, self._width, device=device) + nothing.sum()
+
+    @classmethod
+    def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        return LookupMemory(0, 0, 0, 0)
+
+    @classmethod
+    def work(cls, load: TableLoad) -> LookupWork:
+        return LookupWork([], 0.0)
+
+    @classmethod
+    def launches(cls, load: TableLoad) -> Launches:
+        return Launches(group=4, partition=0)

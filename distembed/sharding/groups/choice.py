@@ -1,4 +1,4 @@
-"""Which tables form a group, and of which kind it is: for lookups and, without any tensors, for plans."""
+"""The choice of the tables that form a group, and of the kind of group: for lookups and, without tensors, for plans."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -8,8 +8,7 @@ from torch import nn
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.kinds import fused_optimizer_name
-from distembed.sharding.groups.absent import AbsentGroup
-from distembed.sharding.groups.base import Group, LocalTable
+from distembed.sharding.groups.base import AbsentGroup, Group
 from distembed.sharding.groups.fused import (
     FusedGroup,
     fused_refusal,
@@ -17,19 +16,23 @@ from distembed.sharding.groups.fused import (
     reason_not_fused,
     reason_not_loaded,
 )
-from distembed.sharding.groups.path import PathGroup
-from distembed.sharding.groups.per_id import DistinctGroup, PerIdGroup, zeros_stay_zero
-from distembed.sharding.groups.pooled import PooledGroup
-from distembed.sharding.groups.product import ProductGroup
-from distembed.sharding.groups.sequence import SequenceGroup
-from distembed.sharding.table_slice import TableSlice, is_pooled
+from distembed.sharding.groups.per_id import (
+    DistinctGroup,
+    PathGroup,
+    PerIdGroup,
+    PooledGroup,
+    ProductGroup,
+    SequenceGroup,
+    zeros_stay_zero,
+)
+from distembed.sharding.table_slice import LocalTable, TableSlice, is_pooled
 
 
 def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
     """Returns the kind of group that looks tables up.
 
     Args:
-        table_slice: What a rank holds of the table, or of any of a group's.
+        table_slice: The slice that a rank holds of the table, or of any table of a group.
         device_kind: ``cpu`` or ``cuda``.
         optimizer: Name of the optimizer that updates the table's sharded partitions.
     """
@@ -69,7 +72,7 @@ def make_group(
     """Makes the group of tables with one :func:`group_key`.
 
     Args:
-        tables: What the rank holds of each table.
+        tables: The tables as the rank holds them.
         replicated: Weights that are the same on every rank, by partition table's name.
         gradient_scale: Factor of the gradients of replicated weights.
         tbes: FBGEMM's tables of each partition that is sharded.
@@ -78,12 +81,12 @@ def make_group(
     Raises:
         UserError: The tables are to be looked up in one pass (``kernel="fused"``), and cannot be.
     """
-    own = tables[0].slice
+    own = tables[0]
     if not own.partitions:
         return AbsentGroup(tables, is_pooled(own.table))
     optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
     if _may_fuse(own.table):
-        reasons = ((local.table, reason_not_fused(local.slice, device_kind, optimizer)) for local in tables)
+        reasons = ((local.table, reason_not_fused(local, device_kind, optimizer)) for local in tables)
         table, reason = next((found for found in reasons if found[1] is not None), (own.table, None))
         reason = reason or reason_against_settings(tbes) or reason_not_loaded(own, device_kind)
         if reason is None:
@@ -94,12 +97,12 @@ def make_group(
 
 
 def group_key(table_slice: TableSlice) -> Hashable:
-    """Returns what tables share that one TBE a partition and one formula can serve."""
+    """Returns the key of a group: equal for tables that one TBE a partition and one formula can serve."""
     return (*lookup_formula(table_slice.table), table_slice.shape)
 
 
 def lookup_formula(table: CompositionalEmbeddingConfig) -> tuple[Hashable, ...]:
-    """Returns what tables of one group have in common before they are placed."""
+    """Returns the part of a group's key that does not depend on the placement."""
     combine = table.combine
     # where there is nothing to compose, compositions do not differ
     formula = (combine.name, *combine.setting_values().values())

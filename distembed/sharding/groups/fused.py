@@ -31,7 +31,7 @@ from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storag
 from distembed.kernels.triton_backward import update_bytes
 from distembed.kernels.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
-from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
+from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
     FLOAT_BYTES,
     LONG_BYTES,
@@ -41,14 +41,14 @@ from distembed.sharding.groups.load import (
     LookupWork,
     TableLoad,
 )
-from distembed.sharding.table_slice import TableSlice, is_pooled
+from distembed.sharding.table_slice import LocalTable, TableSlice, is_pooled
 
 _COMPOSED = (Product, Sum, Concat, Feature, PathLinear, PathMLP)
 """Compositions whose formula the kernels have, paths for one partition; a subclass may compose in another way."""
 _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
-"""TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
+"""TorchRec's kernels of partitions whose rows the passes can read; None for weights that every rank has."""
 _BLOCK_BYTES = 256
-"""Bytes of what a CPU's update writes down of a partition, with the gaps between."""
+"""Bytes of the notes of a CPU's update on a partition, with the gaps between."""
 _PRECISIONS = (SparseType.FP32, SparseType.FP16)
 
 
@@ -56,7 +56,7 @@ class FusedGroup(Group):
     """Looks up and updates tables in one pass.
 
     Args:
-        tables: What the rank holds of each table; all share one key of a group.
+        tables: The tables as the rank holds them; all share one key of a group.
         replicated: Weights that are the same on every rank, by partition table's name.
         gradient_scale: Factor of the gradients of replicated weights.
     """
@@ -99,7 +99,7 @@ class FusedGroup(Group):
         return self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "..."]:
-        """Returns what was looked up, which is composed already."""
+        """Returns the vectors as they are: composed and pooled."""
         (composed,) = vectors
         return composed
 
@@ -117,21 +117,21 @@ class FusedGroup(Group):
     def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup | TritonLookup:
         first, remaining = self._tables[0], iter(tbes)
         by_table: list[list[Part]] = [[] for _ in self._tables]
-        for position, own in enumerate(first.slice.partitions):
+        for position, own in enumerate(first.partitions):
             tbe = None if position in self._stacks else next(remaining)
             for number, (local, parts) in enumerate(zip(self._tables, by_table, strict=True)):
                 digits = local.table.scheme.digits()
                 assert digits is not None
                 digit = digits[own.partition]
                 if tbe is None:
-                    parts.append(Part(digit, 0, local.slice.partitions[position].part.num_rows))
+                    parts.append(Part(digit, 0, local.partitions[position].part.num_rows))
                     continue
                 state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[number]
                 num_rows, start = tbe.embedding_specs[number][0], tbe.weights_physical_offsets[number]
                 parts.append(Part(digit, local.first_row, num_rows, start, state_start))
         features_of_tables = [len(local.table.feature_names) for local in self._tables]
         by_feature = [parts for parts, number in zip(by_table, features_of_tables, strict=True) for _ in range(number)]
-        columns = columns_of_partitions(first.slice)
+        columns = columns_of_partitions(first)
         assert columns is not None
         formula = Formula(columns, isinstance(self.combine, Product), self._pools)
         lookup = FusedLookup if storages[0].weights[0].device.type == "cpu" else TritonLookup
@@ -180,18 +180,12 @@ class FusedGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns the two passes of a CPU or the kernels of a GPU, and what finds the tables."""
+        """Returns the two passes of a CPU, or the kernels of a GPU, and the operations that find the tables."""
         return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=8, partition=2)
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
-    """Returns the bytes that a CPU's update of one table takes beside it.
-
-    Args:
-        load: What is looked up in its group.
-        num_rows: Rows of each partition that the rank has of it.
-        num_ids: Ids of all its features.
-    """
+    """Returns the bytes that a CPU's update of one table takes beside it."""
     needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # where rows and sums are
     for own, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
         if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
@@ -203,7 +197,7 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
     """Returns why tables are not looked up in one pass, in words that follow on "because"; None where they are.
 
     Args:
-        table_slice: What a rank holds of a table.
+        table_slice: The slice that a rank holds of a table.
         device_kind: ``cpu`` or ``cuda``.
         optimizer: Name of the optimizer that updates the table's sharded partitions.
     """
@@ -224,9 +218,9 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return "a number of columns is no multiple of 4"
     if any(own.part.num_rows > MAX_ROWS for own in table_slice.partitions):
         return f"a partition has more than {MAX_ROWS} rows"
-    for kernel in table_slice.kernels:
-        if kernel not in _COMPUTE_KERNELS[device_kind]:
-            return f"its compute kernel is {kernel}"
+    for own in table_slice.partitions:
+        if own.kernel not in _COMPUTE_KERNELS[device_kind]:
+            return f"its compute kernel is {own.kernel}"
     if table_slice.sharded and optimizer not in OPTIMIZERS:
         return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
     # whether a GPU's kernels can be had is known there: plans are made elsewhere too
@@ -236,7 +230,7 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
 def reason_not_loaded(table_slice: TableSlice, device_kind: str) -> str | None:
     """Returns why the kernels of tables that can be looked up in one pass do not load; a CPU's are loaded by that.
 
-    A GPU's are compiled when they are first needed, and what goes wrong then is raised.
+    A GPU's are compiled when they are first needed, and raise their errors then.
     """
     columns = columns_of_partitions(table_slice)
     assert columns is not None

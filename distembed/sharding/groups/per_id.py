@@ -1,24 +1,31 @@
-"""Looks each id up by itself, composes, then pools.
+"""Groups that look ids up by FBGEMM's tables: every kind but the fused one.
 
-Ids repeat within a batch, as those of clicks do: on a CPU each distinct id is looked up and composed once, on a GPU
-each occurrence (:mod:`distembed.sharding.distinct`). Where no bag has more than one id there is nothing to pool, and
-finding the distinct ids would take longer than composing repeated ones.
+A kind is chosen once, at construction (:mod:`.choice`), by whether composing commutes with the sum over a bag::
+
+    pooled    sum_i compose(W1[p_i], W2[q_i])  =  compose(sum_i W1[p_i], sum_i W2[q_i])     sum, concat, feature
+    product   sum_i W1[q_i] * W2[r_i]          =  sum_q W1[q] * (sum_{i: q_i = q} W2[r_i])  where buckets q are few
+    others    every id is composed by itself, then pooled                                   maxima, paths
+
+Ids repeat within a batch, as in clicks: on a CPU each distinct id is looked up and composed once, on a GPU each
+occurrence (:mod:`distembed.sharding.distinct`). Where no bag has more than one id there is nothing to pool, and finding
+the distinct ids would take longer than composing repeated ones.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition, PathComposition, Product
+from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.distinct import DistinctIds, distinct_ids, every_id, take_once
 from distembed.sharding.feature_rows import IdCounts
-from distembed.sharding.groups.bag_sums import BAG_SUMS_LAUNCHES, bag_sums_memory, bag_sums_work
-from distembed.sharding.groups.base import Group, LookupRequest, composing_bytes
-from distembed.sharding.groups.functions import functions_memory
+from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
+    BAG_SUMS_LAUNCHES,
     FLOAT_BYTES,
     LONG_BYTES,
     GroupLoad,
@@ -26,12 +33,20 @@ from distembed.sharding.groups.load import (
     LookupMemory,
     LookupWork,
     TableLoad,
+    bag_sums_memory,
+    bag_sums_work,
+    composing_bytes,
+    embedding_bag_bytes,
+    functions_memory,
 )
+from distembed.sharding.table_slice import LocalTable
 
 _FINDING_BYTES = 400
 """Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
 _TAKING_BYTES = 100
-"""The same where every id is taken as it is: its place among those that are padded."""
+"""Bytes for each id where every id is taken as it is: its place among the padded ones."""
+_SPLITTING_BYTES = 300
+"""Bytes that are read and written for each id to split bags: sorting keys, and fifteen passes over numbers."""
 DISTINCT_LAUNCHES = Launches(group=33, partition=15)
 EVERY_ID_LAUNCHES = Launches(group=23, partition=10)
 
@@ -40,7 +55,6 @@ class DistinctGroup(Group):
     """Looks each distinct id up as a bag of its own, composes, then pools."""
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Asks for each distinct id."""
         return self.request_distinct(features)
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
@@ -62,9 +76,10 @@ class DistinctGroup(Group):
         return LookupRequest(rows, [offsets] * self.num_slices, [None] * self.num_slices, features, distinct)
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes the distinct ids' vectors and pools them over the bags of ids."""
+        """Composes the distinct ids' vectors and pools them; vectors of whole bags are composed."""
         features, distinct = request.features, request.distinct
-        assert distinct is not None
+        if distinct is None:
+            return self.combine.compose(vectors).flatten(1)
         composed = self.compose_distinct(request, distinct, vectors)
         pooled = distinct.pool(
             composed, features.offsets().long(), "max" if self.takes_max else "sum", features.weights_or_none()
@@ -88,7 +103,6 @@ class DistinctGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of looking distinct ids up."""
         return cls.distinct_memory(load, device_kind)
 
     @classmethod
@@ -124,7 +138,6 @@ class DistinctGroup(Group):
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:
-        """Returns the work of looking distinct ids up."""
         return cls.distinct_work(load)
 
     @classmethod
@@ -145,7 +158,6 @@ class DistinctGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns the operations of finding distinct ids, of their lookup in each partition, and of pooling."""
         return DISTINCT_LAUNCHES if load.finds_distinct else EVERY_ID_LAUNCHES
 
 
@@ -156,33 +168,139 @@ class PerIdGroup(DistinctGroup):
     """
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Asks for each bag where no bag has more than one id, else for each distinct id.
-
-        Weights that need gradients are applied to distinct ids' vectors as well (:mod:`.pooled` says why).
-        """
         if not weights_need_gradients(features) and self.has_at_most_one_id_each(features):
             # a product is weighted by weighting one of its factors
             return self.request_each_bag(features, [features.weights_or_none(), *[None] * (self.num_slices - 1)])
         return self.request_distinct(features)
 
-    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes the vectors of the bags' single ids, or composes and pools distinct ids."""
-        return super().finish(request, vectors) if request.distinct else self.combine.compose(vectors).flatten(1)
-
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of whichever the batches ask for."""
         return cls.distinct_memory(load, device_kind) if any(load.multi_hot) else bag_sums_memory(load)
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:
-        """Returns the work of whichever the batches ask for."""
         return cls.distinct_work(load) if load.is_multi_hot else bag_sums_work(load)
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns the operations of whichever the batches ask for."""
         return super().launches(load) if load.is_multi_hot else BAG_SUMS_LAUNCHES
+
+
+class PooledGroup(DistinctGroup):
+    """Pools each partition's vectors where they are looked up, and composes the sums.
+
+    It is as fast as a plain table of as many vectors. Where the ids' weights need gradients, these depend on vectors as
+    they were looked up, and FBGEMM's backward pass reads rows that another pass may have updated since: ids are then
+    looked up one by one.
+    """
+
+    def request(self, features: KeyedJaggedTensor) -> LookupRequest:
+        if weights_need_gradients(features):
+            return self.request_distinct(features)
+        return self.request_each_bag(features, [features.weights_or_none()] * self.num_slices)
+
+    @classmethod
+    def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        return bag_sums_memory(load)
+
+    @classmethod
+    def work(cls, load: TableLoad) -> LookupWork:
+        return bag_sums_work(load)
+
+    @classmethod
+    def launches(cls, load: TableLoad) -> Launches:
+        return BAG_SUMS_LAUNCHES
+
+
+class ProductGroup(PerIdGroup):
+    """Splits bags by the rows of the small partitions, on a CPU, where buckets are few (:mod:`..bucket_pool`)."""
+
+    def __init__(
+        self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
+    ) -> None:
+        super().__init__(tables, replicated, gradient_scale)
+        self._num_rows = [max(rows) for rows in zip(*[scheme.num_rows for scheme in self.partitions], strict=True)]
+        self._num_codes = count_buckets_per_bag(self._num_rows)
+
+    def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
+        ids, lengths = features.values().long(), features.lengths()
+        # a GPU would be waited for, to know which buckets are filled
+        is_slower = ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes)
+        if is_slower or weights_need_gradients(features):
+            return super().request_distinct(features)
+        rows = self.rows(ids, IdCounts.of_batch(features))
+        buckets = split_bags(rows, lengths.view(self.num_features, -1), self._num_rows, self._shifts)
+        weights: list[Tensor | None] = [None] * self.num_slices
+        if (id_weights := features.weights_or_none()) is not None:
+            weights[buckets.largest] = id_weights.index_select(0, buckets.order)
+        return LookupRequest(buckets.rows, buckets.offsets, weights, features, buckets=buckets)
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        return super().finish(request, vectors) if request.buckets is None else request.buckets.pool(vectors).flatten(1)
+
+    @classmethod
+    def distinct_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        buckets_per_bag = count_buckets_per_bag(load.max_num_rows)
+        if not load.finds_distinct or not buckets_are_faster(load.num_ids, load.num_bags, buckets_per_bag):
+            return super().distinct_memory(load, device_kind)
+        return _buckets_memory(load, buckets_per_bag)
+
+    @classmethod
+    def distinct_work(cls, load: TableLoad) -> LookupWork:
+        num_rows = load.slice.table.scheme.num_rows
+        buckets_per_bag = count_buckets_per_bag(num_rows)
+        few = not buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag)
+        if few or not load.finds_distinct:
+            return super().distinct_work(load)
+        num_buckets, codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
+        largest = num_rows.index(max(num_rows))
+        lookups = [(load.num_ids, num_buckets) if j == largest else (codes, codes) for j in range(len(num_rows))]
+        # sums are read with their gradients, which are written; the pooled sums are as many as bags
+        moved = (4 * num_buckets + 3 * load.num_bags) * load.slice.num_columns * FLOAT_BYTES
+        return LookupWork(lookups, moved + load.num_ids * _SPLITTING_BYTES)
+
+
+def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:
+    """Returns the bytes of sums over buckets of the largest partition's vectors; their gradient is as large."""
+    num_buckets = load.num_bags * buckets_per_bag
+    vectors = num_buckets * load.dims[0] * FLOAT_BYTES
+    indices = load.num_ids * LONG_BYTES + num_buckets * LONG_BYTES
+    # all partitions' rows, keys, their order, the buckets and how many ids each has
+    sorting = load.num_ids * LONG_BYTES * (len(load.dims) + 4) + num_buckets * LONG_BYTES
+    largest_is_replicated = all(load.is_replicated)
+    saved = indices + vectors + (embedding_bag_bytes(load, num_buckets) if largest_is_replicated else 0)
+    # bags are split before there are vectors; those of replicated weights come in another order, and are copied
+    splitting = indices + sorting - vectors - load.output_bytes
+    forward = max(0, splitting, vectors if largest_is_replicated else 0)
+    return LookupMemory(saved, forward, vectors + load.output_bytes, update_bytes=vectors)
+
+
+class PathGroup(DistinctGroup):
+    """Looks distinct ids up in the first partition, and sends each through its functions, the rows of the others.
+
+    Functions cost more than finding equal ids, so distinct ids are composed even where bags have one id.
+    """
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        """Composes the distinct ids' vectors; where each bag has one id, takes them in the place of pooling."""
+        features, distinct = request.features, request.distinct
+        assert distinct is not None
+        has_one_id_each = features.values().numel() == features.lengths().numel()
+        if features.weights_or_none() is not None or not (has_one_id_each and self.has_at_most_one_id_each(features)):
+            return super().finish(request, vectors)
+        by_row = distinct.inverse.view(self.num_features, -1).t().flatten()
+        composed = self.compose_distinct(request, distinct, vectors)
+        return composed.index_select(0, by_row).unflatten(0, (-1, self.num_features)).flatten(1)
+
+
+class SequenceGroup(DistinctGroup):
+    """Composes each distinct id of sequences and copies its vector to all its occurrences, in the order of ids."""
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "ids width"]:
+        distinct = request.distinct
+        assert distinct is not None
+        composed = self.compose_distinct(request, distinct, vectors)
+        return composed if distinct.order is None else composed.index_select(0, distinct.inverse)
 
 
 def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
@@ -192,5 +310,5 @@ def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
 
 
 def zeros_stay_zero(combine: Composition) -> bool:
-    """Returns whether a composition makes zeros of zeros, whatever its parameters."""
+    """Returns whether a composition makes zeros of zeros, with any parameters."""
     return combine.commutes_with_sum or type(combine) is Product

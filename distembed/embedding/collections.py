@@ -1,7 +1,7 @@
-"""The unsharded module for bags: KeyedJaggedTensor of ids -> KeyedTensor of composed, pooled embeddings.
+"""The unsharded modules: KeyedJaggedTensor of ids -> pooled vectors of bags, or a vector for each id of sequences.
 
-It is the reference for everything sharded: plain autograd, one table after another. It also declares the parameters
-that the sharder places, on the meta device too, under the names ``embedding_bags.<table>__p<j>.weight``.
+They are the reference for everything sharded: plain autograd, one table after another. They also declare the parameters
+that sharders place, on the meta device too: ``embedding_bags.<table>__p<j>.weight``, and ``embeddings.`` of sequences.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_proxy, is_traced, one_node
-from distembed.embedding.batches import bags_of_rows, require_bags_for_rows
-from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.embedding.pooling import pool
+from distembed.embedding.bag import pool
+from distembed.embedding.batches import bags_of_rows, jagged_vectors, require_bags_for_rows
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
 
 
@@ -113,6 +113,85 @@ class CompositionalEmbeddingBagCollection(
         return self._is_weighted
 
 
+class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):
+    """Takes the place of TorchRec's ``EmbeddingCollection``, with compositional tables.
+
+    Parameters are named ``embeddings.<table>__p<j>.weight``. With feature generation a feature has one output for each
+    partition, ``<feature>__p<j>``.
+
+    Args:
+        tables: At least one table, all of the same ``embedding_dim``; names and features must be unique.
+        device: The device of the weights; on ``meta`` they take no memory.
+        need_indices: Whether the outputs carry their ids, as weights.
+
+    Raises:
+        UserError: Names are not unique, or the tables' dimensions differ.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+    ) -> None:
+        super().__init__(tables, device)
+        for table in tables:
+            if table.embedding_dim != tables[0].embedding_dim:
+                raise UserError(
+                    f"embedding_dim of table {table.name!r} is {table.embedding_dim} and that of {tables[0].name!r} "
+                    f"{tables[0].embedding_dim}; the tables of a CompositionalEmbeddingCollection have the same: make "
+                    "one collection for each."
+                )
+        self._need_indices = need_indices
+        self.embeddings = self._make_lookups(_embedding)
+        self.reset_parameters()
+
+    @property
+    def _lookups(self) -> nn.ModuleDict:
+        return self.embeddings
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks ids up and composes; each output has its feature's lengths.
+
+        Raises:
+            UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
+        """
+        if is_proxy(features):
+            node = one_node(self, features)
+            return {key: node[key] for key in vector_names(self._tables)}
+        features = maybe_td_to_kjt(features)
+        mapped = self.map_ids(features)
+        bags = bags_of_rows(features.inverse_indices_or_none())
+        outputs: dict[str, JaggedTensor] = {}
+        for feature in self.embed(features, mapped):
+            keys, dim = feature.table.vector_names(feature.name), self.embedding_dim()
+            ids = feature.ids if self._need_indices else None
+            own = None if bags is None else bags[feature.name]
+            outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, own)
+        return outputs
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        self._require_own_sharder()
+        return self._shown_configs
+
+    @cached_property
+    def _shown_configs(self) -> list[EmbeddingConfig]:
+        return torchrec_configs(EmbeddingConfig, self._tables)
+
+    def embedding_dim(self) -> int:
+        """Returns the dimension of a vector."""
+        return self._tables[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        """Returns whether the outputs carry their ids."""
+        return self._need_indices
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Returns the keys of the output for each table."""
+        return [[key for name in table.feature_names for key in table.vector_names(name)] for table in self._tables]
+
+
 def _has_one_id_a_bag(features: KeyedJaggedTensor) -> bool:
     """Returns whether each bag has one id, whose vector is that of the bag; on a GPU, which would be waited for, no."""
     lengths, values = features.lengths_or_none(), features.values()
@@ -130,3 +209,9 @@ def _embedding_bag(weight: Tensor) -> nn.Module:
     """Returns a module that holds the vectors of one partition."""
     num_rows, dim = weight.shape
     return nn.EmbeddingBag(num_rows, dim, _weight=weight, mode="sum", include_last_offset=True)
+
+
+def _embedding(weight: Tensor) -> nn.Module:
+    """Returns a module that holds the vectors of one partition."""
+    num_rows, dim = weight.shape
+    return nn.Embedding(num_rows, dim, _weight=weight)
