@@ -1,7 +1,7 @@
 """A mark on a batch, set before it is on a GPU: no bag has more than one id.
 
-Where it is known, composed vectors need no pooling. A GPU would have to be waited for to find it out, and each rank has
-the bags of all others to look up; so it is said of the data, not found in a batch.
+Marked batches need no pooling of composed vectors. To find this out from a batch on a GPU, the host would wait for the
+GPU, and each rank looks up the bags of all ranks. The reader therefore sets the mark while the batch is on the CPU.
 """
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,10 +12,10 @@ _MARK = "_distembed_has_single_ids"
 
 
 def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Says of a batch on the CPU, and so of all batches of all ranks, that no bag has more than one id; returns it.
+    """Marks a batch on the CPU, and returns it. The mark promises that no bag of any batch of any rank has two ids.
 
-    Sharded compositional tables on a GPU then compose each bag's id without pooling. They stop to do so as soon as any
-    batch of a rank comes without the mark.
+    Sharded compositional tables on a GPU then compose each bag's id without pooling, until a rank gets a batch without
+    the mark.
 
     Raises:
         UserError: A bag of this batch has more than one id.

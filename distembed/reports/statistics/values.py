@@ -10,9 +10,9 @@ from typing import Any
 from distembed.base.files import finite
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-"""The quantiles of a column of numbers that are said."""
+"""The reported quantiles of a column of numbers."""
 TOP_SIZES = (1, 10, 100, 1000)
-"""Of how many of the commonest ids the share of all is said."""
+"""Numbers of commonest ids whose share of all ids is reported."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class CommonId:
     id: int
     value: str | None  # what it stands for, as text; None where the dataset does not say
     count: int  # how often training rows have it
-    label_rate: float | None  # mean label of the rows that have it, each as often as they have it; None without labels
+    label_rate: float | None  # mean label over the occurrences of the id; None without labels
 
 
 @dataclass(frozen=True)
 class IdsOfSplit:
-    """The ids of one feature in one split, as shares of all its ids there; of a list, each of its ids counts."""
+    """Ids of one feature in one split. Shares are of all ids of the feature in the split; each id of a list counts."""
 
     num_ids: int  # number of ids, with repetitions
-    missing: float  # share of those that stand for a missing value; of lists, the share of rows whose list is empty
-    out_of_vocabulary: float  # share of those that stand for values without an id of their own
-    unseen: float  # share of ids, but for these two, that no training row has
+    missing: float  # share of ids of missing values; for lists, share of rows with an empty list
+    out_of_vocabulary: float  # share of ids of values outside the vocabulary
+    unseen: float  # share of ids, without these two, that no training row has
     distinct_unseen: int  # number of distinct ids that no training row has
 
 
@@ -49,8 +49,8 @@ class FeatureStatistics:
     """A categorical feature."""
 
     num_embeddings: int  # number of ids of its table
-    cardinality: int  # number of distinct ids in training, but for those of missing and unknown values
-    # Share of all ids in training that the 1, 10, 100 and 1000 commonest have, but for those two.
+    cardinality: int  # number of distinct ids in training, without missing and unknown values
+    # Share of the 1, 10, 100 and 1000 commonest ids in all ids in training, without missing and unknown values.
     top_shares: Mapping[int, float]
     entropy_bits: float  # entropy of all ids in training; 2 to its power is a number of equally common ids
     zipf_exponent: float | None  # slope s of the counts, by rank to the power -s; None for fewer than three ids
@@ -68,7 +68,7 @@ class NumbersOfSplit:
     mean: float
     deviation: float  # their standard deviation
     quantiles: tuple[float, ...]  # those of :data:`QUANTILES`
-    every: int  # quantiles, but the first and last, are of one row in so many; 1 for all
+    every: int  # inner quantiles are of every k-th row; k = 1: of all rows
 
 
 @dataclass(frozen=True)
