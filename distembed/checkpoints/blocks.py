@@ -7,7 +7,7 @@
     index.json      NAME: dtype, size, blocks: [file, first byte, bytes, checksum, offsets, sizes]
 
 A block is a rectangle of a tensor: it begins at ``offsets`` and has ``sizes``. A reader looks up which saved blocks
-overlap its own shards and reads these blocks alone, so that any layout and number of ranks reads what another wrote::
+overlap its own shards and reads these blocks alone, under any layout and on any number of ranks::
 
     saved    |  block 0  |  block 1  |  block 2  |        rows of one tensor
     live           |        a shard        |
@@ -39,7 +39,7 @@ _MOST_THREADS = 4
 
 
 class DamagedFile(ValueError):
-    """A file of a checkpoint that does not hold what was written to it."""
+    """A file of a checkpoint whose contents have changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def write_blocks(checkpoint: str, rank: int, tensors: Mapping[str, TensorShards]
 def index_bytes(parts: Iterable[Mapping[str, SavedTensor]]) -> bytes:
     """Returns the contents of ``index.json`` for the parts that all ranks wrote.
 
-    A block that several ranks wrote, such as a number that they all keep, is listed once.
+    A block that several ranks wrote, for example a replicated step count, is listed once.
     """
     index: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -218,7 +218,7 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
 
 @dataclass(frozen=True)
 class _Part:
-    """What a block and a live shard share: a view of the live numbers, and the place of their values in the block."""
+    """The overlap of a block and a live shard: a view of the live numbers, and their place within the block."""
 
     target: Tensor
     source: tuple[slice, ...]
@@ -268,7 +268,7 @@ class _Read:
             part.fill(values)
 
     def _is_in_place(self) -> bool:
-        """Returns whether the bytes of the block are those of one live part."""
+        """Returns whether the block can be read straight into the memory of its only live part."""
         target = self.parts[0].target
         return (
             len(self.parts) == 1

@@ -81,7 +81,7 @@ def load_checkpoint(
         checkpoint: Local path or URL of a checkpoint that is whole.
         model: A model as for :func:`save_checkpoint`, under any plan on any number of ranks.
         optimizer: The optimizer of its parameters; None to leave optimizer state alone.
-        collectives: The ranks; those of the default process group unless given.
+        collectives: The ranks; None for the ranks of the default process group.
 
     Returns:
         The ``progress`` that :func:`save_checkpoint` was given.
@@ -182,7 +182,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
         The weights, one a suffix.
 
     Raises:
-        UserError: The checkpoint has no such weight, or cannot be read.
+        UserError: The checkpoint has no weight of that name, or cannot be read.
     """
     saved, weights = SavedCheckpoint.read(str(checkpoint)), {}
     for suffix in suffixes:

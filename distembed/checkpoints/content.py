@@ -5,7 +5,7 @@ The names of tensors say nothing of the layout::
     model.NAME              a weight or buffer of the model
     optimizer.NAME.STATE    see distembed.checkpoints.optimizer_state
     random.DEVICE.RANK      the state of torch's random number generators on a rank
-    ranks.NAME.RANK         a tensor that a rank has for itself, such as its place in the dataset
+    ranks.NAME.RANK         a tensor that a rank has for itself, for example its place in the dataset
 
 A rank's random state serves that rank only as long as the number of ranks is the same. On another number of ranks each
 rank starts a new stream, seeded by a hash of the first rank's saved state, the number of ranks and its own number, so

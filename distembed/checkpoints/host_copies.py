@@ -1,14 +1,14 @@
 """Copies of tensors in host memory, taken from a GPU through two page-locked buffers.
 
 A GPU copies into page-locked memory at the speed of the bus, and into other memory at a fraction of it, piece by piece,
-while the host waits. But page-locked memory of the size of all tables would be missed by all else on the machine. So
-tensors are packed into one buffer while what the other one holds is moved to its place::
+while the host waits. Page-locked memory of the size of all tables would starve the rest of the machine. So tensors are
+packed into one buffer while the contents of the other buffer are moved to their places::
 
     GPU     | A  B  C |         | D  E  F |         | G  ...
     buffer 1   A  B  C  -> host     |         G ...
     buffer 2                D  E  F  -> host
 
-What is on the host already is copied as it is.
+Tensors on the host are copied directly.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def _room(num_bytes: int) -> int:
 
 @dataclass
 class _Buffer:
-    """A page-locked buffer, and what is in it for which place."""
+    """A page-locked buffer, and the tensors that its pieces are moved to."""
 
     num_bytes: int
     _used: int = 0
@@ -80,7 +80,7 @@ class _Buffer:
         return self._used + num_bytes <= self.num_bytes
 
     def add(self, piece: Tensor, place: Tensor) -> None:
-        """Has the GPU copy a piece into the buffer, after what it does now."""
+        """Queues a copy of a piece into the buffer on the GPU."""
         room = self._memory[self._used : self._used + piece.nbytes].view(piece.dtype).view(piece.shape)
         room.copy_(piece, non_blocking=True)
         self._held.append((room, place))

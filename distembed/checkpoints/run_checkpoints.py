@@ -176,7 +176,7 @@ class Checkpoints:
         return None
 
     def tidy(self, say: Callable[[str], None]) -> None:
-        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes those that no process completed.
+        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes incomplete ones.
 
         Args:
             say: Prints a line; called for each checkpoint that is set aside.
@@ -207,13 +207,13 @@ class Checkpoints:
             step: Number of steps done.
             model: The model as it is now.
             optimizer: The optimizer of its parameters.
-            progress: What :meth:`restore` returns.
+            progress: The progress that :meth:`restore` will return.
             say: Prints a line, when the checkpoint is whole.
             is_due: Whether a run that is not interrupted would write it too.
 
         Raises:
-            RunError: This checkpoint could not be written; the error gives the reason. Where the one before could not
-                be, this one is written at once, to see whether that was a passing failure.
+            RunError: This checkpoint could not be written; the error gives the reason. After a failure in the
+                background the next checkpoint is written at once, to see whether the failure has passed.
         """
         failed_before = self._join()
         name = checkpoint_name(step, interrupted=not is_due)

@@ -1,7 +1,7 @@
-"""Tensors of which each rank holds some shards.
+"""Tensors whose shards are divided among ranks.
 
-Names and sizes are those of the whole tensor under any plan, kernel and number of ranks, so that any layout reads a
-checkpoint of any other. A table of 6 rows and 4 columns, on two ranks::
+A saved tensor has the name and size of the whole tensor under any plan, kernel and number of ranks, so that any layout
+reads a checkpoint of any other. A table of 6 rows and 4 columns, on two ranks::
 
       row-wise      column-wise      replicated
     | 0 0 0 0 |    | 0 0 1 1 |      | * * * * |

@@ -46,7 +46,7 @@ class CheckpointStore:
     """Named checkpoints below one place.
 
     Args:
-        url: A local path, or a URL such as ``s3://bucket/folder``.
+        url: A local path, or a URL, for example ``s3://bucket/folder``.
 
     Raises:
         UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
@@ -286,7 +286,7 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
         keeps_best: The run's ``train.keep_best``.
 
     Raises:
-        UserError: The run has no such checkpoint, or the place cannot be reached.
+        UserError: The run lacks the chosen checkpoint, or the place cannot be reached.
     """
     newest = newest_checkpoint(run_dir, checkpoint_dir)
     if choice == "newest" or (choice is None and not keeps_best):
@@ -367,7 +367,7 @@ def storage_errors(place: str) -> Iterator[None]:
 
     Raises:
         UserError: A file system raised an error.
-        RunError: A file system raised an error that may pass by itself, such as a lost connection or a full disk.
+        RunError: A file system raised an error that may pass by itself: a lost connection or a full disk.
     """
     try:
         yield

@@ -44,7 +44,7 @@ class _Record:
 class _IndexUnpickler(pickle.Unpickler):
     """Knows the names of torch's index and no others.
 
-    The stand-ins are made anew for each file, so that no file can change those of another.
+    Each file gets its own stand-ins, so that no file can change how another is read.
     """
 
     def __init__(self, data: bytes) -> None:

@@ -117,7 +117,7 @@ def on_every_rank(collectives: Collectives, function: Callable[[], T]) -> T:
 
 
 def not_written(store: CheckpointStore, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
-    """Returns the error for a checkpoint that cannot be written, of which this rank has ``num_bytes`` to write."""
+    """Returns the error for a checkpoint that cannot be written; this rank has ``num_bytes`` to write."""
     needed = "" if num_bytes is None else f"; this rank has {format_bytes(num_bytes)} to write"
     return RunError(
         f"The checkpoint {store.checkpoint_path(name)} could not be written ({_reason(error)}){needed}"

@@ -51,7 +51,7 @@ def report_command(
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs, and of means over seeds."""
     from distembed.reports.report import print_comparison, write_run_report
-    from distembed.training.sweeps.given_runs import given_runs
+    from distembed.training.sweeps.sweep import given_runs
 
     print_comparison(write_run_report(given_runs(runs), output, overwrite, baseline), console, baseline)
     say(f"report {output}")

@@ -26,7 +26,7 @@ from distembed.tasks import Task
 from distembed.training.build import Blueprint
 from distembed.training.config import Config
 from distembed.training.newest import read_newest
-from distembed.training.task_model import TaskModel
+from distembed.training.pipeline import TaskModel
 from distembed.training.trained_run import TrainedRun
 
 

@@ -1,9 +1,9 @@
-"""The best evaluation of a run so far, by the task's headline metric: what to keep, and when to stop.
+"""The best evaluation of a run so far: it decides which checkpoint is kept, and when training stops.
 
 An evaluation is better than all before it where its metric improves by more than ``train.min_improvement`` (other
 libraries' ``min_delta``); training stops after ``train.stop_after_evaluations`` in a row that are not (``patience``).
-An evaluation whose metric is not defined, such as the AUC of one class, is passed over: it counts neither way.
-What was best is part of the training state, so that a resumed run stops where it would have stopped.
+An evaluation whose metric is not defined (the AUC of one class) is passed over: it counts neither way.
+The best evaluation is part of the training state, so that a resumed run stops where it would have stopped.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class BestEvaluation:
         Args:
             step: Number of steps after which the evaluation is.
             value: Its headline metric; NaN or infinite where it is not defined.
-            metric: The headline metric, which says what is better.
-            min_improvement: What a better value exceeds the best one by.
+            metric: The headline metric; it says whether higher or lower values are better.
+            min_improvement: The difference by which a better value exceeds the best one.
         """
         if step <= self.last_step:
             return self
@@ -74,7 +74,7 @@ class BestEvaluation:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "BestEvaluation":
-        """Returns what :meth:`to_json` returned; one before any evaluation where a run has recorded none."""
+        """Returns the evaluation of :meth:`to_json`; one before any evaluation where a run has recorded none."""
         return cls() if values is None else cls(**values)
 
 

@@ -1,5 +1,6 @@
 """Builds a model from a config and a dataset's schema: ready to step, or to be planned for ranks that are not here."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from distembed.base.cores import is_intel_processor, multiplies_faster_in_bf16
 from distembed.base.errors import UserError
-from distembed.base.ranks import Ranks
+from distembed.base.ranks import Collectives, Ranks
+from distembed.checkpoints.grown import load_grown
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
@@ -33,9 +35,9 @@ from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task, batch_schema
 from distembed.tasks.base import TaskContext, require_fields
 from distembed.training.config import Config
-from distembed.training.pipeline import StepPipeline
+from distembed.training.initial_run import InitialRun
+from distembed.training.pipeline import StepPipeline, TaskModel
 from distembed.training.start import PlanChoice
-from distembed.training.task_model import TaskModel
 from distembed.training.train_config import TrainConfig
 
 
@@ -327,3 +329,26 @@ def _move_networks(module: nn.Module, collections: set[str], device: torch.devic
         parameter.data = parameter.data.to(device)
     for name, buffer in module.named_buffers(recurse=False):
         setattr(module, name, buffer.to(device))
+
+
+def take_over(initial: InitialRun, blueprint: Blueprint, state: TrainingState) -> int:
+    """Reads the checkpoint of an earlier run into a live model; all ranks call it.
+
+    Known rows of tables keep their numbers and optimizer states; new rows have the numbers of a fresh start. Adam's
+    states keep their number of steps, which corrects their bias, as if a new row had not occurred in a batch yet.
+
+    Args:
+        initial: The earlier run.
+        blueprint: What the live model was built from.
+        state: The live model and its optimizers.
+
+    Returns:
+        The number of steps that the optimizers' states have gathered.
+
+    Raises:
+        UserError: The checkpoint is of another model or of other optimizers, or cannot be reached.
+        DamagedCheckpoint: It is damaged.
+    """
+    earlier = dataclasses.replace(blueprint, config=initial.config, schema=initial.schema, sse={})
+    before = TaskModel(earlier.build_unsharded(), earlier.task, blueprint.world_size, blueprint.device, blueprint.bf16)
+    return load_grown(initial.checkpoint, before, state.model, state.optimizers.combined, Collectives())

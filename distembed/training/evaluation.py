@@ -53,7 +53,7 @@ def score(state: TrainingState, batches: Generator[Batch, None, None]) -> Iterat
 
 
 def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Generator[Batch, None, None]:
-    """Yields this rank's batches of an evaluation: those of the task, or the rows of the split."""
+    """Yields this rank's batches of an evaluation: the task's own batches, or the rows of the split."""
     own = state.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
     if own is not None:
         yield from own

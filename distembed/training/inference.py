@@ -17,8 +17,7 @@ from distembed.training.build import Blueprint, TrainingState, build_training_st
 from distembed.training.config import Config
 from distembed.training.evaluation import score_batches, score_split
 from distembed.training.newest import read_newest
-from distembed.training.prediction_columns import PredictionColumns, recommended_values
-from distembed.training.rank_order import RankOrder
+from distembed.training.prediction_columns import PredictionColumns, RankOrder, recommended_values
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
 

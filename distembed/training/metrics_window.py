@@ -1,25 +1,26 @@
-"""The losses, and what a task has summed up, of the steps from which the next line of training metrics is computed.
+"""Collects the losses and the task's sums of the steps since the last line of training metrics.
 
-Everything stays on the device, and nothing is asked of it, until the line is due.
+Everything stays on the device, and the host waits for nothing, until the line is due.
 
-A checkpoint may be due between two lines. It keeps what the window holds (:meth:`MetricsWindow.tensors`), so that the
-next line of a run that goes on from there is, to the bit, the one that it would have been.
+A checkpoint may be due between two lines. It keeps the window's contents (:meth:`MetricsWindow.tensors`), so that a
+resumed run prints the line that an uninterrupted run prints, to the bit.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from distembed.base.ranks import Ranks
+from distembed.sse import take_counts
 from distembed.tasks.base import Outputs
 
 _LOSS, _SUM, _REPLACED = "loss", "sum:", "replaced:"
-_OUTPUT = "output:"  # of checkpoints of early versions, which kept the outputs of all rows
 
 
 @dataclass
@@ -29,7 +30,7 @@ class MetricsWindow:
     Attributes:
         loss: The sum over the steps of the loss times the step's rows, float64: this rank's share times the number of
             ranks; None before the first step.
-        sums: What the task has summed up of the steps' rows on this rank, by name.
+        sums: The task's sums over the steps' rows on this rank, by name.
         replaced: How many ids were replaced on this rank, and how many there were, by table.
         rows: Number of rows of all steps on all ranks.
         started: When the first step began, in seconds of ``time.perf_counter``.
@@ -57,7 +58,7 @@ class MetricsWindow:
         self.paused += time.perf_counter() - started
 
     def add(self, loss: Tensor, sums: Outputs, rows: int) -> None:
-        """Adds a step with its loss, what the task has summed up of it on this rank, and its rows on all ranks."""
+        """Adds a step with its loss, the task's sums of it on this rank, and its rows on all ranks."""
         self.rows += rows
         self._unseen_losses.append(loss)
         weighted = loss.double() * rows
@@ -81,11 +82,11 @@ class MetricsWindow:
         return None if first is None else (len(on_host) - 1 - first, on_host[first])
 
     def values(self, world_size: int) -> dict[str, Any]:
-        """Returns what is the same on all ranks, as JSON holds it; ``world_size`` is their number."""
+        """Returns the values that all ranks share, for JSON; ``world_size`` is the number of ranks."""
         return {"rows": self.rows, "seconds": self.seconds, "world_size": world_size}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what this rank has of the window, by names; nothing where there are no steps."""
+        """Returns this rank's part of the window, by names; nothing where there are no steps."""
         if self.loss is None:
             return {}
         tensors = {_LOSS: self.loss.reshape(1)}
@@ -99,18 +100,15 @@ class MetricsWindow:
         tensors: Mapping[str, list[Tensor]],
         world_size: int,
         device: torch.device,
-        sums_of: Callable[[Outputs], Outputs],
     ) -> "MetricsWindow":
         """Returns the window that a checkpoint was saved in.
 
         Args:
-            values: What :meth:`values` returned.
-            tensors: What :meth:`tensors` returned on the ranks whose part this one takes over, by name.
+            values: The saved :meth:`values`.
+            tensors: The saved :meth:`tensors` of the ranks whose part this rank takes over, by name.
             world_size: Number of ranks now.
             device: The device of this rank.
-            sums_of: The task's :meth:`~distembed.tasks.base.Task.training_sums`.
         """
-        outputs: dict[str, Tensor] = {}
         window = cls(rows=values["rows"], started=time.perf_counter() - values["seconds"])
         for name, parts in tensors.items():
             found = [part.to(device) for part in parts]
@@ -119,17 +117,43 @@ class MetricsWindow:
                 # a rank's loss is its share times the number of ranks
                 same = world_size == values["world_size"]
                 window.loss = total if same else total * world_size / values["world_size"]
-            elif name.startswith(_OUTPUT):
-                outputs[name.removeprefix(_OUTPUT)] = torch.cat(found)
             elif name.startswith(_SUM):
                 window.sums[name.removeprefix(_SUM)] = torch.stack(found).sum(0)
             else:
                 window.replaced[name.removeprefix(_REPLACED)] = torch.stack(parts).sum(0)
-        if outputs:
-            window.sums = dict(sums_of(outputs))
         return window
 
 
 def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the sums by name; the tensors that are given stay as they are, as a checkpoint may be reading them."""
     return {**totals, **{name: totals[name] + own if name in totals else own for name, own in numbers.items()}}
+
+
+def replaced_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
+    """Returns how many ids of each table were replaced on this rank, and how many there were, since the last call.
+
+    Args:
+        model: The model.
+        until_step: Number of steps done; counts of later steps, which a pipeline has prepared, wait for the next call.
+
+    Returns:
+        int64 ``[2]`` by table.
+    """
+    return {table: torch.tensor(counts) for table, counts in take_counts(model, until_step).items()}
+
+
+def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]:
+    """Returns the share of each table's ids that was replaced on all ranks; all ranks call it.
+
+    Args:
+        counts: This rank's :func:`replaced_counts`.
+        ranks: This rank among all.
+
+    Returns:
+        The share in [0, 1] by table, without tables that had no ids, on rank 0; an empty dict on other ranks.
+    """
+    totals = ranks.sum(torch.stack([*counts.values(), torch.zeros(2, dtype=torch.long)]))
+    if not ranks.is_first:
+        return {}
+    by_table = zip(counts, totals.tolist(), strict=False)  # but the last, which is there for models without tables
+    return {table: replaced / seen for table, (replaced, seen) in by_table if seen}

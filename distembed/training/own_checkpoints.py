@@ -1,4 +1,4 @@
-"""The place where a run keeps its checkpoints, which holds those of no other run."""
+"""The place of a run's checkpoints, which it shares with no other run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,10 +38,10 @@ def require_empty_place(checkpoints: Checkpoints, train: TrainConfig, folder: Pa
 
 
 def require_own(progress: Mapping[str, Any], run_id: str, train: TrainConfig, folder: Path) -> None:
-    """Makes sure that what a run goes on from is a checkpoint of its own.
+    """Makes sure that a resumed run reads a checkpoint of its own.
 
     Args:
-        progress: What the checkpoint has as its progress; those of early versions do not say whose they are.
+        progress: The progress in the checkpoint.
         run_id: The run's id.
         train: The ``train`` section of the config.
         folder: The run's folder.

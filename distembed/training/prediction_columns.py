@@ -1,10 +1,13 @@
-"""What a task's predictions become in a file: numbers, and the raw values of users and items in place of their ids."""
+"""Writes a task's predictions: as numbers, with raw values of users and items for their ids, in the order of ranks."""
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import numpy.typing as npt
 import pyarrow as pa
@@ -22,7 +25,7 @@ class PredictionColumns:
     Attributes:
         task: The task, whose :attr:`~distembed.tasks.base.Task.prediction_columns` they are.
         values: The raw value of each id, of users and of items; where there are none, ids are written.
-        left_out: Names of columns that are not written, such as a label that is not known.
+        left_out: Names of columns that are not written, for example an unknown label.
     """
 
     task: Task
@@ -36,7 +39,7 @@ class PredictionColumns:
         return pa.schema([(name, self._type(name)) for name in names])
 
     def table(self, found: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
-        """Returns what :meth:`~distembed.tasks.base.Task.predictions` returned as these columns."""
+        """Returns the values of :meth:`~distembed.tasks.base.Task.predictions` as these columns."""
         return pa.table({name: self._column(name, found[name]) for name in self.schema.names}, schema=self.schema)
 
     def _type(self, name: str) -> pa.DataType:
@@ -62,3 +65,62 @@ def recommended_values(dataset: str | os.PathLike[str]) -> dict[str, pa.Array]:
 def _feature(column: str) -> str:
     """Returns the feature whose ids a column of predictions has."""
     return USER if column == USER else ITEM
+
+
+class RankOrder:
+    """Writes tables that arrive a step at a time from all ranks, rank after rank.
+
+    Rank 0 uses it as a context. Tables of rank 0 are passed on at once. Tables of other ranks wait in unnamed files
+    next to the output, one a rank, so that memory stays that of a step.
+
+    Args:
+        columns: Columns of the tables.
+        num_ranks: Number of ranks.
+        folder: Folder whose disk has room for the tables of all ranks but the first.
+    """
+
+    def __init__(self, columns: pa.Schema, num_ranks: int, folder: Path) -> None:
+        self._num_rows = 0
+        with ExitStack() as resources:
+            self._files: list[IO[bytes]] = [
+                resources.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(1, num_ranks)
+            ]
+            self._spools = [resources.enter_context(pa.ipc.new_stream(file, columns)) for file in self._files]
+            self._resources = resources.pop_all()
+
+    def __enter__(self) -> "RankOrder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def write(self, tables: Sequence[pa.Table], write: Callable[[pa.Table], None]) -> None:
+        """Takes a step's tables, one a rank; each may be empty.
+
+        Raises:
+            OSError: There is no room for them.
+        """
+        first, *others = tables
+        self._pass_on(first, write)
+        for table, spool in zip(others, self._spools, strict=True):
+            spool.write_table(table)
+
+    def finish(self, write: Callable[[pa.Table], None]) -> int:
+        """Passes on the tables that wait, rank after rank, and returns the number of rows of all.
+
+        Raises:
+            OSError: They cannot be read back.
+        """
+        for file, spool in zip(self._files, self._spools, strict=True):
+            spool.close()
+            file.seek(0)
+            for batch in pa.ipc.open_stream(file):
+                self._pass_on(pa.Table.from_batches([batch]), write)
+        return self._num_rows
+
+    def _pass_on(self, table: pa.Table, write: Callable[[pa.Table], None]) -> None:
+        if len(table):
+            self._num_rows += len(table)
+            write(table)

@@ -1,9 +1,11 @@
-"""The reader of a run's training rows, batches as they are stepped, and what ranks know of rows that are unreadable."""
+"""Reads a run's training rows, prepares batches, and reports unreadable rows and losses that are not finite."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
+from distembed.base.errors import RunError
 from distembed.base.ranks import Collectives, Ranks
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 from distembed.data.reader.decode import too_many_unreadable
@@ -13,7 +15,7 @@ from distembed.training.config import Config
 
 
 def prepared_batch(task: Task, batch: Batch, position: BatchPosition | None, device: torch.device) -> Batch:
-    """Returns a batch of a reader with what the task adds to it, in page-locked memory where a GPU will copy it.
+    """Returns a batch with the task's additions, in page-locked memory where a GPU will copy it.
 
     Args:
         task: The task.
@@ -54,10 +56,10 @@ def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> 
 def gather_unreadable(
     known: Mapping[str, str], reader: BatchReader, most: int, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Returns what is wrong with each row group that any rank could not read; all ranks call it.
+    """Returns the reason for each row group that some rank could not read; all ranks call it.
 
     Args:
-        known: What was returned before.
+        known: The reasons of the previous call.
         reader: This rank's reader.
         most: Most row groups that may be unreadable.
         say: Shows a line for each that is new.
@@ -73,3 +75,26 @@ def gather_unreadable(
     for name in sorted(found.keys() - known.keys()):
         say(f"warning: rows of others take the place of those of {name}: {found[name]}")
     return found
+
+
+def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:
+    """Writes this rank's rows of a step to a file in the run's folder, and returns the error that names it.
+
+    Args:
+        reader: A reader of this rank's rows, which is moved to the step's batch.
+        folder: The run's folder.
+        rank: This rank's number.
+        step: Number of the step, from 1.
+        loss: The loss of the step on this rank.
+    """
+    epoch, batch = divmod(step - 1, reader.batches_per_epoch)
+    path = folder / f"not-finite-step-{step}-rank-{rank}.npz"
+    reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})
+    next(iter(reader)).write(path)
+    return RunError(
+        f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {rank}). "
+        f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
+        "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
+        "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
+        "or train.precision=fp32."
+    )

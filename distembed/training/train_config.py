@@ -1,6 +1,6 @@
-"""The ``train`` section of a config."""
+"""The ``train`` section of a config, and the steps after which it asks for evaluations and checkpoints."""
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
@@ -23,7 +23,7 @@ class TrainConfig:
         seed: Seed of the weights, the order of rows and everything else that is random.
         dense_optimizer: Optimizer of the networks.
         sparse_optimizer: Optimizer of the embedding tables.
-        precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
+        precision: Arithmetic of the networks: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
             matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where every
             rank's device multiplies matrices faster in it, else fp32.
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
@@ -66,3 +66,43 @@ class TrainConfig:
     def compares_evaluations(self) -> bool:
         """Whether evaluations decide what is kept, or when training ends."""
         return self.keep_best or self.stop_after_evaluations is not None
+
+
+@dataclass(frozen=True)
+class DueSteps:
+    """The steps after which a run evaluates and saves: every so many, at the end of each epoch, and at its end.
+
+    Attributes:
+        train: The ``train`` section of the config.
+        batches_per_epoch: Number of steps of an epoch.
+        num_steps: Number of steps of the whole run.
+        evaluates: Whether there is a split to evaluate on while training.
+    """
+
+    train: TrainConfig
+    batches_per_epoch: int
+    num_steps: int
+    evaluates: bool
+
+    def checkpoint(self, step: int) -> bool:
+        """Returns whether a checkpoint is due after so many steps."""
+        return self._is_due(step, self.train.checkpoint_every)
+
+    def evaluation(self, step: int) -> bool:
+        """Returns whether an evaluation on the validation split is due after so many steps."""
+        return self.evaluates and self._is_due(step, self.train.evaluate_every)
+
+    def evaluation_before_checkpoint(self, step: int) -> bool:
+        """Returns whether the checkpoint after so many steps waits for an evaluation, which is part of its state."""
+        return self.train.compares_evaluations and self.evaluation(step)
+
+    def next_step(self, step: int) -> int:
+        """Returns the step after which something is due next."""
+        ends = [self.num_steps, (step // self.batches_per_epoch + 1) * self.batches_per_epoch]
+        intervals = self.train.evaluate_every, self.train.checkpoint_every
+        return min([*ends, *((step // every + 1) * every for every in intervals if every)])
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Returns whether an action of this interval is due; 0 is for the end of each epoch only."""
+        at_epoch_end = step % self.batches_per_epoch == 0 or step == self.num_steps
+        return step > 0 and (at_epoch_end or (every > 0 and step % every == 0))

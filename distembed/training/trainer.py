@@ -22,25 +22,23 @@ from distembed.checkpoints.content import Progress
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST
 from distembed.data.reader import Batch
+from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
+from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.best import BestEvaluation, require_comparable
-from distembed.training.build import Blueprint, build_training_state
+from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.config import Config
-from distembed.training.due import DueSteps
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
-from distembed.training.metrics_window import MetricsWindow
-from distembed.training.not_finite import keep_batch
+from distembed.training.metrics_window import MetricsWindow, replaced_counts, replaced_shares
 from distembed.training.own_checkpoints import own_checkpoints, require_empty_place, require_own
 from distembed.training.progress import TrainingProgress
-from distembed.training.reading import gather_unreadable, prepared_batch, training_reader
-from distembed.training.replaced_shares import replaced_counts, replaced_shares
+from distembed.training.reading import gather_unreadable, keep_batch, prepared_batch, training_reader
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunStart
-from distembed.training.start_lines import start_lines
-from distembed.training.take_over import take_over
+from distembed.training.train_config import DueSteps
 
 _LOSSES = "weighted losses"  # a name that no task's own sums have
 
@@ -373,12 +371,10 @@ class Trainer:
 
     def _restored_window(self) -> MetricsWindow:
         """Returns the window of metrics in which the run was saved, or an empty one."""
-        # checkpoints of early versions have none
-        values = None if self._resumed is None else self._resumed.values.get("window")
-        if self._resumed is None or values is None:
+        if self._resumed is None:
             return MetricsWindow()
-        ranks, sums_of = self._ranks, self._state.task.training_sums
-        return MetricsWindow.restored(values, self._resumed.tensors, ranks.world_size, ranks.device, sums_of)
+        values = self._resumed.values["window"]
+        return MetricsWindow.restored(values, self._resumed.tensors, self._ranks.world_size, self._ranks.device)
 
     def _say(self, text: str) -> None:
         """Prints a line before training begins, on rank 0."""
@@ -393,7 +389,7 @@ class Trainer:
             f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
-        for line in start_lines(self._start, self._state):
+        for line in _start_lines(self._start, self._state):
             self._progress.say(line)
 
     def _shown(self, values: Mapping[str, Any]) -> str:
@@ -402,3 +398,19 @@ class Trainer:
             f"loss {values['loss']:.4f}  {self._state.task.describe_training(values)}  "
             f"{values['samples_per_second']:,.0f} samples/s  lr {values['learning_rate']:.3g}"
         )
+
+
+def _start_lines(start: RunStart, state: TrainingState) -> Iterator[str]:
+    """Yields the lines that rank 0 prints before the first step."""
+    if start.initial is not None:
+        yield f"weights and optimizer states are those of {start.initial.checkpoint}"
+    yield f"plan: {describe_plan(state.plan)}"
+    changed = start.plans.reasons_to_replan(state.plan_inputs)
+    if changed:
+        yield f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}"
+    if start.sse:
+        rates = sorted({rule.p0 for rule in start.sse.values()})
+        yield f"ids replaced: {len(start.sse)} tables, p0 {', '.join(map(str, rates))}"
+    if start.seen_items is not None:
+        yield describe_seen_items(start.seen_items)
+    yield from state.task.start_lines()

@@ -41,8 +41,7 @@ from distembed.planning.workload import Workload
 from distembed.sharding import default_sharders
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.tasks import ClickTask
-from distembed.training.pipeline import StepPipeline
-from distembed.training.task_model import TaskModel
+from distembed.training.pipeline import StepPipeline, TaskModel
 from tests.ranks import run_on_ranks
 
 NUM_DENSE, NUM_FEATURES, NUM_IDS = 13, 8, 20_000

@@ -30,7 +30,7 @@ from distembed.planning.config import TablePlanConfig
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.table_slice import width
 from distembed.tasks import ClickTask
-from distembed.training.task_model import StepOutput, TaskModel
+from distembed.training.pipeline import StepOutput, TaskModel
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import (
     SHARDING_TYPES,

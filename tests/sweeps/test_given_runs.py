@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.training.sweeps.given_runs import given_runs
+from distembed.training.sweeps.sweep import given_runs
 
 
 def make_sweep(folder: Path, names: list[str]) -> list[Path]:

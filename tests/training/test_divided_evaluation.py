@@ -12,7 +12,7 @@ import torch
 
 from distembed.commands import cli
 from distembed.training import evaluation
-from distembed.training.rank_order import RankOrder
+from distembed.training.prediction_columns import RankOrder
 from tests.processes import run_processes
 from tests.ranks import free_port
 from tests.small_runs import ROWS, train_small

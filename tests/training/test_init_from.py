@@ -18,11 +18,10 @@ from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints import load_checkpoint
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding.modules import embedding_modules, weight_names_of_table
-from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.config import load_config
 from distembed.training.describe import describe
 from distembed.training.start import RunOptions, RunStart, find_start
-from distembed.training.take_over import take_over
 from tests.criteo_runs import criteo_run, write_lines
 from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
 from tests.layouts import OPTIMIZER_NAMES, Trained, Whole, gather_numbers

@@ -35,10 +35,10 @@ from distembed.serving.convert.tables import FitError, carried_sums
 from distembed.tasks.seen_items import decided_task
 from distembed.training.build import Blueprint
 from distembed.training.config import Config
+from distembed.training.pipeline import TaskModel
 from distembed.training.run import run_info
 from distembed.training.run_folder.folder import RunFolder, require_new_or_resume
 from distembed.training.start import RunStart
-from distembed.training.task_model import TaskModel
 
 FIT_FILE = "fit.json"
 """File in the folder with how far each table is from the full one."""

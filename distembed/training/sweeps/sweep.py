@@ -21,6 +21,7 @@ from distembed.base.files import write_json
 from distembed.base.names import one_of
 from distembed.base.outputs import require_folder
 from distembed.base.units import enumerate_lines, enumerate_names
+from distembed.training.run_folder.folder import holds_run
 from distembed.training.sweeps.planned import PlannedRun, require_no_mistakes
 from distembed.training.sweeps.worker import Outcome
 from distembed.training.sweeps.workers import Workers
@@ -154,3 +155,30 @@ def require_sweep_folder(folder: Path) -> None:
             f"--run-dir {folder} is a folder with other files and no sweep ({enumerate_names(found, most=3)}); give a "
             "new or empty folder, or that of a sweep."
         )
+
+
+def given_runs(places: Sequence[Path]) -> list[Path]:
+    """Returns folders of runs, with the folder of a sweep replaced by the folders of its runs.
+
+    A sweep's own files, which a shell's ``SWEEP/*`` lists too, are left out. Any other place is returned as it is; its
+    reader refuses it.
+
+    Args:
+        places: Folders of runs and of sweeps.
+
+    Raises:
+        UserError: A sweep has no run that has begun.
+    """
+    found: list[Path] = []
+    for place in places:
+        if place.name in SWEEP_OWN and (place.parent / SWEEP_FILE).is_file():
+            continue
+        found += _runs_of_sweep(place) if (place / SWEEP_FILE).is_file() else [place]
+    return found
+
+
+def _runs_of_sweep(folder: Path) -> list[Path]:
+    runs = sorted(path for path in folder.iterdir() if holds_run(path))
+    if not runs:
+        raise UserError(f"{folder} is a sweep none of whose runs has begun; give folders that `distembed train` made.")
+    return runs
