@@ -23,7 +23,8 @@ from distembed.embedding import (
     TableConfig,
 )
 from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
-from distembed.models.config import CountedModelConfig, LowRankCrossConfig
+from distembed.models.config import CountedModelConfig
+from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.partitions import PARTITIONS
 from distembed.training.config import load_config
 from distembed.training.describe import DescribedTable, describe

@@ -24,7 +24,7 @@ from torch import nn
 from distembed.base.files import write_json
 from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.partitions import Naive, QuotientRemainder
 
 

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.base.host_memory import keep_freed_memory
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.partitions import Naive
 from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
 

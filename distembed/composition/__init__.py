@@ -11,21 +11,18 @@ path_linear f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
 path_mlp    f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
 =========== ============================= ============================= =====================
 
-A new composition is one file and one line in :data:`COMPOSITIONS`; law tests run over every entry.
+A new composition is one file, with its settings, and one line in :data:`COMPOSITIONS`; law tests run over every entry.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distembed.base.lazy import NameTable, imports_on_demand
+from distembed.composition.layers import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from distembed.composition.base import Composition
-    from distembed.composition.concat import Concat
+    from distembed.composition.concat import Concat, Feature
     from distembed.composition.elementwise import Product, Sum
-    from distembed.composition.feature import Feature
     from distembed.composition.path import PathComposition, PathLinear, PathMLP
 
 COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
@@ -33,26 +30,12 @@ COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
         "product": "distembed.composition.elementwise:Product",
         "sum": "distembed.composition.elementwise:Sum",
         "concat": "distembed.composition.concat:Concat",
-        "feature": "distembed.composition.feature:Feature",
+        "feature": "distembed.composition.concat:Feature",
         "path_linear": "distembed.composition.path:PathLinear",
         "path_mlp": "distembed.composition.path:PathMLP",
     }
 )
 """The class of each name. Each can be built without arguments; its ``settings`` names those that it takes."""
-
-ACTIVATIONS: "NameTable[Callable[[Tensor], Tensor]]" = NameTable(
-    {
-        "relu": "torch:relu",
-        "leaky_relu": "torch.nn.functional:leaky_relu",
-        "tanh": "torch:tanh",
-        "sigmoid": "torch:sigmoid",
-        "gelu": "torch.nn.functional:gelu",
-        "silu": "torch.nn.functional:silu",
-        "elu": "torch.nn.functional:elu",
-        "softplus": "torch.nn.functional:softplus",
-    }
-)
-"""The elementwise function of each name."""
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,19 +1,51 @@
-"""The contract of every composition."""
+"""The contract of every composition, and the distributions of initial weights."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxtyping import Float, Int64
 
 from distembed.base.lazy import torch
-from distembed.composition.initial import Distribution
 from distembed.partitions.settings import SchemeSettings, setting_names
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Distribution(Protocol):
+    """A distribution of initial weights."""
+
+    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws every element of a weight in place, and returns the weight."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The uniform distribution U(-b, b) with ``b = sqrt(3 * variance)``."""
+
+    variance: float
+
+    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+        bound = math.sqrt(3.0 * self.variance)
+        return weight.uniform_(-bound, bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class NearSigns:
+    """Random signs times magnitudes near 1, uniform within a tenth of it, so that no two rows are the same."""
+
+    variance: float = 1.0
+
+    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = weight.uniform_(-1.0, 1.0, generator=generator)
+        # |u| is uniform on [0, 1]; E[(0.9 + 0.2 |u|)^2] = 1 + 0.01 / 3
+        scale = math.sqrt(self.variance / (1.0 + 0.01 / 3.0))
+        return drawn.copy_(drawn.sign() * (0.9 + 0.2 * drawn.abs()) * scale)
 
 
 class Composition(ABC):
@@ -43,7 +75,7 @@ class Composition(ABC):
         return hash(type(self))
 
     def setting_values(self) -> dict[str, Any]:
-        """Returns the constructor's keywords by name, with which another instance is equal to this one."""
+        """Returns the constructor's keywords by name, which build an equal instance."""
         values = {name: getattr(self, name) for name in setting_names(self.settings)}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -61,10 +93,10 @@ class Composition(ABC):
 
     @abstractmethod
     def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...] | None:
-        """Returns the columns of the output that each partition's columns, one to one, take part in.
+        """Returns the output columns that each partition's columns contribute to, one to one.
 
-        A range of columns of the output can then be composed from the same columns of those partitions that have them.
-        The result is None where every column of the output depends on all columns.
+        A range of output columns can be composed from the same columns of the partitions that have them. None where
+        every output column depends on all columns.
         """
 
     @abstractmethod

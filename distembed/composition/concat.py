@@ -1,7 +1,10 @@
-"""Concatenation: each partition gives a part of the vector (Shi et al., KDD 2020, section 4).
+"""Concatenation, and feature generation: the partitions' vectors side by side (Shi et al., KDD 2020, section 4).
 
-Trade-off: each partition's table has only a share of the dimension, so it is about k times smaller again, and two ids
-with the same row in one partition agree in that whole part of the vector.
+``concat`` makes one vector of the parts. Trade-off: each partition's table has only a share of the dimension, so it is
+about k times smaller again, and two ids with the same row in one partition agree in that part of the vector.
+
+``feature`` gives the model k vectors of the full dimension. Trade-off: nothing is lost by composing, and the model
+itself learns how the parts interact; but its interaction and first layer grow.
 """
 
 from __future__ import annotations
@@ -10,17 +13,30 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import pydantic.dataclasses
 from jaxtyping import Float
 
+from distembed.base.bounds import Widths
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
-from distembed.composition.base import Composition
-from distembed.composition.initial import Distribution, Uniform
-from distembed.composition.settings import ConcatSettings
+from distembed.base.names import STRICT
+from distembed.composition.base import Composition, Distribution, Uniform
 from distembed.partitions.base import require_positive
+from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ConcatSettings(SchemeSettings):
+    """The settings of ``concat``.
+
+    Attributes:
+        dims: The dimension of each partition's vectors; equal shares unless given.
+    """
+
+    dims: Widths | None = None
 
 
 class Concat(Composition):
@@ -44,11 +60,7 @@ class Concat(Composition):
         self.dims = None if dims is None else tuple(dims)
 
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-        """Returns the dimensions as given, or equal shares.
-
-        Raises:
-            UserError: The dimensions are not one for each partition, or do not sum to ``embedding_dim``.
-        """
+        """Returns the dimensions as given, or equal shares; errors where they do not fit ``embedding_dim``."""
         if self.dims is None:
             return _equal_shares(embedding_dim, num_partitions)
         if len(self.dims) != num_partitions or sum(self.dims) != embedding_dim:
@@ -69,6 +81,28 @@ class Concat(Composition):
         return (Uniform(variance),) * num_partitions
 
 
+class Feature(Composition):
+    """``v_1``, ``v_2``, ..., ``v_k``, one after another: k vectors of ``embedding_dim``."""
+
+    name = "feature"
+    commutes_with_sum = True
+
+    def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
+        return (embedding_dim,) * num_partitions
+
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
+        return side_by_side(self.partition_dims(embedding_dim, num_partitions))
+
+    def num_vectors(self, num_partitions: int) -> int:
+        return num_partitions
+
+    def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dims"]:
+        return torch.cat(list(vectors), dim=-1)
+
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
+        return (Uniform(variance),) * num_partitions
+
+
 def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:
     """Returns the columns of vectors of these dimensions, one after another."""
     ends = list(accumulate(dims))
@@ -76,11 +110,7 @@ def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:
 
 
 def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-    """Returns dimensions that differ by at most four, or by one where multiples of four are too few.
-
-    Raises:
-        UserError: There are more partitions than dimensions.
-    """
+    """Returns dimensions that differ by at most four, or by one where multiples of four are too few."""
     if embedding_dim < num_partitions:
         raise UserError(
             f"embedding_dim is {embedding_dim}, but concat gives each of {num_partitions} partitions at least one "

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 
 from distembed.base.lazy import torch
-from distembed.composition.base import Composition
-from distembed.composition.initial import Distribution, NearSigns, Uniform
+from distembed.composition.base import Composition, Distribution, NearSigns, Uniform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class _Elementwise(Composition):
-    """Base of compositions of which column c depends on column c of every partition alone."""
+    """Base of compositions whose output column c depends on column c of every partition alone."""
 
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         return (embedding_dim,) * num_partitions

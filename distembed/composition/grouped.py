@@ -7,12 +7,9 @@ product with its bucket's function. Buckets may be thousands, empty, or hold nea
     chunks of size 4  | 0 0 0 0 | 0 0 0 . | 2 2 . . |   (. repeats an id of the chunk's own bucket)
 
 Chunks are evaluated in blocks whose hidden values fit in the cache. A batch of one block saves them for the backward
-pass; a larger batch computes them again, block by block, so that beside inputs and outputs only a few numbers for each
-id are in memory, however large the hidden layers. Reading a larger batch's hidden values back from memory was measured
-to take as long.
+pass; a larger batch computes them again, block by block, which takes as long as reading them back from memory.
 
-Trade-off: a chunk copies its function, so larger chunks copy less and smaller ones repeat fewer ids. Making each long
-run one matrix, which copies and repeats nothing, was measured to be a few percent faster at best.
+Trade-off: a chunk copies its function, so larger chunks copy less and smaller ones repeat fewer ids.
 """
 
 from collections.abc import Iterator
@@ -57,13 +54,7 @@ class Groups:
 
 
 class ChunkSize(NamedTuple):
-    """A size of chunks.
-
-    Attributes:
-        cost: The time of all chunks, in units of the time of one input.
-        size: The number of ids of a chunk.
-        num_chunks: The number of chunks of this size.
-    """
+    """A size of chunks, their number, and the time of all chunks in units of the time of one input."""
 
     cost: int
     size: int
@@ -73,8 +64,7 @@ class ChunkSize(NamedTuple):
 def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
     """Groups ids by their ``rows``, each in ``[0, num_buckets)``.
 
-    On a GPU, which is not waited for, there are as many chunks as there could be; those beyond the filled ones repeat
-    an id.
+    A GPU is not waited for: there are as many chunks as there could be, and empty chunks repeat an id.
     """
     if rows.device.type == "cpu":
         counts = torch.bincount(rows, minlength=num_buckets)
@@ -84,7 +74,7 @@ def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
 
 
 def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets"], chunk_size: "ChunkSize") -> Groups:
-    """Groups ids in chunks of a size that is given.
+    """Groups ids in chunks of a given size.
 
     Args:
         rows: The bucket of each id.
@@ -129,10 +119,7 @@ def chunk_sizes(counts: Int64[Tensor, " buckets"]) -> list[ChunkSize]:
 
 
 def most_chunks(num_ids: int, num_buckets: int) -> ChunkSize:
-    """Returns a size of chunks and the most chunks of it that ids can take, however they lie in the buckets.
-
-    It is the size that costs least if every bucket's last chunk is half full.
-    """
+    """Returns the size of chunks that costs least if every bucket's last chunk is half full, and its most chunks."""
     return min(
         ChunkSize((num_ids // size + num_buckets // 2) * (size + _CHUNK_COST), size, most)
         for size in _CHUNK_SIZES
@@ -148,10 +135,9 @@ def evaluate_grouped(
 ) -> Float[Tensor, "ids dim"]:
     """Returns the outputs of each input's function, which is its row of ``functions``.
 
-    Under autocast they are computed in its dtype and returned in that of the inputs. The inputs and the functions get
-    gradients, the functions dense ones; there are no second derivatives.
-
-    In a program that is compiled or exported, and on the meta device, it is :func:`evaluate_in_program`.
+    Under autocast they are computed in its dtype and returned in the dtype of the inputs. Functions get dense
+    gradients; there are no second derivatives. On the meta device, and in a program that is compiled or exported, it is
+    :func:`evaluate_in_program`.
     """
     if is_traced() or inputs.is_meta:
         return evaluate_in_program(inputs, functions, rows, layers)
@@ -167,10 +153,10 @@ def evaluate_in_program(
     rows: Int64[Tensor, " ids"],
     layers: PackedLayers,
 ) -> Float[Tensor, "ids dim"]:
-    """Does the same by operations whose shapes follow from those of the arguments, so that no number has to be known.
+    """Evaluates functions as :func:`evaluate_grouped` does, by operations with shapes known from the arguments.
 
-    There are as many chunks as there could be, a size that is given, and slots without an id hold zeros. That takes
-    more memory, for all hidden values at once, and there are second derivatives.
+    There are as many chunks as there could be, of a fixed size, and slots without an id hold zeros. It holds all hidden
+    values in memory at once, and has second derivatives.
     """
     num_ids, num_buckets, size = rows.shape[0], functions.shape[0], _SIZE_IN_PROGRAM
     num_chunks = num_ids // size + num_buckets
@@ -235,14 +221,7 @@ def _select(
 
 
 class _Block(NamedTuple):
-    """Chunks that are evaluated at once.
-
-    Attributes:
-        buckets: The bucket of each chunk.
-        ids: The index of the input in each slot.
-        is_own: False where an id is repeated.
-        slots: The range of the chunks' slots.
-    """
+    """Chunks that are evaluated at once: the chunks of :class:`Groups`, and the range of their slots."""
 
     buckets: Int64[Tensor, " chunks"]
     ids: Int64[Tensor, "chunks size"]

@@ -1,4 +1,4 @@
-"""Small dense functions with all their numbers in one row: packed layers (Shi et al., KDD 2020, section 4.1).
+"""Small dense functions, each packed into a row of numbers (Shi et al., KDD 2020, section 4.1), and their activations.
 
 A function of D numbers with hidden sizes h_1, ..., h_m is a row of F numbers, layer after layer, each layer's matrix
 [in, out] row by row and then its bias [out]::
@@ -9,28 +9,53 @@ The activation stands between two layers; the last one ends linear, so without h
 Many functions are evaluated at once, each on inputs of its own, by batched products.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise, zip_longest
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from jaxtyping import Float
-from torch import Tensor
 
-from distembed.composition.activations import activate, pull_back, save_for_backward
+from distembed.base.errors import UserError
+from distembed.base.lazy import NameTable, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Activation: TypeAlias = "Callable[[Tensor], Tensor]"
+"""An elementwise function of a tensor that autograd supports."""
+
+ACTIVATIONS: NameTable[Activation] = NameTable(
+    {
+        "relu": "torch:relu",
+        "leaky_relu": "torch.nn.functional:leaky_relu",
+        "tanh": "torch:tanh",
+        "sigmoid": "torch:sigmoid",
+        "gelu": "torch.nn.functional:gelu",
+        "silu": "torch.nn.functional:silu",
+        "elu": "torch.nn.functional:elu",
+        "softplus": "torch.nn.functional:softplus",
+    }
+)
+"""The elementwise function of each name."""
+
+_NUM_NODES = 100
+_FLOAT32_RESOLUTION = 1e-6
+"""A relative difference well above float32's rounding, 6e-8."""
 
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """The shape of the functions, the same for all of them.
-
-    Args:
-        hidden: The size of each hidden layer; none for linear functions.
-        activation: An elementwise function.
-    """
+    """The shape of the functions: the size of each hidden layer, none for linear functions, and the activation."""
 
     hidden: tuple[int, ...]
-    activation: Callable[[Tensor], Tensor]
+    activation: Activation
 
     def num_parameters(self, dim: int) -> int:
         """Returns F, how many numbers make one function that maps ``dim`` numbers to as many."""
@@ -48,10 +73,7 @@ class PackedLayers:
     ) -> Float[Tensor, "functions inputs dim"]:
         """Returns the outputs of each function for its own inputs.
 
-        Args:
-            inputs: The inputs of each function.
-            packed: The numbers of each function, as the module's docstring draws them.
-            hidden: A list to which the hidden values are appended that :meth:`backward` can start from.
+        The hidden values from which :meth:`backward` can start are appended to ``hidden``.
         """
         (weight, bias), *others = self._unpack(packed, inputs.shape[2])
         values = torch.baddbmm(bias, inputs, weight)
@@ -71,11 +93,7 @@ class PackedLayers:
     ) -> tuple[Float[Tensor, "functions inputs dim"], Float[Tensor, "functions F"]]:
         """Returns the gradients of the inputs and of the functions.
 
-        Args:
-            inputs: The inputs of each function.
-            packed: The numbers of each function.
-            gradient: The gradient of the outputs.
-            hidden: The values that :meth:`forward` appended; unless given, they are computed again.
+        Hidden values that :meth:`forward` appended are given, or computed again.
         """
         layers = self._unpack(packed, inputs.shape[2])
         layer_inputs, pullbacks = [inputs], []
@@ -94,7 +112,7 @@ class PackedLayers:
         return gradient, torch.cat(pieces, dim=1)
 
     def _widths(self, dim: int) -> list[int]:
-        """Returns how many numbers each matrix and each bias have, in the order in which they are packed."""
+        """Returns the number of entries of each matrix and each bias, in the order of packing."""
         return [width for n_in, n_out in self.layers(dim) for width in (n_in * n_out, n_out)]
 
     def _unpack(self, packed: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:
@@ -106,3 +124,55 @@ class PackedLayers:
             (weight.view(-1, n_in, n_out), bias.unsqueeze(1))
             for (n_in, n_out), weight, bias in zip(self.layers(dim), pieces[::2], pieces[1::2], strict=True)
         ]
+
+
+def save_for_backward(activation: Activation, inputs: Tensor) -> Tensor:
+    """Returns the tensor from which values and gradients are computed: the inputs or, for relu, the values."""
+    # In place, so that a block's values stay in the cache: twice as fast as through autograd.
+    return torch.relu_(inputs) if activation is torch.relu else inputs
+
+
+def activate(activation: Activation, saved: Tensor) -> Tensor:
+    """Returns the activation's values, from the tensor of :func:`save_for_backward`."""
+    return saved if activation is torch.relu else activation(saved)
+
+
+def pull_back(activation: Activation, saved: Tensor) -> tuple[Tensor, Activation]:
+    """Returns the activation's values, detached, and its pullback, from the tensor of :func:`save_for_backward`."""
+    if activation is torch.relu:
+        return saved, lambda gradient: torch.ops.aten.threshold_backward(gradient, saved, 0, grad_input=gradient)
+    with torch.enable_grad():
+        leaf = saved.detach().requires_grad_()
+        values = activation(leaf)
+    return values.detach(), lambda gradient: torch.autograd.grad(values, leaf, gradient)[0]
+
+
+@cache
+def _quadrature() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    return np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+
+
+def second_moment(activation: Activation, variance: float, offset: float = 0.0) -> float:
+    """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64.
+
+    Raises:
+        UserError: The moment is not positive and finite, so that no weights after the activation give a variance.
+    """
+    nodes, weights = _quadrature()
+    values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
+    moment = float(weights @ values**2 / weights.sum())
+    if not 0.0 < moment < math.inf:
+        raise UserError(
+            f"activation is {activation!r}, whose mean square is {moment} for inputs of variance {variance}; functions "
+            f"can start from none but a positive, finite one. Known activations: {', '.join(ACTIVATIONS)}."
+        )
+    return moment
+
+
+def removable_offset(activation: Activation, variance: float) -> float:
+    """Returns the activation's value at 0; 0 where its other values differ from it by float32's rounding alone."""
+    at_zero = float(activation(torch.zeros((), dtype=torch.float64)))
+    if at_zero == 0.0:
+        return 0.0
+    change = second_moment(activation, variance, at_zero) ** 0.5
+    return at_zero if change > _FLOAT32_RESOLUTION * abs(at_zero) else 0.0

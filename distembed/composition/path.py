@@ -8,31 +8,49 @@ and costs matrix products instead of a lookup, so partitions other than the firs
 are told apart by whole functions.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pydantic.dataclasses
 from jaxtyping import Float, Int64
-from torch import Tensor
+from pydantic import field_validator
 
+from distembed.base.bounds import Widths
 from distembed.base.errors import UserError
-from distembed.base.names import one_of
-from distembed.composition import ACTIVATIONS
-from distembed.composition.activations import removable_offset, second_moment
-from distembed.composition.base import Composition, look_up
-from distembed.composition.grouped import evaluate_grouped
-from distembed.composition.initial import Distribution, Uniform
-from distembed.composition.layers import PackedLayers
-from distembed.composition.settings import PathMLPSettings
+from distembed.base.lazy import torch
+from distembed.base.names import STRICT, one_of
+from distembed.composition.base import Composition, Distribution, Uniform, look_up
+from distembed.composition.layers import ACTIVATIONS, Activation, PackedLayers, removable_offset, second_moment
 from distembed.partitions.base import require_positive
+from distembed.partitions.settings import SchemeSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class PathMLPSettings(SchemeSettings):
+    """The settings of ``path_mlp``.
+
+    Attributes:
+        hidden: The hidden sizes of each function.
+        activation: The activation between the layers of a function.
+    """
+
+    hidden: Widths = field(default_factory=lambda: [64])
+    activation: str = "relu"
+
+    @field_validator("activation")
+    @classmethod
+    def _known_activation(cls, value: str) -> str:
+        return one_of("activation", value, ACTIVATIONS)
 
 
 class PathComposition(Composition):
-    """``f_k(... f_2(v_1))`` with functions of packed layers.
-
-    Args:
-        layers: The shape of the functions.
-    """
+    """``f_k(... f_2(v_1))`` with functions of packed layers."""
 
     commutes_with_sum = False
 
@@ -69,8 +87,10 @@ class PathComposition(Composition):
     ) -> Float[Tensor, "ids dim"]:
         """Returns each id's looked-up vector after the functions in its rows, partition by partition.
 
-        Ids are grouped by function. The functions of several tables may be stacked; then rows count through the stack.
+        The functions of several tables may be stacked; then rows count through the stack.
         """
+        from distembed.composition.grouped import evaluate_grouped  # loads torch
+
         # by number: a program that divides rows into none of them cannot be saved (torch.export)
         for j, packed in enumerate(functions):
             inputs = evaluate_grouped(inputs, packed, rows[j], self._layers)
@@ -81,9 +101,9 @@ class PathComposition(Composition):
         return (Uniform(variance), *functions)
 
     def _initial_function(self, variance: float, embedding_dim: int) -> Distribution:
-        """Returns the distribution of a function with which inputs of this variance give outputs of the same.
+        """Returns the distribution of a function whose outputs have the variance of its inputs.
 
-        A sum of n products has n times the variance of a weight times the second moment of what enters. A hidden layer
+        A sum of n products has n times the variance of a weight times the second moment of its inputs. A hidden layer
         preserves the variance before its activation f, and the second moment of f(z) - f(0) is taken for normal z of
         that variance: exact for relu, within a tenth for all activations where the variance is at most 1. Biases
         subtract f(0): else sigmoid, nearly constant at these small values, would give all ids of a function one vector.
@@ -99,13 +119,7 @@ class PathComposition(Composition):
 
 @dataclass(frozen=True)
 class _InitialFunction:
-    """The distribution of packed functions: uniform matrices, and biases that centre the outputs of the layer before.
-
-    Attributes:
-        layers: The number of inputs and of outputs of each layer.
-        variances: The variance of the numbers in each layer's matrix.
-        offset: The offset of an activation's values, which the bias of the next layer subtracts.
-    """
+    """Uniform matrices of each layer's variance, and biases that subtract the offset of the activation's values."""
 
     layers: tuple[tuple[int, int], ...]
     variances: tuple[float, ...]
@@ -145,7 +159,7 @@ class PathMLP(PathComposition):
     name = "path_mlp"
     settings = PathMLPSettings
 
-    def __init__(self, hidden: Sequence[int] = (64,), activation: str | Callable[[Tensor], Tensor] = "relu") -> None:
+    def __init__(self, hidden: Sequence[int] = (64,), activation: str | Activation = "relu") -> None:
         if isinstance(hidden, (str, int)) or not hidden:
             raise UserError(
                 f"hidden is {hidden!r}; give a list of one hidden size or more, such as [64]. Functions without a "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 
 from distembed.base.lazy import torch
-from distembed.composition.initial import Distribution
+from distembed.composition.base import Distribution
 
 if TYPE_CHECKING:
     from torch import Tensor

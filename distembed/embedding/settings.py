@@ -15,16 +15,14 @@ from distembed.base.bounds import Width
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT, ByValues, complete_tables, one_of, over_default, require_mapping
 from distembed.composition import COMPOSITIONS
-from distembed.composition.settings import ConcatSettings, PathMLPSettings
+from distembed.composition.concat import ConcatSettings
+from distembed.composition.path import PathMLPSettings
 from distembed.embedding.exchange import OutputDtype
 from distembed.partitions import PARTITIONS
-from distembed.partitions.settings import (
-    BucketSettings,
-    ExplicitSettings,
-    ModuliSettings,
-    SchemeSettings,
-    setting_names,
-)
+from distembed.partitions.explicit import ExplicitSettings
+from distembed.partitions.moduli import ModuliSettings
+from distembed.partitions.remainder import BucketSettings
+from distembed.partitions.settings import SchemeSettings, setting_names
 
 IdPolicy = Literal["error", "clip_to_oov", "modulo"]
 ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")

@@ -1,9 +1,6 @@
-"""Models, which are unaware of ranks: each is a file with its config in ``config.py``, listed in a name table.
+"""Models, which are unaware of ranks: each is a network and its section of a config, listed in a name table.
 
-``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py``,
-``low_rank_cross.py``, ``mlp.py`` and ``soft_one_hot.py`` are the layers that models share.
-
-A model of one's own is a config with ``name`` and ``build``, which a plugin registers by ``MODELS["mine"] = MyConfig``;
+A model of your own is a config with ``name`` and ``build``, which a plugin registers by ``MODELS["mine"] = MyConfig``;
 see :class:`distembed.models.ModelConfig`.
 """
 
@@ -11,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.base.lazy import NameTable, imports_on_demand
 from distembed.base.names import ByName
-from distembed.models.config import (
-    DCNConfig,
-    DLRMConfig,
-    GRUConfig,
-    MFConfig,
-    ModelConfig,
-    SASRecConfig,
-    SoftOneHotConfig,
-)
+from distembed.models.config import ModelConfig, SoftOneHotConfig
+from distembed.models.dcn_config import DCNConfig
+from distembed.models.dlrm_config import DLRMConfig
+from distembed.models.gru_config import GRUConfig
+from distembed.models.mf_config import MFConfig
+from distembed.models.sasrec_config import SASRecConfig
 
 if TYPE_CHECKING:
     from distembed.models.base import Model

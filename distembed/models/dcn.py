@@ -14,18 +14,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.models.base import Model
-from distembed.models.embedded import StackFeatures
-from distembed.models.mlp import MLP, make_linear
+from distembed.models.layers import MLP, StackFeatures, make_linear
 from distembed.models.soft_one_hot import SoftOneHot
 
 
 class CrossLayers(nn.Module):
-    """Layers ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l`` (Wang et al. 2017, equation 3).
-
-    Args:
-        in_features: Dimension of each ``x_l``.
-        num_layers: Number of layers.
-    """
+    """Layers ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l`` (Wang et al. 2017, equation 3)."""
 
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
@@ -33,7 +27,7 @@ class CrossLayers(nn.Module):
         self.biases = nn.Parameter(torch.zeros(num_layers, in_features))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch in"]:
-        """Applies the layers one after another, each to the last one's output and to ``inputs``."""
+        """Applies each layer to the output of the layer before it and to ``inputs``."""
         crossed = inputs
         for weight, bias in zip(self.weights, self.biases, strict=True):
             crossed = torch.addcmul(crossed + bias, inputs, (crossed @ weight.to(crossed.dtype)).unsqueeze(1))
@@ -50,8 +44,7 @@ class DCN(Model):
         num_dense: Number of dense features whose numbers are among the inputs; 0 for none.
         deep: Hidden sizes of the deep network.
         num_cross_layers: Number of cross layers.
-        soft_one_hot: Maps dense features to a vector each, which are among the inputs; beside them, a missing number
-            is 0.
+        soft_one_hot: Maps dense features to a vector each, further inputs; missing numbers are 0 then.
     """
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)

@@ -2,12 +2,13 @@
 
 A bottom network embeds the dense features. Its vector and the pairwise dot products of it and all feature embeddings,
 without self-products, go into a top network that ends in one logit. The sum of the dense features' soft one-hot vectors
-takes the place of the bottom network's vector, or is added to it. Cross layers take the place of the dot products in
-MLPerf's DLRM-DCNv2; their output alone goes into the top network.
+takes the place of the bottom network's vector, or is added to it. Cross layers of low rank take the place of the dot
+products in MLPerf's DLRM-DCNv2; their output alone goes into the top network.
 """
 
 import warnings
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -17,15 +18,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.models.base import Model
-from distembed.models.embedded import StackFeatures
-from distembed.models.interaction import PairwiseDots
-from distembed.models.low_rank_cross import LowRankCross
-from distembed.models.mlp import MLP
+from distembed.models.layers import MLP, StackFeatures, make_linear
 from distembed.models.soft_one_hot import SoftOneHotSum
 
 
 class DLRM(Model):
     """Maps dense features [batch, dense] and ids to logits [batch].
+
+    A single categorical feature without dense ones gets a warning: there is no pair to multiply.
 
     Args:
         embeddings: Maps a KeyedJaggedTensor to a KeyedTensor whose keys have ``embedding_dim`` numbers each.
@@ -35,14 +35,9 @@ class DLRM(Model):
         num_dense: Number of dense features that the bottom network takes; with 0 there is none.
         bottom: Hidden sizes of the bottom network, whose output has ``embedding_dim`` numbers.
         top: Hidden sizes of the top network, whose output is one logit.
-        soft_one_hot: Maps dense features to the sum of their vectors, with ``embedding_dim`` numbers; beside it, the
-            bottom network takes 0 where a number is missing.
+        soft_one_hot: Maps dense features to the sum of their vectors, with ``embedding_dim`` numbers; the bottom
+            network then takes 0 for a missing number.
         cross: Cross layers over the dense vector, if there is one, and all feature embeddings; None for dot products.
-
-    Warns of a single categorical feature without dense ones: there is no pair to multiply.
-
-    Raises:
-        UserError: There is neither a dense nor a categorical feature.
     """
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
@@ -97,3 +92,77 @@ class DLRM(Model):
             return None if self.bottom is None else self.bottom(dense_features)
         vector: Tensor = self.soft_one_hot(dense_features)
         return vector if self.bottom is None else vector + self.bottom(dense_features.nan_to_num(nan=0.0))
+
+
+class PairwiseDots(nn.Module):
+    """Maps vectors [B, V, D] to the dot products [B, V(V-1)/2] of all pairs i < j: (0,1), (0,2), ..., (1,2), ...
+
+    Autograd would go back through both operands of ``V V^T`` and a scatter; the gradient is ``(G + G^T) V``, which is
+    one gather and one product.
+    """
+
+    def __init__(self, num_vectors: int) -> None:
+        super().__init__()
+        first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.num_outputs = len(first)
+        # where in the flattened V x V matrix each pair stands, and which pair (or the zero after them) each cell takes
+        pair_of_cell = torch.full((num_vectors, num_vectors), self.num_outputs)
+        pair_of_cell[first, second] = pair_of_cell[second, first] = torch.arange(self.num_outputs)
+        self.register_buffer("_cell_of_pair", first * num_vectors + second, persistent=False)
+        self.register_buffer("_pair_of_cell", pair_of_cell.flatten(), persistent=False)
+
+    def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch pairs"]:
+        """Returns the dot product of every pair, in the dtype of the vectors; under autocast computed in its dtype."""
+        device_type = vectors.device.type
+        in_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else vectors.dtype
+        products = _PairwiseDots.apply(vectors, self._cell_of_pair, self._pair_of_cell, in_dtype)  # type: ignore[no-untyped-call]
+        return cast(Tensor, products)
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """Computes products in ``in_dtype`` and gathers in the vectors' dtype, as bf16 gathers are slow on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype) -> Tensor:
+        operand = vectors.to(in_dtype)
+        ctx.save_for_backward(operand, pair_of_cell)
+        products = torch.bmm(operand, operand.transpose(1, 2)).to(vectors.dtype)
+        return products.flatten(1).index_select(1, cell_of_pair)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        operand, pair_of_cell = ctx.saved_tensors
+        num_vectors = operand.shape[1]
+        padded = nn.functional.pad(gradient, (0, 1))
+        symmetric = padded.index_select(1, pair_of_cell).view(-1, num_vectors, num_vectors)
+        return torch.bmm(symmetric.to(operand.dtype), operand).to(gradient.dtype), None, None, None
+
+
+class LowRankCross(nn.Module):
+    """Layers ``x_{l+1} = x_0 * (U_l V_l x_l + b_l) + x_l``, where ``*`` multiplies number by number.
+
+    They are the cross layers of DCN V2 (Wang et al., WWW 2021, equation 2) with two narrow matrices, [D, r] and [r, D],
+    in place of one [D, D]: 2 D r numbers, not D^2.
+
+    Args:
+        in_features: Numbers D of each ``x_l``.
+        num_layers: Number of layers.
+        rank: Rows r of each V_l, and columns of each U_l.
+    """
+
+    def __init__(self, in_features: int, num_layers: int, rank: int) -> None:
+        super().__init__()
+        self.num_outputs = in_features
+        self.down = nn.ModuleList(nn.Linear(in_features, rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(make_linear(rank, in_features) for _ in range(num_layers))
+        for linear in self.down:
+            nn.init.xavier_normal_(linear.weight)  # type: ignore[arg-type]
+
+    def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch in"]:
+        """Returns the last layer's output for the vectors of each row side by side, in their dtype."""
+        inputs = vectors.flatten(1)
+        crossed = inputs
+        for down, up in zip(self.down, self.up, strict=True):
+            crossed = torch.addcmul(crossed, inputs, up(down(crossed)).to(inputs.dtype))
+        return crossed

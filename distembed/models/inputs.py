@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ModelInputs:
     """A dataset's features, and a table for each categorical feature.
 
-    A model makes as many collections of these tables as it needs, each over the features that it names. Weights are on
-    the meta device, where they take no memory, until ``DistributedModelParallel`` makes them where they are placed.
+    A model makes any number of collections of these tables, each over the features that it names. Weights are on the
+    meta device, where they take no memory, until ``DistributedModelParallel`` makes them where they are placed.
 
     Attributes:
         schema: The columns of the dataset.
@@ -52,12 +52,12 @@ class ModelInputs:
             schema: The columns of the dataset.
             embedding: The ``embedding`` section of a config.
             seed: Seed of the initial values and of the draws of ``sse``.
-            sse: The rule by which ids are replaced in training, by feature; none are unless it is given.
+            sse: The rule by which ids are replaced in training, by feature.
             dense_tables: Names of the tables that have gradients in all rows.
             scored_tables: Names of the tables all of whose vectors are scored.
 
         Raises:
-            UserError: The section names a feature that is not there, or a table cannot be made as it is set.
+            UserError: The section names an unknown feature, or a table's settings do not fit.
         """
         tables = [
             replace(table, dense_gradient=table.name in dense_tables, all_scored=table.name in scored_tables)
@@ -82,13 +82,10 @@ class ModelInputs:
 
         Args:
             features: Names of categorical features; all unless given.
-            suffix: What to add to the tables' names, where several collections have tables of the same features.
+            suffix: Added to the tables' names, where several collections have tables of the same features.
 
         Returns:
             The collection, which maps a KeyedJaggedTensor to a KeyedTensor, and the keys of the KeyedTensor.
-
-        Raises:
-            UserError: A feature is not in the schema.
         """
         tables = self._choose_tables(features, suffix)
         return self._make_pooled(tables), vector_names(tables)
@@ -99,13 +96,13 @@ class ModelInputs:
         suffix: str = "",
         looked_up: Mapping[str, Sequence[str]] | None = None,
     ) -> "tuple[nn.Module, list[str]]":
-        """Makes a collection that maps ids to one vector an id; errors as of :meth:`pooled_embeddings`.
+        """Makes a collection that maps ids to one vector an id.
 
         Args:
             features: Names of the features that have the tables; all unless given.
-            suffix: What to add to the tables' names, where several collections have tables of the same features.
+            suffix: Added to the tables' names, where several collections have tables of the same features.
             looked_up: Names of the features that are looked up in a table, by the name of the feature that has it;
-                those of the dataset for tables that are not named.
+                unless given, the dataset's.
 
         Returns:
             The collection, which maps a KeyedJaggedTensor to a dictionary of JaggedTensors, and its keys.
@@ -120,13 +117,11 @@ class ModelInputs:
         return self._make_sequences(tables), vector_names(tables)
 
     def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> "nn.Module":
-        """Returns a collection of bags over these tables."""
         from distembed.embedding import CompositionalEmbeddingBagCollection
 
         return CompositionalEmbeddingBagCollection(tables, device="meta")
 
     def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> "nn.Module":
-        """Returns a collection of sequences over these tables."""
         from distembed.embedding import CompositionalEmbeddingCollection
 
         return CompositionalEmbeddingCollection(tables, device="meta")

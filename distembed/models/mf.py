@@ -20,18 +20,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from distembed.data.dataset.schema import SPARSE_FEATURES, USER
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.models.base import Model
-from distembed.models.catalogue import Catalogue
-from distembed.models.embedded import StackFeatures
-from distembed.models.queries import Items, Queries
+from distembed.models.layers import StackFeatures
+from distembed.models.queries import Catalogue, Items, Queries
 
 
 class MF(Model):
     """Maps users and items to queries of the users, with the items of their rows.
 
     Args:
-        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors with one vector an id of each feature or,
-            if ``is_pooled``, to a KeyedTensor.
-        is_pooled: Whether every row has one id of each feature, whose vector is that of its bag.
+        embeddings: Maps a KeyedJaggedTensor to a KeyedTensor if ``is_pooled``, else to a dictionary of JaggedTensors.
+        is_pooled: Whether every row has one id of each feature, so that lookups may pool.
         item_table: The table of items. Its features, such as items and negative items, are scored by the users.
         biases: Whether the last number of a vector is a bias.
         dropout: Share of a vector's other numbers that are dropped in training.
@@ -60,13 +58,7 @@ class MF(Model):
 
 
 class _IdQueries(nn.Module):
-    """Makes queries of one vector an id; a module, so that TorchRec's pipeline does not trace it.
-
-    Args:
-        catalogue: The items to choose from.
-        biases: Whether the last number of a vector is a bias.
-        dropout: Share of the other numbers that are dropped in training.
-    """
+    """Makes queries of one vector an id; a module, so that TorchRec's pipeline does not trace it."""
 
     def __init__(self, catalogue: Catalogue, biases: bool, dropout: float) -> None:
         super().__init__()
@@ -96,7 +88,7 @@ class _IdQueries(nn.Module):
         return {name: Items(ids[name].values(), own) for name, own in zip(self._features[1:], vectors, strict=True)}
 
     def _drop(self, vectors: Float[Tensor, "*ids dim"]) -> Float[Tensor, "*ids dim"]:
-        """Returns the vectors with some factors dropped, where the model is trained so."""
+        """Returns the vectors, in training with some factors dropped."""
         if not (self.training and self._dropout):
             return vectors
         if not self._biases:
@@ -162,15 +154,10 @@ class _PairScores(torch.autograd.Function):
 def queries_of_users(
     users: Float[Tensor, "rows dim"], biases: bool
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
-    """Returns the queries of users, and what is added to all scores of each; None where there are no biases.
-
-    Args:
-        users: The vectors of users.
-        biases: Whether their last numbers are biases.
-    """
+    """Returns the queries of users, and their biases, if any, which are added to all scores of a query."""
     return (_with_ones(users), users[:, -1]) if biases else (users, None)
 
 
 def _with_ones(users: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
-    """Returns the queries of users whose vectors end with a bias: it counts in the offset."""
+    """Returns vectors with a last number of 1 in place of the bias."""
     return torch.cat([users[:, :-1], torch.ones_like(users[:, -1:])], dim=1)

@@ -1,7 +1,7 @@
-"""Models that say at each item of a sequence which comes next: the items' vectors, a network over them, the catalogue.
+"""Models that predict the next item at each item of a sequence: the items' vectors, a network over them, the catalogue.
 
-What differs between such models is the network, which maps the vectors of all tokens to states at the places where a
-next item is asked for: the last tokens of each row, as many as the row has targets.
+The models differ in the network, which maps the vectors of all tokens to states at the places where a next item is
+asked for: the last tokens of each row, as many as the row has targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,9 @@ from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_NEGATIVE, 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.share import require_one_vector
 from distembed.models.base import Model
-from distembed.models.catalogue import Catalogue
 from distembed.models.inputs import ModelInputs
-from distembed.models.mlp import make_linear
-from distembed.models.queries import Items, Queries
+from distembed.models.layers import make_linear
+from distembed.models.queries import Catalogue, Items, Queries
 from distembed.models.sequences import Asked, feature_lengths, feature_values
 
 _OUTPUT = "_output"
@@ -30,12 +29,11 @@ _OUTPUT = "_output"
 
 @dataclass(frozen=True)
 class ItemCollections:
-    """The collections that a model of sequences looks items up in.
+    """The collections in which a model of sequences looks items up.
 
     Attributes:
-        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature: items, and what is beside
-            them.
-        outputs: Does so with the items to choose from; None where these are in ``embeddings`` too (tied).
+        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature: items, and side features.
+        outputs: Maps ids of items to choose from likewise; None where ``embeddings`` has them too (tied).
         table: The table of the items to choose from.
         max_length: Most items of a row.
     """
@@ -47,15 +45,12 @@ class ItemCollections:
 
 
 def item_collections(inputs: ModelInputs, tied: bool, beside: Sequence[str] = ()) -> ItemCollections:
-    """Returns the collections of items, and of what stands beside them.
+    """Returns the collections of items, and of the side features ``beside`` them.
 
-    Args:
-        inputs: The features and tables of the model.
-        tied: Whether the items to choose from have the table of the inputs, or one of their own of the same settings.
-        beside: Names of the features whose ids stand beside the items.
+    The items to choose from have the table of the inputs if ``tied``, else one of their own of the same settings.
 
     Raises:
-        UserError: The features are no sequences of items that a task has cut, or an id has several vectors.
+        UserError: Batches have no sequences of items with a greatest length, or an id has several vectors.
     """
     item = next((feature for feature in inputs.schema.categorical if feature.name == ITEM), None)
     if item is None or item.max_ids_per_row is None:
@@ -80,9 +75,9 @@ class NextItems(Model):
     """Maps sequences of items to queries for the next one, at each target.
 
     Args:
-        items: The collections of items, and of what stands beside them.
-        states: Maps vectors of tokens [tokens, dim], and what is asked, to states [queries, dim].
-        tokens: Makes vectors of tokens of what the collection gives.
+        items: The collections of items and side features.
+        states: Maps vectors of tokens [tokens, dim], and the places asked for, to states [queries, dim].
+        tokens: Makes vectors of tokens from the collection's vectors.
         bias: Whether each item has an output bias.
     """
 
@@ -105,22 +100,21 @@ class NextItems(Model):
 
 
 class NextItemsWithNumbers(NextItems):
-    """The same where there are numbers beside the items."""
+    """:class:`NextItems` with side features that are numbers."""
 
     batch_fields = (SPARSE_FEATURES, DENSE_SEQUENCES)
 
 
 class TokenVectors(nn.Module):
-    """The vector of each item of a sequence, alone or with those of what stands beside it.
+    """The vector of each item of a sequence, alone or projected together with the vectors of its side features.
 
     Vectors of tables, whose numbers are small in a large table, are multiplied by ``sqrt(dim)``, as in Vaswani et al.
-    (NeurIPS 2017). Where there are several, they stand side by side and are projected: those of the item, of other ids,
-    and of numbers by soft one-hot.
+    (NeurIPS 2017). Numbers get soft one-hot vectors.
 
     Args:
         dim: Dimension of a vector.
-        features: Names of the lists of ids beside the items.
-        numbers: Names of the lists of numbers beside the items.
+        features: Names of the side features that are lists of ids.
+        numbers: Names of the side features that are lists of numbers.
         encode: Maps numbers [tokens, numbers] to vectors [tokens, numbers, dim]; needed where there are any.
     """
 

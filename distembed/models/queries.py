@@ -1,22 +1,62 @@
-"""What a model of users and items returns to its task: queries, and the batch's own items to score them with."""
+"""The output of models of users and items: queries, the batch's items, and the catalogue to score them against."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
-from distembed.models.catalogue import Catalogue
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.share import TableShare
+
+
+class Catalogue(nn.Module):
+    """The items that a model chooses from: a table of one of its own collections, and a bias for each id.
+
+    It finds the collection whenever it needs it, since sharding replaces a model's collections.
+
+    Args:
+        owner: The model, which holds the collection as an attribute. It does not become a child of the catalogue.
+        collection: Name of that attribute.
+        table: The table of items, which is in the collection.
+        bias: Whether each item has a bias, which starts from 0.
+        num_reserved: How many ids, from the first on, stand for no item: they have no part in a softmax.
+        is_tied: Whether the model's input is looked up in the table too; a model without tied embeddings has two
+            tables.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        collection: str,
+        table: CompositionalEmbeddingConfig,
+        bias: bool,
+        num_reserved: int = 0,
+        is_tied: bool = True,
+    ) -> None:
+        super().__init__()
+        object.__setattr__(self, "_owner", owner)  # a plain attribute: a child would be the model within itself
+        self._collection = collection
+        self.table = table
+        self.num_reserved = num_reserved
+        self.is_tied = is_tied
+        self.bias = nn.Parameter(torch.zeros(table.num_embeddings)) if bias else None
+
+    @property
+    def num_items(self) -> int:
+        """The number of ids, reserved ones included."""
+        return self.table.num_embeddings
+
+    def share(self) -> TableShare:
+        """Returns this rank's current share of the items' vectors."""
+        share: TableShare = getattr(self._owner, self._collection).share(self.table.name)
+        return share
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items of a batch, as many for each query.
-
-    Attributes:
-        ids: Their ids, query after query.
-        vectors: Their vectors.
-    """
+    """Ids and vectors of items of a batch, equally many for each query, query after query."""
 
     ids: Int64[Tensor, " items"]
     vectors: Float[Tensor, "items dim"]
@@ -29,10 +69,10 @@ class Queries:
     Attributes:
         vectors: The vector h of each query.
         catalogue: The items to choose from, with their biases.
-        items: Items of the batch by feature, such as ``item_target`` and ``item_negative``.
-        offsets: What is added to all scores of a query; None for nothing.
+        items: Items of the batch by feature: ``item_target``, ``item_negative``.
+        offsets: A number for each query that is added to all of its scores; None for nothing.
         looked_up: Vectors that were looked up for the batch, whose squares a task may penalise.
-        known_scores: Scores that the model made already, by feature.
+        known_scores: Scores that the model has already computed, by feature.
     """
 
     vectors: Float[Tensor, "queries dim"]

@@ -1,9 +1,9 @@
-"""SASRec (Kang and McAuley, ICDM 2018): a causal transformer over a user's items, which says what comes next.
+"""SASRec (Kang and McAuley, ICDM 2018): a causal transformer over a user's items predicts the next one.
 
-A token's vector is ``sqrt(D) u_i + p_a``, where the learned position p_a counts from the most recent item, a = 0: what
-the paper's padding on the left comes to. Each of the blocks is ``x + dropout(attention(norm(x)))``, then
-``x + dropout(network(norm(x)))`` with a network of two layers (section III.B). The state after the last norm is held
-against the item table, which is the input table too (section III.D).
+A token's vector is ``sqrt(D) u_i + p_a``, where the learned position p_a counts from the most recent item, a = 0, as
+the paper's padding on the left does. Each block is ``x + dropout(attention(norm(x)))``, then ``x +
+dropout(network(norm(x)))`` with a network of two layers (section III.B). The state after the last norm is multiplied
+with the item table, which is the input table too (section III.D).
 
 Rows are laid out in groups of similar length, see :mod:`distembed.models.sequences`.
 """
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distembed.models.dropout import Dropout, drop
+from distembed.models.layers import Dropout, drop
 from distembed.models.sequences import Asked, SequenceLayout, lay_out, take_queries, take_tokens
 
 Groups = Sequence[tuple[int, int]]
@@ -23,7 +23,7 @@ Groups = Sequence[tuple[int, int]]
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention in which a slot attends to itself and to those before it in its row.
+    """Multi-head self-attention in which a slot attends to itself and to earlier slots of its row.
 
     Args:
         dim: Dimension D of a vector.
@@ -38,7 +38,7 @@ class CausalAttention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, slots: Float[Tensor, "slots dim"], groups: Groups) -> Float[Tensor, "slots dim"]:
-        """Returns what each slot takes from those of its row."""
+        """Returns the attention output of each slot over the slots of its row."""
         projected = self.project(slots)
         sizes = [num_rows * length for num_rows, length in groups]
         attended = [
@@ -50,7 +50,7 @@ class CausalAttention(nn.Module):
         return output
 
     def _attend(self, projected: Tensor, num_rows: int, length: int) -> Float[Tensor, "slots dim"]:
-        """Returns the attention of one group, all rows of which have one length."""
+        """Returns the attention of one group; its rows have one length."""
         head_dim = projected.shape[1] // (3 * self.num_heads)
         by_head = projected.view(num_rows, length, 3, self.num_heads, head_dim).permute(2, 0, 3, 1, 4)
         queries, keys, values = by_head.unbind(0)
@@ -76,13 +76,7 @@ def attend(queries: Vectors, keys: Vectors, values: Vectors, dropout: float) -> 
 
 
 class Block(nn.Module):
-    """Attention and a network of two layers, each with a norm before it and a sum after it.
-
-    Args:
-        dim: Dimension D of a vector.
-        num_heads: Number of heads.
-        dropout: Share of numbers that are dropped in training.
-    """
+    """Attention and a network of two layers, each with a norm before it and a sum after it."""
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -122,7 +116,7 @@ class CausalTransformer(nn.Module):
         return self.on_slots(take_tokens(tokens, layout.tokens), layout)
 
     def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:
-        """Returns the state at each query, of the vectors of slots; of operations on tensors alone."""
+        """Returns the state at each query from the vectors of slots, by operations on tensors alone."""
         slots = self.drop(functional.embedding(layout.ages, self.positions) + vectors)
         for block in self.blocks:
             slots = block(slots, layout.groups)

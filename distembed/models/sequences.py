@@ -1,17 +1,17 @@
-"""Sequences of unequal length: where their tokens lie while a network runs over them, and what each is embedded as.
+"""Sequences of unequal length: where their tokens lie while a network runs over them.
 
 Published code pads all sequences of a batch to the model's greatest length. Here rows of similar length are put side by
 side, and each group is padded to its own longest row alone. Tokens stand at the left of their row, so that a causal
-network never looks at what stands beyond the end, and no mask is needed::
+network never sees the padding beyond the end, and no mask is needed::
 
     lengths  3 1 2 3                    slots of two groups of rows
     tokens   a a a | b | c c | d d d    a a a | d d d  (2 rows of 3)      c c | b -  (2 rows of 2)
 
-The trade-off: a group more saves padding, and costs the calls of the operators that go over groups. On CUDA, where the
+The trade-off: a further group saves padding, and costs the calls of the operators that go over groups. On CUDA, where
 lengths could only be known by waiting for the device, all rows form one group of the greatest length.
 
-The shapes: ``tokens`` are the entries of all rows, end to end; ``slots`` are those with the padding; ``queries`` are
-the places at which a state is asked for.
+The shapes: ``tokens`` are the entries of all rows, end to end; ``slots`` are tokens with padding; ``queries`` are the
+places at which a state is asked for.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ class SequenceLayout:
     """Where tokens and queries lie while a network runs.
 
     Attributes:
-        tokens: The token of each slot; that of padding is any token of the same row.
+        tokens: The token of each slot; padding has any token of its row.
         ages: How many tokens of its row are more recent than the slot's, 0 for the last one and for padding.
         groups: Number of rows and of slots a row of each group, in the order of the slots.
-        queries: The slot of each query; the number of slots where its row has no such token.
+        queries: The slot of each query; the number of slots where its row has too few tokens.
     """
 
     tokens: Int64[Tensor, " slots"]
@@ -48,7 +48,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True)
 class Asked:
-    """The rows of a batch, and at which of their tokens a state is asked for.
+    """The rows of a batch, and the tokens at which a state is asked for.
 
     Attributes:
         lengths: Number of tokens of each row.
@@ -63,13 +63,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a batch, cut to their most recent tokens.
-
-    Attributes:
-        firsts: Number of the first token of each row that is left.
-        lengths: Number of tokens of each row that are left.
-        num_queries: Number of queries of each row, at its last tokens.
-    """
+    """The rows of a batch, cut to their most recent tokens: the first token, and the numbers of tokens and queries."""
 
     firsts: _Integers
     lengths: _Integers
@@ -88,7 +82,7 @@ class _Rows:
 
 
 def lay_out(asked: Asked, max_length: int) -> SequenceLayout:
-    """Returns the layout of a batch's rows, of which the oldest tokens beyond ``max_length`` are left out."""
+    """Returns the layout of a batch's rows; tokens older than the last ``max_length`` are left out."""
     if asked.lengths.device.type != "cpu":
         return _one_group(asked, max_length)
     rows = _Rows.cut(asked, max_length)
@@ -113,11 +107,7 @@ def lay_out(asked: Asked, max_length: int) -> SequenceLayout:
 
 
 def _group_lengths(counts: _Integers) -> list[tuple[int, int]]:
-    """Returns the number of rows and the length of each group, the longest first; rows without tokens are in none.
-
-    Args:
-        counts: Number of rows of each length, from 0 on.
-    """
+    """Returns the number of rows and the length of each group, the longest first, from the number of rows by length."""
     groups: list[tuple[int, int]] = []
     num_rows = longest = pads = 0
     for length in range(len(counts) - 1, 0, -1):
@@ -159,7 +149,7 @@ class PackedLayout:
     Attributes:
         tokens: The token of each slot.
         batch_sizes: Number of rows that have a token at each step, as torch's ``PackedSequence`` has them.
-        queries: The slot of each query; the number of slots where its row has no such token.
+        queries: The slot of each query; the number of slots where its row has too few tokens.
     """
 
     tokens: Int64[Tensor, " slots"]
@@ -168,7 +158,7 @@ class PackedLayout:
 
 
 def pack(asked: Asked, max_length: int) -> PackedLayout:
-    """Returns the layout of a batch on the CPU, as :func:`lay_out` does; without tokens there is one of slot 0."""
+    """Returns the layout of a batch on the CPU for a recurrent network; a batch without tokens has one slot."""
     rows = _Rows.cut(asked, max_length)
     counts = np.bincount(rows.lengths, minlength=2)
     batch_sizes = np.trim_zeros(np.cumsum(counts[:0:-1])[::-1], "b")

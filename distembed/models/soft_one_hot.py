@@ -4,14 +4,12 @@ A number x has a share in each of P bins, and its vector is that mixture of the 
 
     p = x W + b,    s = softmax(p),    g = s E            W, b in R^P and E in R^(P x D), a set for each feature
 
-So a feature gets a vector that need not grow with its number, as categories have one, without a choice of buckets: bins
-are learnt. A missing number, NaN, has a vector of its own, which no other number shares.
+Bins are learnt, without a choice of buckets. A missing number, NaN, has a vector of its own.
 
-Bins start on a grid. Up to what all bins have in common, ``x W + b`` with ``W = c / h^2`` and ``b = -c^2 / (2 h^2)``
-is ``-(x - c)^2 / (2 h^2)``: the softmax gives each bin the share of a Gaussian around its centre c. With centres a
-distance h apart over the values that are expected, each bin is the largest somewhere from the first step on. Of lines
-with random W and b few are ever the highest, as nothing holds the others back: of 10 bins drawn from N(0, 1), 2.3 are
-the largest somewhere in [0, 10] (mean of 200 draws), of 32 bins 2.8; of the grid's, all.
+Bins start on a grid. With ``W = c / h^2`` and ``b = -c^2 / (2 h^2)``, ``x W + b`` is ``-(x - c)^2 / (2 h^2)`` up to a
+term common to all bins: the softmax gives each bin the share of a Gaussian around its centre c. With centres a distance
+h apart over the expected values, each bin is the largest somewhere from the first step on. Of 10 bins drawn from N(0,
+1), only 2.3 are the largest somewhere in [0, 10] (mean of 200 draws).
 
 Trade-off: a feature takes P exponentials and P D multiplications where a network's first layer takes as many as it has
 outputs; and beyond the outermost centres all numbers have the same vector.
@@ -33,7 +31,7 @@ class SoftOneHot(nn.Module):
     """Maps numbers [..., F] to vectors [..., F, D], each feature by bins of its own, all in one batched product.
 
     It computes in the dtype of the weights, also under autocast: where bins are narrow, large terms cancel. NaN is a
-    missing number; infinity and larger magnitudes than ``LARGEST_NUMBER`` count as that.
+    missing number; magnitudes above ``LARGEST_NUMBER`` are cut to it.
 
     Args:
         num_features: Number F of features.
@@ -44,8 +42,6 @@ class SoftOneHot(nn.Module):
 
     Raises:
         UserError: There is no bin, feature or dimension, or the range is empty or not finite.
-
-    ``forward`` raises a ValueError for numbers of more or fewer features.
     """
 
     def __init__(
@@ -113,17 +109,13 @@ class SoftOneHotSum(SoftOneHot):
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Returns what switches autocast off where it is on; an exported program would be left with the switch."""
+    """Switches autocast off where it is on; an exported program would keep an unneeded switch."""
     on = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def grid_bins(num_bins: int, low: float, high: float) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
-    """Returns W and b of bins with centres evenly from ``low`` to ``high``, Gaussians as wide as centres are apart.
-
-    Raises:
-        UserError: The range is empty or not finite.
-    """
+    """Returns W and b of bins with centres evenly from ``low`` to ``high``, Gaussians as wide as centres are apart."""
     if not -LARGEST_NUMBER <= low < high <= LARGEST_NUMBER:
         raise UserError(f"value_range is [{low}, {high}]: it must be two numbers, the smaller one first")
     centres = torch.linspace(low, high, num_bins, dtype=torch.float64)
@@ -145,9 +137,9 @@ class _FeatureNorm(nn.Module):
 
 
 class _Shares(torch.autograd.Function):
-    """Computes ``softmax(x W + b)`` over bins, and 0 in every bin for missing numbers, which so have no gradient.
+    """Computes ``softmax(x W + b)`` over bins, and 0 in every bin for missing numbers, which get no gradient.
 
-    Autograd would keep the sums beside the shares, and go over all of them twice more for the products with numbers.
+    Autograd would keep the sums besides the shares, and go over all of them twice more for the products with numbers.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-r"""Partitions, total functions from an id to a row: the parts of which a compressed table is made.
+r"""Partitions: total functions from an id to a row, from which compressed tables are built.
 
 A *partition* of the id set ``S = {0, ..., n-1}`` maps every id to one row of a small table (Shi et al., "Compositional
 Embeddings Using Complementary Partitions", KDD 2020, section 3). A *scheme* is a family of k partitions of the same
@@ -20,20 +20,20 @@ explicit             a_j[x]                           as given                  
 n up to 2^63-1, without a float. Complementarity is decided, not assumed: by Python's integers for the arithmetic
 schemes, by looking at every id for explicit ones.
 
-When a vocabulary grows behind its end, known ids keep their rows (``Partition.grown``): ``naive`` and
-``quotient_remainder`` add rows behind the old ones, the latter quotients; ``mixed_radix`` raises its last modulus;
-``remainder`` keeps its rows, which more ids share; ``chinese_remainder`` keeps its moduli as long as their product
-reaches n; ``explicit`` takes longer assignments that begin with the old ones.
+When a vocabulary grows at its end, known ids keep their rows (``Partition.grown``): ``naive`` appends rows and
+``quotient_remainder`` quotient rows; ``mixed_radix`` raises its last modulus; ``remainder`` keeps its rows, which
+more ids share; ``chinese_remainder`` keeps its moduli while their product reaches n; ``explicit`` takes longer
+assignments that begin with the old ones.
 
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
-A new scheme is one file, its settings in ``settings.py`` and one line in :data:`PARTITIONS`; law tests run over every
-entry.
+A new scheme is one file, with its settings, and one line in :data:`PARTITIONS`; law tests run over every entry.
 """
 
 from typing import TYPE_CHECKING
 
 from distembed.base.lazy import NameTable, imports_on_demand
+from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
     from distembed.partitions.base import Partition
@@ -67,6 +67,7 @@ __all__ = [
     "Partition",
     "QuotientRemainder",
     "Remainder",
+    "SchemeSettings",
     "hash_strings",
 ]
 __getattr__ = imports_on_demand(__name__)

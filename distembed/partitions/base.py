@@ -21,16 +21,7 @@ MAX_NUM_EMBEDDINGS = 2**63 - 1
 
 
 def require_positive(field: str, value: object, remedy: str) -> int:
-    """Returns ``value`` as an int.
-
-    Args:
-        field: What the value is, as the error names it.
-        value: Any object.
-        remedy: A sentence that ends the error.
-
-    Raises:
-        UserError: The value is no integer, or lies outside of 1 to 2^63-1.
-    """
+    """Returns the value of a field as an int from 1 to 2^63-1; errors name the field and end with ``remedy``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UserError(f"{field} is {value!r}, of type {type(value).__name__}; it must be an integer. {remedy}")
     if not 1 <= value <= MAX_NUM_EMBEDDINGS:
@@ -39,12 +30,7 @@ def require_positive(field: str, value: object, remedy: str) -> int:
 
 
 class Digit(NamedTuple):
-    r"""The rule ``(x \ divisor) mod modulus``.
-
-    Attributes:
-        divisor: What an id is divided by first, rounded down.
-        modulus: What the quotient's remainder is taken of; None where it is the quotient.
-    """
+    r"""The rule ``(x \ divisor) mod modulus``."""
 
     divisor: int
     modulus: int | None
@@ -71,15 +57,7 @@ class Partition(ABC):
 
     @classmethod
     def from_settings(cls, num_embeddings: int, settings: Any) -> Self:
-        """Builds the scheme as a table's settings say.
-
-        Args:
-            num_embeddings: The number of ids, n.
-            settings: An object with the attributes of :attr:`settings`; the constructor's defaults replace None.
-
-        Raises:
-            UserError: The settings are not valid.
-        """
+        """Builds the scheme from a table's settings; the constructor's defaults replace None."""
         values = {name: getattr(settings, name) for name in setting_names(cls.settings)}
         return cls(num_embeddings, **{name: value for name, value in values.items() if value is not None})
 
@@ -94,7 +72,7 @@ class Partition(ABC):
         return hash((type(self), self.num_embeddings, self.num_rows))
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what makes two instances equal: all attributes; a scheme that keeps others overrides it."""
+        """Returns the attributes that make two instances equal; a scheme with caches overrides it."""
         return vars(self)
 
     @property
@@ -108,10 +86,7 @@ class Partition(ABC):
 
     @abstractmethod
     def colliding_ids(self) -> tuple[int, int] | None:
-        """Returns two distinct ids that have the same row in every partition, or None where there are none.
-
-        Arithmetic schemes decide it by exact integer arithmetic, explicit ones by looking at every id.
-        """
+        """Returns two distinct ids with the same row in every partition; None without any. The answer is exact."""
 
     def is_complementary(self) -> bool:
         """Returns whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""
@@ -119,14 +94,14 @@ class Partition(ABC):
 
     @property
     def ids_per_row(self) -> float:
-        """The mean number of ids that share one tuple of rows: n over the number of tuples that occur."""
+        """The mean number of ids that share a tuple of rows: n over the number of tuples that occur."""
         return 1.0
 
     def inverse(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         """Returns the id that has these rows, and -1 where no id has them.
 
         Raises:
-            UserError: The partitions are not complementary, so that several ids may have the same rows.
+            UserError: The partitions are not complementary.
         """
         pair = self.colliding_ids()
         if pair is not None:
@@ -156,13 +131,10 @@ class Partition(ABC):
 
     @classmethod
     def constants(cls, partitions: Sequence["Partition"]) -> Int64[Tensor, "constants tables"] | None:
-        """Returns the numbers in which the maps of many tables differ, such as their moduli, on the CPU.
+        """Returns the numbers in which the maps of many tables differ, such as moduli, on the CPU: a column a table.
 
-        Schemes override it, and :meth:`rows_by_constants`, where one vectorised operation can serve all tables. Whoever
-        maps ids on a GPU keeps a copy there, so that no step waits for one.
-
-        Returns:
-            A column for each table; None where the scheme has no such numbers.
+        A scheme overrides it together with :meth:`rows_by_constants` where one vectorised operation can serve all
+        tables; None where it cannot. Callers that map ids on a GPU keep a copy there, so that no step waits for one.
         """
         return None
 
@@ -170,32 +142,20 @@ class Partition(ABC):
     def rows_by_constants(
         cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
     ) -> Int64[Tensor, "k *shape"]:
-        """Returns the rows of ids of many tables at once; the other half of :meth:`constants`.
-
-        Args:
-            ids: Ids of any of the tables.
-            constants: The constants of each id's table, which broadcast against the ids.
-        """
+        """Returns the rows of ids of many tables; the constants of each id's table broadcast against the ids."""
         raise NotImplementedError(f"{cls.__name__} has constants, but no rows_by_constants; define both or neither.")
 
     def digits(self) -> "tuple[Digit, ...] | None":
-        """Returns each partition's rule where all are digits of ids, for kernels that compute rows themselves.
-
-        Returns:
-            A digit for each partition, or None where rows follow from something else.
-        """
+        """Returns each partition's digit, for kernels that compute rows themselves; None where rows are no digits."""
         return None
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Returns the settings with which the scheme, made for more ids, leaves the rows of these ids as they are.
+        """Returns the settings with which the scheme, built for more ids, keeps the rows of these ids.
 
-        It is what a model goes on with whose vocabulary has grown. A scheme without such a rule is refused then.
-
-        Args:
-            num_embeddings: The number of ids that it grows to, which is not below that of this instance.
+        A model whose vocabulary has grown continues with them. ``num_embeddings`` is the new number of ids.
 
         Raises:
-            UserError: The scheme has no rule, or cannot have so many ids; the error says what can.
+            UserError: The scheme has no such rule, or cannot have so many ids; the error says which scheme can.
         """
         raise UserError(
             f"{self.name} has no rule by which it grows from {self.num_embeddings} to {num_embeddings} ids; define "
@@ -203,11 +163,7 @@ class Partition(ABC):
         )
 
     def grown(self, num_embeddings: int) -> Self:
-        """Returns the scheme for more ids; each id of this one has the rows there that it has here.
-
-        Raises:
-            UserError: As for :meth:`grown_settings`.
-        """
+        """Returns the scheme for more ids, in which each id of this one keeps its rows; see :meth:`grown_settings`."""
         return type(self)(num_embeddings, **self.grown_settings(num_embeddings))
 
     @property

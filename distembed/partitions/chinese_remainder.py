@@ -16,29 +16,27 @@ from jaxtyping import Int64
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
-from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Digit, Partition
-from distembed.partitions.digits import from_digits
+from distembed.partitions.base import MAX_NUM_EMBEDDINGS
+from distembed.partitions.digits import RemainderPartition, from_digits
 from distembed.partitions.moduli import (
-    DEFAULT_NUM_PARTITIONS,
+    ModuliSettings,
+    choose_moduli,
     coprime_moduli,
     first_shared_factor,
-    require_moduli,
-    require_num_partitions,
     suggest_moduli,
 )
-from distembed.partitions.settings import ModuliSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ChineseRemainder(Partition):
+class ChineseRemainder(RemainderPartition):
     """``p_j(x) = x mod m_j`` with pairwise coprime ``m_1, ..., m_k``.
 
     Args:
         num_embeddings: The number of ids, n.
-        num_partitions: The number of partitions, k; 2 where ``moduli`` are not given either. The moduli are then the
-            pairwise coprime ones near n^(1/k) whose product reaches n with the smallest sum.
+        num_partitions: The number of partitions, k, whose moduli are the pairwise coprime ones with a product of at
+            least n and the smallest sum; 2 unless it or ``moduli`` is given.
         moduli: ``m_1, ..., m_k``, pairwise coprime, whose product must reach n.
 
     Raises:
@@ -53,31 +51,15 @@ class ChineseRemainder(Partition):
         self, num_embeddings: int, num_partitions: int | None = None, moduli: Sequence[int] | None = None
     ) -> None:
         super().__init__(num_embeddings)
-        if num_partitions is not None:
-            num_partitions = require_num_partitions(self.name, num_partitions)
-        if moduli is None:
-            self.num_rows = coprime_moduli(self.num_embeddings, num_partitions or DEFAULT_NUM_PARTITIONS)
-        else:
-            self.num_rows = require_moduli(self.name, moduli, num_partitions)
-            self._require_coprime_and_complementary()
+        self.num_rows = choose_moduli(self.name, self.num_embeddings, num_partitions, moduli, coprime_moduli)
+        self._require_coprime_and_complementary()
 
     @property
     def description(self) -> str:
         return ", ".join(f"p_{j}(x) = x mod {modulus}" for j, modulus in enumerate(self.num_rows, start=1))
 
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return torch.stack([ids % modulus for modulus in self.num_rows])
-
-    def colliding_ids(self) -> tuple[int, int] | None:
-        repeats_after = math.lcm(*self.num_rows)
-        return (0, repeats_after) if repeats_after < self.num_embeddings else None
-
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Returns the moduli, as they are as long as their product reaches the number of ids.
-
-        Raises:
-            UserError: It does not; any other moduli would give known ids other rows.
-        """
+        """Returns the moduli; raises a :class:`UserError` where their product is below the number of ids."""
         most = math.prod(self.num_rows)
         if num_embeddings > most:
             with_room = list(suggest_moduli(self.num_rows, num_embeddings, coprime=True))
@@ -97,20 +79,6 @@ class ChineseRemainder(Partition):
                 digit = _multiply((digit - lower) % modulus, pow(lower_modulus, -1, modulus), modulus)
             digits.append(digit)
         return from_digits(torch.stack(digits), self.num_rows[:-1])
-
-    def digits(self) -> tuple[Digit, ...]:
-        return tuple(Digit(1, modulus) for modulus in self.num_rows)
-
-    @classmethod
-    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
-        """Returns the moduli of each table."""
-        return torch.tensor([p.num_rows for p in partitions]).t()
-
-    @classmethod
-    def rows_by_constants(
-        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
-    ) -> Int64[Tensor, "k *shape"]:
-        return ids % constants
 
     def _require_coprime_and_complementary(self) -> None:
         shared, pair = first_shared_factor(self.num_rows), self.colliding_ids()

@@ -1,30 +1,57 @@
 """Explicit: partitions given as arrays, such as the make, year and type of a car (Shi et al., KDD 2020, section 3.1).
 
 ``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
-row, so that rare ids learn from like ones; but k numbers an id are stored, and whether the partitions are complementary
-is known only once every id has been looked at.
+row, so that rare ids learn from similar ones; but k numbers an id are stored, and only a look at every id tells whether
+the partitions are complementary.
+
+A Parquet file is read column by column, in batches and twice: first its distinct values are collected, then numbered.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pydantic.dataclasses
 from jaxtyping import Int64
 from numpy.typing import NDArray
-from torch import Tensor
+from pydantic import Field
 
 from distembed.base.errors import UserError
+from distembed.base.lazy import torch
+from distembed.base.names import STRICT, one_of
 from distembed.partitions.base import Partition, require_positive
 from distembed.partitions.complementarity import count_tuples, find_collision
-from distembed.partitions.parquet_columns import read_assignments
-from distembed.partitions.settings import ExplicitSettings
+from distembed.partitions.settings import SchemeSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
 _CHUNK_IDS = 2**14
 """The number of ids that the inverse compares at once, few enough for the processor's cache."""
+_BATCH_ROWS = 2**20
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ExplicitSettings(SchemeSettings):
+    """The settings of ``explicit``.
+
+    Attributes:
+        assignments: The Parquet file with a row for each id; a relative path starts at the working directory.
+        columns: The columns of that file, each of which is a partition.
+        allow_collisions: Whether ids may have the same rows.
+    """
+
+    assignments: str | None = None
+    columns: Annotated[list[str], Field(min_length=1)] | None = None
+    allow_collisions: bool = False
 
 
 class Explicit(Partition):
@@ -38,8 +65,8 @@ class Explicit(Partition):
         allow_collisions: Whether ids may have the same rows, as in a hashed table.
 
     Raises:
-        UserError: An assignment has the wrong type or length, or a row out of range; or, without ``allow_collisions``,
-            two ids have the same rows. The error names position and value, or both ids.
+        UserError: An assignment has a wrong type, length or row; or two ids have the same rows, which
+            ``allow_collisions`` forbids. The error names position and value, or both ids.
     """
 
     name = "explicit"
@@ -72,17 +99,17 @@ class Explicit(Partition):
             self._require_complementary()
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the assignments; copies on other devices and what is known of collisions follow from them."""
+        """Returns the assignments, from which all caches follow."""
         return {"assignments": self.assignments, "num_rows": self.num_rows}
 
     @classmethod
     def from_parquet(
         cls, num_embeddings: int, path: str | Path, columns: Sequence[str], allow_collisions: bool = False
-    ) -> "Explicit":
+    ) -> Explicit:
         """Builds one partition for each column of a Parquet file, whose row x describes id x.
 
-        Ids share a row where they share the column's value; null is a value too. Rows are numbered by ascending value,
-        null last. The file is read column by column, in batches.
+        Ids with the same value of the column share a row; null is a value too. Rows are numbered by ascending value,
+        null last.
 
         Raises:
             UserError: The file or a column is missing or cannot be used, or the constructor raises it.
@@ -92,12 +119,8 @@ class Explicit(Partition):
         return cls(num_embeddings, assignments, num_rows, allow_collisions)
 
     @classmethod
-    def from_settings(cls, num_embeddings: int, settings: Any) -> "Explicit":
-        """Builds the partitions of a Parquet file as :meth:`from_parquet` does, once for each time of its modification.
-
-        Raises:
-            UserError: No file or no columns are set, or :meth:`from_parquet` raises it.
-        """
+    def from_settings(cls, num_embeddings: int, settings: Any) -> Explicit:
+        """Builds the partitions of the settings' Parquet file; each version of a file is read once."""
         if settings.assignments is None or settings.columns is None:
             raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
         path = Path(settings.assignments)
@@ -111,7 +134,7 @@ class Explicit(Partition):
         return equations + shared
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Raises a :class:`UserError`, unless there are no more ids: the rows of further ones follow from no rule."""
+        """Raises a :class:`UserError` for more ids, whose rows follow from no rule."""
         if num_embeddings > self.num_embeddings:
             raise UserError(
                 f"{self.name} has assignments of {self.num_embeddings} ids, and cannot grow to {num_embeddings} by "
@@ -119,12 +142,8 @@ class Explicit(Partition):
             )
         return {"assignments": self.assignments, "num_rows": self.num_rows, "allow_collisions": True}
 
-    def first_changed_id(self, before: "Explicit") -> int | None:
-        """Returns the first id of an earlier scheme that has other rows here; None where all ids keep their rows.
-
-        Raises:
-            UserError: The earlier scheme has another number of partitions, or more ids.
-        """
+    def first_changed_id(self, before: Explicit) -> int | None:
+        """Returns the first id of an earlier scheme that has other rows here; None where all ids keep their rows."""
         if len(before.num_rows) != len(self.num_rows) or before.num_embeddings > self.num_embeddings:
             raise UserError(
                 f"explicit has {len(self.num_rows)} partitions of {self.num_embeddings} ids, and had "
@@ -151,18 +170,15 @@ class Explicit(Partition):
 
     @cached_property
     def _collision(self) -> tuple[int, int] | None:
-        """The result of :meth:`colliding_ids`, found once."""
         return find_collision(self.assignments, self.num_rows)
 
     @cached_property
     def _num_tuples(self) -> int:
-        """The number of distinct tuples of rows, counted once."""
         if self.is_complementary():
             return self.num_embeddings
         return count_tuples(self.assignments, self.num_rows)
 
     def _require_complementary(self) -> None:
-        """Raises a :class:`UserError` that names two ids with the same rows, where there are some."""
         pair = self.colliding_ids()
         if pair is not None:
             rows = tuple(int(assigned[pair[0]]) for assigned in self.assignments)
@@ -198,25 +214,14 @@ class Explicit(Partition):
 def _read(
     num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
 ) -> Explicit:
-    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
+    """Reads a file once for each time of its modification, not whenever a table is described or built."""
     return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)
 
 
 def _checked_copy(
     field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None
 ) -> tuple[Tensor, int]:
-    """Returns a copy of an assignment at the smallest width, and the number of its rows.
-
-    Args:
-        field: The assignment's name in errors.
-        rows: The row of each id.
-        num_embeddings: The number of ids.
-        bound_field: The name of ``bound`` in errors.
-        bound: The number of rows; one above the largest unless given.
-
-    Raises:
-        UserError: The rows are no integers, not one for each id, or out of range.
-    """
+    """Returns a copy of an assignment at the smallest width, and the number of its rows; fields name both in errors."""
     values = _integer_array(field, rows)
     if values.shape != (num_embeddings,):
         raise UserError(
@@ -237,8 +242,79 @@ def _checked_copy(
 
 
 def _integer_array(field: str, rows: Any) -> NDArray[Any]:
-    """Returns rows as a numpy array, or raises a :class:`UserError` where they are no integers."""
-    values = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+    values = rows.cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
     if not np.issubdtype(values.dtype, np.integer):
         raise UserError(f"{field} holds values of type {values.dtype}; it must be an array of integers.")
     return values
+
+
+def read_assignments(
+    path: str | Path, columns: Sequence[str], num_embeddings: int
+) -> tuple[list[NDArray[np.integer]], list[int]]:
+    """Returns the row of every id in each column, and each column's number of rows."""
+    if isinstance(columns, str) or len(columns) == 0:
+        raise UserError(f"columns is {columns!r}; give a list of one column name or more.")
+    file = _open(path)
+    with file:
+        if file.metadata.num_rows != num_embeddings:
+            raise UserError(
+                f"{path} has {file.metadata.num_rows} rows, for num_embeddings={num_embeddings}; row x describes id x, "
+                "so there must be one row an id."
+            )
+        for position, column in enumerate(columns):
+            _require_usable(file, column, list(columns[:position]))
+        numbered = [_number_values(file, path, column) for column in columns]
+    return [rows for rows, _ in numbered], [count for _, count in numbered]
+
+
+def _open(path: str | Path) -> pq.ParquetFile:
+    if not Path(path).is_file():
+        raise UserError(f"{str(path)!r} is no file; give the path of a Parquet file.")
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as a Parquet file: {error}") from error
+
+
+def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) -> None:
+    """Makes sure that a column exists once, has plain values and is not among ``before``."""
+    one_of("column", column, file.schema_arrow.names)
+    if column in before:
+        raise UserError(f"columns holds {column!r} twice; the same partition again tells no more ids apart.")
+    if file.schema_arrow.names.count(column) > 1:
+        raise UserError(f"the file has several columns named {column!r}; rename them.")
+    kind = file.schema_arrow.field(column).type
+    if pa.types.is_nested(kind):
+        raise UserError(f"column {column!r} has the nested type {kind}; use a column of plain values.")
+
+
+def _number_values(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDArray[np.integer], int]:
+    """Returns the number of each id's value among the distinct ones, and how many these are."""
+    values = _distinct_values(file, path, column)
+    rows = np.empty(file.metadata.num_rows, dtype=np.min_scalar_type(len(values)))
+    start = 0
+    for batch in _batches(file, path, column):
+        rows[start : start + len(batch)] = pc.index_in(batch, value_set=values).to_numpy()
+        start += len(batch)
+    return rows, len(values)
+
+
+def _distinct_values(file: pq.ParquetFile, path: str | Path, column: str) -> pa.Array:
+    """Returns the distinct values of a column, ascending, null last."""
+    values = pa.chunked_array([batch.unique() for batch in _batches(file, path, column)]).unique()
+    try:
+        return values.take(pc.sort_indices(values))
+    except pa.ArrowNotImplementedError as error:
+        raise UserError(f"column {column!r} has the type {values.type}, whose values have no order.") from error
+
+
+def _batches(file: pq.ParquetFile, path: str | Path, column: str) -> Iterator[pa.Array]:
+    """Yields the values of a column, batch by batch; dictionaries are decoded."""
+    try:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
+            values = batch.column(0)
+            yield values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{str(path)!r}: column {column!r} cannot be read, the file may be damaged; write it anew: {error}"
+        ) from error

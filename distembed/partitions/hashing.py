@@ -28,10 +28,7 @@ _NEGLIGIBLE_BITS = 64
 
 
 def mix64(values: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Returns SplitMix64's output function of each value: one to one on 64 bits, each bit depends on all.
-
-    The function is that of Steele, Lea, Flood, OOPSLA 2014. Multiplications wrap around, as int64 does in torch.
-    """
+    """Returns SplitMix64's output function of each value (Steele, Lea, Flood, OOPSLA 2014), one to one on 64 bits."""
     values = values + _signed(GOLDEN_GAMMA)
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         values = (values ^ _shift_right(values, shift)) * _signed(multiplier)
@@ -54,9 +51,9 @@ class KeyedHash:
     def ids(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
         """Returns ids in ``[0, num_embeddings)`` for any int64 values, also negative ones, on the values' device.
 
-        63 hashed bits u become ``u mod n``. Where u lies in the last, incomplete run of n numbers, which would favour
-        small ids, it is hashed again, as often as it takes to leave a bias below 2^-64. How often depends on n alone,
-        so that a GPU is never waited for.
+        63 hashed bits u become ``u mod n``. The last, incomplete run of n numbers would favour small ids: a u within it
+        is hashed again, a number of times that leaves a bias below 2^-64. The number depends on n alone, so no GPU is
+        waited for.
 
         Raises:
             UserError: The values are not int64, or ``num_embeddings`` lies outside of 1 to 2^63-1.
@@ -67,7 +64,7 @@ class KeyedHash:
         return self.ids_of_int64(values, n)
 
     def ids_of_int64(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
-        """Returns what :meth:`ids` does without looking at its arguments, so that torch.fx can trace it."""
+        """Returns the result of :meth:`ids` without checking the arguments, so that torch.fx can trace it."""
         n = num_embeddings
         before, after = self._keys()
         state = mix64(mix64(values ^ before) + after)
@@ -79,7 +76,7 @@ class KeyedHash:
         return number % n
 
     def _keys(self) -> tuple[int, int]:
-        """Returns two 64-bit keys; those of neighbouring seeds are as unlike as any."""
+        """Returns two 64-bit keys, unrelated for neighbouring seeds."""
         digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
         return _as_int64(digest[:8]), _as_int64(digest[8:])
 
@@ -104,7 +101,6 @@ def hash_strings(values: Sequence[str | bytes], seed: int) -> Int64[Tensor, "val
 
 
 def _bytes(value: object, position: int) -> bytes:
-    """Returns the bytes of a string, or raises a :class:`UserError` where it is none."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -116,13 +112,12 @@ def _bytes(value: object, position: int) -> bytes:
 
 
 def _require_seed(seed: object) -> None:
-    """Raises a :class:`UserError` unless the seed is an integer from 0 to 2^63-1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
         raise UserError(f"seed is {seed!r}; it must be an integer between 0 and 2^63-1.")
 
 
 def _rounds(incomplete: int) -> int:
-    """Returns how often to hash again until fewer than 2^-64 of all values would need it once more."""
+    """Returns how many times to hash again until fewer than 2^-64 of all values lie in the incomplete run."""
     if incomplete == 0:
         return 0
     bits_per_round = 63 - incomplete.bit_length()  # a round's chance to fail is below 2^-bits

@@ -1,4 +1,4 @@
-"""Moduli for n ids: those of the smallest sum, or given ones, which are checked.
+"""Moduli for n ids: moduli with the smallest sum, or given ones, which are checked.
 
 The sum of the moduli is the number of rows of the tables, so the smallest sum is the smallest memory. All arithmetic is
 on Python's integers, which do not overflow.
@@ -7,12 +7,17 @@ on Python's integers, which do not overflow.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import pydantic.dataclasses
+from pydantic import Field, PositiveInt
 
 from distembed.base.errors import UserError
+from distembed.base.names import STRICT
 from distembed.partitions.base import require_positive
+from distembed.partitions.settings import SchemeSettings
 
-DEFAULT_NUM_PARTITIONS = 2
 MAX_NUM_PARTITIONS = 63
 """The largest number of partitions: 2^63 is a product of 63 twos, so that one more would have a single row."""
 
@@ -20,11 +25,25 @@ _MOST_COPRIMES = 16
 """The 16 smallest primes multiply to more than 2^63, so that a smallest sum never has more moduli above 1."""
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ModuliSettings(SchemeSettings):
+    """The settings of ``mixed_radix`` and ``chinese_remainder``.
+
+    Attributes:
+        num_partitions: The number of partitions, whose moduli are then computed.
+        moduli: The moduli themselves, in place of ``num_partitions``.
+    """
+
+    alternatives = (("num_partitions", "moduli"),)
+    num_partitions: Annotated[int, Field(ge=2)] | None = None
+    moduli: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
+
+
 def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
     """Returns the k moduli whose product reaches n with the smallest sum, largest first.
 
-    Among k integers of one sum the product is largest where no two differ by more than 1, so the answer has a and a+1
-    alone, with ``a = floor(n^(1/k))``, and as few a+1 as reach n.
+    Among k integers with a given sum, the product is largest where no two differ by more than 1. So the moduli are a
+    and a+1 with ``a = floor(n^(1/k))``, and as few a+1 as reach n.
     """
     root = _integer_root(num_embeddings, num_partitions)
     raised = next(
@@ -37,9 +56,8 @@ def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]
 def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
     """Returns the k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
 
-    The sum is the smallest one, not nearly so: each sum is searched completely, from that of :func:`balanced_moduli`
-    upwards, by branch and bound. Moduli of 1, coprime to all, stand in where k is large for n. For any n up to 2^63-1
-    the search takes milliseconds up to k = 10 and a few seconds at worst, at k = 16 and more.
+    Branch and bound searches each sum completely, from the sum of :func:`balanced_moduli` upwards. Moduli of 1 fill up
+    where k is large for n. The search takes milliseconds up to k = 10, and a few seconds at worst from k = 16 on.
     """
     searched = min(num_partitions, _MOST_COPRIMES)
     for total in itertools.count(sum(balanced_moduli(num_embeddings, searched))):
@@ -50,13 +68,10 @@ def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
 
 
 def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns ``chosen`` and ``count`` more moduli, ascending, or None where there are none.
-
-    The further ones sum to ``total`` and multiply to ``product`` or more; all are pairwise coprime.
-    """
+    """Returns ``chosen`` and ``count`` more coprime moduli of this sum and at least this product; None without any."""
     if count == 1:
         return (*chosen, total) if total >= product and _is_coprime(total, chosen) else None
-    # The least of the rest is at most their mean. The further below it, the less the others can make up for.
+    # the smallest of the remaining moduli is at most their mean; the further below, the smaller the largest product
     for modulus in range(total // count, max(chosen, default=1) - 1, -1):
         needed = -(-product // modulus)
         if _largest_product(total - modulus, count - 1) < needed:
@@ -75,7 +90,6 @@ def _largest_product(total: int, count: int) -> int:
 
 
 def _is_coprime(modulus: int, others: Sequence[int]) -> bool:
-    """Returns whether a modulus is coprime to each of the others."""
     return all(math.gcd(modulus, other) == 1 for other in others)
 
 
@@ -88,26 +102,33 @@ def _integer_root(number: int, degree: int) -> int:
     return low
 
 
-def require_num_partitions(scheme: str, num_partitions: object) -> int:
-    """Returns the number of partitions as an int.
+def choose_moduli(
+    scheme: str,
+    num_embeddings: int,
+    num_partitions: object,
+    moduli: object,
+    smallest: Callable[[int, int], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Returns the given moduli, checked, or those of a number of partitions, 2 unless given.
+
+    Args:
+        scheme: Name of the scheme, for errors.
+        num_embeddings: The number of ids.
+        num_partitions: The number of partitions, or None.
+        moduli: The moduli, or None.
+        smallest: Computes the moduli for numbers of ids and of partitions.
 
     Raises:
-        UserError: The number is no integer from 2 to :data:`MAX_NUM_PARTITIONS`.
+        UserError: The moduli are no list of 2 to :data:`MAX_NUM_PARTITIONS` positive integers, or ``num_partitions`` is
+            no integer in this range or another number than theirs.
     """
-    remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."
-    number = require_positive("num_partitions", num_partitions, remedy)
-    if not 2 <= number <= MAX_NUM_PARTITIONS:
-        raise UserError(f"num_partitions is {number}. {remedy}")
-    return number
-
-
-def require_moduli(scheme: str, moduli: object, num_partitions: int | None) -> tuple[int, ...]:
-    """Returns the moduli as a tuple of ints.
-
-    Raises:
-        UserError: The moduli are no list of 2 to :data:`MAX_NUM_PARTITIONS` positive integers, or not as many as
-            ``num_partitions``, where that is given too.
-    """
+    if num_partitions is not None:
+        remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."
+        num_partitions = require_positive("num_partitions", num_partitions, remedy)
+        if not 2 <= num_partitions <= MAX_NUM_PARTITIONS:
+            raise UserError(f"num_partitions is {num_partitions}. {remedy}")
+    if moduli is None:
+        return smallest(num_embeddings, num_partitions or 2)
     if isinstance(moduli, str) or not isinstance(moduli, Sequence):
         raise UserError(f"moduli is {moduli!r}; {scheme} takes a list of integers, such as [1000, 1001].")
     numbers = tuple(require_positive(f"moduli[{i}]", m, "It is a number of rows.") for i, m in enumerate(moduli))
@@ -132,8 +153,8 @@ def first_shared_factor(moduli: Sequence[int]) -> tuple[int, int, int] | None:
 def suggest_moduli(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
     """Returns moduli near the given ones that are valid for n ids, as an error's remedy.
 
-    Each becomes coprime to those before it, if that is asked for; where their product is still too small, the one whose
-    increase adds the fewest rows is increased.
+    First each modulus becomes coprime to the ones before it, if asked for. Where their product is still too small, the
+    modulus whose increase adds the fewest rows is increased.
     """
     suggested: list[int] = []
     for modulus in moduli:

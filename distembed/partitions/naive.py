@@ -5,19 +5,17 @@ Trade-off: no compression, and every id is trained on its own occurrences alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
-from distembed.base.lazy import torch
-from distembed.partitions.base import Digit, Partition
+from distembed.partitions.digits import DigitPartition
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Naive(Partition):
+class Naive(DigitPartition):
     """``p_1(x) = x``: n rows for n ids."""
 
     name = "naive"
@@ -30,29 +28,12 @@ class Naive(Partition):
     def description(self) -> str:
         return "p_1(x) = x"
 
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return ids.unsqueeze(0)
-
-    def colliding_ids(self) -> None:
-        return None
-
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Returns no settings: rows are added behind the old ones."""
+        """Returns no settings: new rows follow the old ones."""
         return {}
-
-    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        return rows[0]
-
-    def digits(self) -> tuple[Digit, ...]:
-        return (Digit(1, None),)
-
-    @classmethod
-    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
-        """Returns none: an id is its own row."""
-        return torch.empty(0, len(partitions), dtype=torch.int64)
 
     @classmethod
     def rows_by_constants(
         cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
     ) -> Int64[Tensor, "k *shape"]:
-        return ids.unsqueeze(0)
+        return ids.unsqueeze(0)  # torch.export cannot save a program that iterates over a tensor of no constants

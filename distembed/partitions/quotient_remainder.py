@@ -5,28 +5,18 @@ Trade-off: m + c rows in place of n, least near ``m = c = sqrt(n)``; every id ke
 price of a second lookup and of ids that share half of their parameters.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
-
-from jaxtyping import Int64
+from typing import Any, Self
 
 from distembed.base.errors import UserError
-from distembed.base.lazy import torch
-from distembed.partitions.base import Digit, Partition, require_positive
-from distembed.partitions.digits import colliding_digits, from_digits, to_digits
-from distembed.partitions.remainder import rows_for_collisions
-from distembed.partitions.settings import BucketSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from distembed.partitions.base import require_positive
+from distembed.partitions.digits import DigitPartition
+from distembed.partitions.remainder import BucketSettings, rows_for_collisions
 
 _DEFAULT_COLLISIONS = 4
 
 
-class QuotientRemainder(Partition):
+class QuotientRemainder(DigitPartition):
     r"""``p_1(x) = x mod m``, ``p_2(x) = x \ m``.
 
     Args:
@@ -73,29 +63,6 @@ class QuotientRemainder(Partition):
     def description(self) -> str:
         return f"p_1(x) = x mod {self.modulus}, p_2(x) = x \\ {self.modulus}"
 
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return to_digits(ids, (self.modulus,))
-
-    def colliding_ids(self) -> tuple[int, int] | None:
-        return colliding_digits(self.num_embeddings, self.num_rows)
-
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Returns the number of remainder rows, which stays: quotient rows are added behind the old ones."""
+        """Returns the number of remainder rows, which stays: new quotient rows follow the old ones."""
         return {"num_buckets": self.modulus}
-
-    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        return from_digits(rows, (self.modulus,))
-
-    def digits(self) -> tuple[Digit, ...]:
-        return (Digit(1, self.modulus), Digit(self.modulus, None))
-
-    @classmethod
-    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
-        """Returns the modulus of each table."""
-        return torch.tensor([[p.num_rows[0] for p in partitions]])
-
-    @classmethod
-    def rows_by_constants(
-        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
-    ) -> Int64[Tensor, "k *shape"]:
-        return to_digits(ids, constants)

@@ -6,18 +6,34 @@ apart, however long the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import pydantic.dataclasses
 from jaxtyping import Int64
+from pydantic import PositiveInt
 
 from distembed.base.errors import UserError
-from distembed.base.lazy import torch
-from distembed.partitions.base import Digit, Partition, require_positive
-from distembed.partitions.settings import BucketSettings
+from distembed.base.names import STRICT
+from distembed.partitions.base import require_positive
+from distembed.partitions.digits import RemainderPartition
+from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class BucketSettings(SchemeSettings):
+    """The settings of ``remainder`` and ``quotient_remainder``.
+
+    Attributes:
+        collisions: How many ids share a row of the first partition; 4 unless it or ``num_buckets`` is given.
+        num_buckets: The rows of the first partition, in place of ``collisions``.
+    """
+
+    alternatives = (("collisions", "num_buckets"),)
+    collisions: PositiveInt | None = None
+    num_buckets: PositiveInt | None = None
 
 
 def rows_for_collisions(num_embeddings: int, collisions: int) -> int:
@@ -25,13 +41,13 @@ def rows_for_collisions(num_embeddings: int, collisions: int) -> int:
     return -(-num_embeddings // collisions)
 
 
-class Remainder(Partition):
+class Remainder(RemainderPartition):
     """``p_1(x) = x mod m``, which is not complementary unless m reaches n; :attr:`description` says so.
 
     Args:
         num_embeddings: The number of ids, n.
-        collisions: The number c of ids that share a row, so that ``m = ceil(n / c)``; 4 where ``num_buckets`` is not
-            given either.
+        collisions: The number c of ids that share a row, so that ``m = ceil(n / c)``; 4 unless it or ``num_buckets`` is
+            given.
         num_buckets: The number m of rows.
 
     Raises:
@@ -58,12 +74,6 @@ class Remainder(Partition):
         shared = "" if self.is_complementary() else f", about {self.ids_per_row:.1f} ids a row (not complementary)"
         return f"p_1(x) = x mod {self.modulus}{shared}"
 
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return (ids % self.modulus).unsqueeze(0)
-
-    def colliding_ids(self) -> tuple[int, int] | None:
-        return (0, self.modulus) if self.modulus < self.num_embeddings else None
-
     @property
     def ids_per_row(self) -> float:
         return self.num_embeddings / min(self.modulus, self.num_embeddings)
@@ -75,17 +85,3 @@ class Remainder(Partition):
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         # asked only where m >= n, and there x mod m is x
         return rows[0]
-
-    def digits(self) -> tuple[Digit, ...]:
-        return (Digit(1, self.modulus),)
-
-    @classmethod
-    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
-        """Returns the modulus of each table."""
-        return torch.tensor([[p.num_rows[0] for p in partitions]])
-
-    @classmethod
-    def rows_by_constants(
-        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
-    ) -> Int64[Tensor, "k *shape"]:
-        return ids % constants

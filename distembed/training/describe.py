@@ -232,7 +232,7 @@ def describe(config: Config) -> Description:
 
 def tied_outputs(model: "nn.Module") -> tuple[TiedOutput, ...]:
     """Returns the tables that are input and output of a model."""
-    from distembed.models.catalogue import Catalogue
+    from distembed.models.queries import Catalogue
 
     catalogues = (module for module in model.modules() if isinstance(module, Catalogue))
     return tuple(TiedOutput(catalogue.table) for catalogue in catalogues if catalogue.is_tied)

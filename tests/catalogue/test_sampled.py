@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.models.catalogue import Catalogue
-from distembed.models.queries import Items, Queries
+from distembed.models.queries import Catalogue, Items, Queries
 from distembed.tasks.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy, sampled_cross_entropy
 
 NUM_ITEMS, DIM = 30, 4

@@ -20,7 +20,7 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.share import TableShare
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.optim.tables import table_parameters
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.tasks.catalogue.softmax import SoftmaxItems, cross_entropy

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding import CompositionalEmbeddingCollection
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.tasks.catalogue.softmax import SoftmaxItems, catalogue_cross_entropy, cross_entropy
 from tests.embedding.test_share import COMPOSED, make_table
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distembed.base.errors import UserError
 from distembed.composition import ACTIVATIONS, COMPOSITIONS, PathLinear, PathMLP, grouped
-from distembed.composition.activations import second_moment
+from distembed.composition.layers import second_moment
 from distembed.composition.path import PathComposition
 
 

@@ -20,9 +20,9 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.models import MF, Model
+from distembed.models.gru import RecurrentStates
 from distembed.models.next_items import ItemCollections, NextItems, NextItemsWithNumbers, TokenVectors
 from distembed.models.sasrec import CausalTransformer
-from distembed.models.session import RecurrentStates
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.serving.export import recommenders
 from distembed.serving.export.batches import ANY, BATCH

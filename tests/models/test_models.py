@@ -15,10 +15,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
-from distembed.models.config import LowRankCrossConfig, plan_values
+from distembed.models.config import plan_values
 from distembed.models.dcn import CrossLayers
-from distembed.models.interaction import PairwiseDots
-from distembed.models.low_rank_cross import LowRankCross
+from distembed.models.dlrm import LowRankCross, PairwiseDots
+from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.training.config import load_config
 
 LOGIT_MODELS = [name for name, config in MODELS.items() if getattr(config, "returns", None) == "logits"]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distembed.models import sasrec
-from distembed.models.dropout import drop
+from distembed.models.gru import RecurrentStates
+from distembed.models.layers import drop
 from distembed.models.sasrec import CausalTransformer, attend
 from distembed.models.sequences import Asked, _one_group, lay_out, pack
-from distembed.models.session import RecurrentStates
 
 RAGGED = [5, 1, 0, 3, 7, 7, 2, 0, 1]
 DIM, MAX_LENGTH = 8, 7

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
-from distembed.partitions import Explicit, complementarity
+from distembed.partitions import Explicit, complementarity, explicit
 
 # section 3 of the paper: {0}, {1,3,4}, {2}; {0,1,3}, {2,4}; {0,3}, {1,2,4}
 PAPER = [[0, 1, 2, 1, 1], [0, 0, 1, 0, 1], [0, 1, 1, 0, 1]]
@@ -45,7 +45,7 @@ def test_a_collision_is_found_exactly_where_there_is_one(
     tuples = list(zip(*columns, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         # few keys at once, so that many passes are made over few ids
-        patch.setattr(complementarity, "_BUFFER_KEYS", buffer_keys)
+        patch.setattr(complementarity, "_MOST_KEYS", buffer_keys)
         patch.setattr(complementarity, "_CHUNK_IDS", min(buffer_keys // 2, 2**14))
         partition = Explicit(n, columns, num_rows, allow_collisions=True)
         pair = partition.colliding_ids()
@@ -65,7 +65,7 @@ def test_one_collision_among_many_ids_is_found_in_several_passes(
     num_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 1_000_000
-    monkeypatch.setattr(complementarity, "_BUFFER_KEYS", 150_000)
+    monkeypatch.setattr(complementarity, "_MOST_KEYS", 150_000)
     order = np.random.default_rng(0).permutation(n)
     assignments = [order % 1000, order // 1000]
     assert Explicit(n, assignments, num_rows).is_complementary()
@@ -95,7 +95,7 @@ def test_a_shared_hash_neither_makes_nor_hides_a_collision(monkeypatch: pytest.M
 def test_keys_crowded_into_one_range_are_all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # without a hash the keys are the rows themselves, many more in one range than the buffer holds
     monkeypatch.setattr(complementarity, "mix64", lambda keys: keys)
-    monkeypatch.setattr(complementarity, "_BUFFER_KEYS", 8)
+    monkeypatch.setattr(complementarity, "_MOST_KEYS", 8)
     monkeypatch.setattr(complementarity, "_CHUNK_IDS", 4)
     assert Explicit(60, [np.arange(60)]).is_complementary()
     for num_rows in (59, 50, 9):
@@ -202,10 +202,7 @@ def test_a_column_of_nothing_is_one_row(tmp_path: Path) -> None:
 
 
 def test_a_column_read_in_many_batches_is_numbered_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from distembed.partitions import parquet_columns
-
-    monkeypatch.setattr(parquet_columns, "_BATCH_ROWS", 7)
-    monkeypatch.setattr(parquet_columns, "_MIN_PENDING_VALUES", 10)
+    monkeypatch.setattr(explicit, "_BATCH_ROWS", 7)
     words = [f"word {i * i % 97}" for i in range(500)]
     path = tmp_path / "table.parquet"
     pq.write_table(pa.table({"word": words, "id": np.arange(500)}), path, row_group_size=50)

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.ranks import Ranks, process_group
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection
-from distembed.models.mlp import MLP
+from distembed.models.layers import MLP
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder

@@ -38,9 +38,9 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules
 from distembed.embedding.tables import CompositionalTables
 from distembed.models import MF, Model
-from distembed.models.catalogue import Catalogue
 from distembed.models.mf import queries_of_users
 from distembed.models.next_items import NextItems, NextItemsWithNumbers
+from distembed.models.queries import Catalogue
 from distembed.models.sequences import SequenceLayout
 from distembed.serving.export.batches import plain_inputs
 from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures

@@ -1,7 +1,7 @@
 """A table as a catalogue: items that a model has as its input are also what it chooses from (tied embeddings).
 
 The score of item i for a query h is ``l_i = h . u_i + b_i``, where u_i is the vector of i in the item table and b_i its
-bias (Inan et al., ICLR 2017; Press and Wolf, EACL 2017). :mod:`distembed.models.catalogue` holds the bias and finds the
+bias (Inan et al., ICLR 2017; Press and Wolf, EACL 2017). :mod:`distembed.models.queries` holds the bias and finds the
 table, :mod:`distembed.models.queries` is what a model returns to its task; ``user_items.py`` says which items each user
 has, ``negatives.py`` draws items that a user does not have, and ``ranking.py`` ranks them all.
 """

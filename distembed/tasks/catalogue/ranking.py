@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.tasks.catalogue.best_items import BestItems, best_keys, ids_of, scores_of
 from distembed.tasks.catalogue.query_items import QueryItems
 from distembed.tasks.catalogue.rank_rows import RankRows

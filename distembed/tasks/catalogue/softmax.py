@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.embedding.share import ReadChunk, TableShare
-from distembed.models.catalogue import Catalogue
+from distembed.models.queries import Catalogue
 from distembed.tasks.catalogue.products import products
 from distembed.tasks.catalogue.rank_rows import RankRows
 

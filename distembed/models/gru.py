@@ -1,4 +1,4 @@
-"""A session model in the manner of GRU4Rec (Hidasi et al., ICLR 2016): a GRU over a user's items says what comes next.
+"""A session model in the manner of GRU4Rec (Hidasi et al., ICLR 2016): a GRU over a user's items predicts the next one.
 
 On the CPU rows of unequal length are packed step by step, as torch's ``PackedSequence`` has them, without padding.
 """
@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from distembed.models.dropout import Dropout
-from distembed.models.mlp import make_linear
+from distembed.models.layers import Dropout, make_linear
 from distembed.models.sequences import Asked, SequenceLayout, lay_out, pack, take_queries, take_tokens
 
 
@@ -41,7 +40,7 @@ class RecurrentStates(nn.Module):
         return self.on_slots(take_tokens(vectors, layout.tokens), layout)
 
     def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:
-        """Returns the state at each query, of the vectors of slots that form one group."""
+        """Returns the state at each query from the vectors of slots that form one group."""
         ((num_rows, length),) = layout.groups
         padded = vectors.view(num_rows, length, vectors.shape[1])
         return take_queries(self.output(self.gru(padded)[0]).flatten(0, 1), layout.queries)

@@ -1,0 +1,92 @@
+"""Layers that models share: a perceptron, dropout, and the stack of a batch's feature vectors."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+_BITS = 16
+"""Random bits of an entry that may be dropped; four entries share one 64-bit number."""
+
+
+class MLP(nn.Module):
+    """Linear layers with a ReLU after each of them, except after the last one where ``last_is_linear``.
+
+    Weights start from N(0, 2/(fan_in + fan_out)) (Glorot and Bengio, AISTATS 2010, equation 12) and biases from 0.
+    """
+
+    def __init__(self, in_features: int, sizes: Sequence[int], last_is_linear: bool = False) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip([in_features, *sizes[:-1]], sizes, strict=True):
+            layers += [make_linear(fan_in, fan_out), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*(layers[:-1] if last_is_linear else layers))
+
+    def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch out"]:
+        """Applies the layers one after another."""
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+def make_linear(fan_in: int, fan_out: int) -> nn.Linear:
+    """Returns a linear layer with the initial weights that :class:`MLP` describes."""
+    linear = nn.Linear(fan_in, fan_out)
+    nn.init.xavier_normal_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class StackFeatures(nn.Module):
+    """Stacks the vectors of features in a given order; the order of a KeyedTensor's keys follows the sharding plan.
+
+    It is a module, not a function, since TorchRec's pipeline traces down to modules, and keys are known only at run
+    time.
+    """
+
+    def __init__(self, vector_names: Sequence[str], embedding_dim: int) -> None:
+        super().__init__()
+        self.vector_names = list(vector_names)
+        self.embedding_dim = embedding_dim
+
+    def forward(self, embedded: KeyedTensor) -> Float[Tensor, "batch features dim"]:
+        """Returns the vectors of every key."""
+        if embedded.keys() == self.vector_names:
+            values = embedded.values()
+        else:
+            by_name = embedded.to_dict()
+            values = torch.cat([by_name[name] for name in self.vector_names], dim=1)
+        return values.view(-1, len(self.vector_names), self.embedding_dim)
+
+
+def drop(values: Float[Tensor, "*shape"], probability: float) -> Float[Tensor, "*shape"]:
+    """Returns values, each 0 with a probability and otherwise scaled to the same mean.
+
+    On a CPU, torch draws a number for each entry, which takes a third of the step of a small transformer. Here four
+    entries share the bits of one 64-bit number, so the probability is rounded to a multiple of 2^-16.
+    """
+    if values.device.type != "cpu":
+        return functional.dropout(values, probability)
+    num_dropped = min(round(probability * 2**_BITS), 2**_BITS - 1)
+    words = torch.empty(-(-values.numel() * _BITS // 64), dtype=torch.int64)
+    words.random_(-(2**63), None)  # all 64 bits, where the least number is given
+    bits = words.view(torch.int16)[: values.numel()].view(values.shape)
+    is_kept = bits >= num_dropped - 2 ** (_BITS - 1)
+    return values * is_kept.to(values.dtype).mul_(2**_BITS / (2**_BITS - num_dropped))
+
+
+class Dropout(nn.Module):
+    """Drops a share of the numbers in training, as :func:`drop` does."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"
+
+    def forward(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Returns the values, in training with some of them dropped."""
+        return drop(values, self.probability) if self.training and self.probability > 0 else values

@@ -1,0 +1,52 @@
+"""The section of the model ``sasrec``."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import Field
+
+from distembed.base.errors import UserError
+from distembed.base.names import STRICT
+
+if TYPE_CHECKING:
+    from distembed.models.base import Model
+    from distembed.models.inputs import ModelInputs
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class SASRecConfig:
+    """The section of a causal transformer over sequences of items (:mod:`distembed.models.sasrec`).
+
+    Its vectors have the dimension of the embeddings; the task sets the greatest length of a sequence.
+
+    Attributes:
+        name: The model's name, ``sasrec``.
+        num_blocks: Number of blocks of attention and of a network of two layers.
+        num_heads: Number of heads of attention, each of an equal part of a vector.
+        dropout: Share of numbers, and of weights of attention, that are dropped in training.
+        tied: Whether the items' input vectors are the output's too, or the output has a second table.
+        bias: Whether each item has an output bias.
+    """
+
+    returns: ClassVar[str] = "sequences"
+    name: Literal["sasrec"] = "sasrec"
+    num_blocks: Annotated[int, Field(gt=0, le=1000)] = 2
+    num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    tied: bool = True
+    bias: bool = True
+
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over the items of sequences, without other columns; the heads have to divide a vector."""
+        from distembed.models.next_items import NextItems, TokenVectors, item_collections
+        from distembed.models.sasrec import CausalTransformer
+
+        dim = inputs.embedding_dim
+        if dim % self.num_heads:
+            raise UserError(
+                f"model.num_heads is {self.num_heads}, which does not divide embedding.default.embedding_dim={dim}; "
+                "choose a divisor of it."
+            )
+        items = item_collections(inputs, self.tied)
+        states = CausalTransformer(dim, items.max_length, self.num_blocks, self.num_heads, self.dropout)
+        return NextItems(items, states, TokenVectors(dim), self.bias)
