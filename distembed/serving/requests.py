@@ -15,7 +15,7 @@ from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
-from distembed.tasks.config import RankingConfig
+from distembed.tasks.ranking_config import RankingConfig
 from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 

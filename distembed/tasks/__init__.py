@@ -1,9 +1,6 @@
-"""Tasks, which are what a model learns: each is a file with its config in ``config.py``, listed in a name table.
+"""Tasks: the loss, the metrics and the predictions that a model is trained for, listed in a name table.
 
-``base.py`` says what a task is; ``binary_metrics.py`` holds the metrics of binary classifiers, and
-``ranking_metrics.py`` those of rankings; ``recommendations.py`` has the best items of users as predictions.
-
-A task of one's own is a config with ``name`` and ``build``, which a plugin registers by ``TASKS["mine"] = MyConfig``;
+A task of your own is a config with ``name`` and ``build``, which a plugin registers by ``TASKS["mine"] = MyConfig``;
 see :class:`distembed.tasks.TaskConfig`.
 """
 
@@ -11,14 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.base.lazy import NameTable, imports_on_demand
 from distembed.base.names import ByName
-from distembed.tasks.config import (
-    ClickConfig,
-    NextItemConfig,
-    RankingConfig,
-    RatingConfig,
-    TaskConfig,
-    batch_schema,
-)
+from distembed.tasks.click_config import ClickConfig
+from distembed.tasks.config import TaskConfig, batch_schema
+from distembed.tasks.next_item_config import NextItemConfig
+from distembed.tasks.ranking_config import RankingConfig
+from distembed.tasks.rating_config import RatingConfig
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task

@@ -10,12 +10,20 @@ count. It is the mean of the groups' areas, each counted by the weight of its ro
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 Floats = npt.NDArray[np.floating]
 Integers = npt.NDArray[np.integer]
+
+NUM_BINS = 8192
+_SCALE, _BINS_PER_UNIT = 8.0, 64.0
+"""The outer bins begin at a logit of about 11,900, and hold all that is beyond too."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +124,43 @@ def _count_pairs(
         ordered=np.add.reduceat(positive * (behind + negative / 2), starts),
         num_rows=np.diff(runs[starts], append=len(order)),
     )
+
+
+def bin_counts(
+    logits: Float[Tensor, " rows"], labels: Float[Tensor, " rows"], weights: Float[Tensor, " rows"] | None = None
+) -> Tensor:
+    """Returns the rows of each bin ``[2, NUM_BINS + 1]``: first negative ones, then positive ones.
+
+    The last column has the rows whose logit is NaN.
+
+    Args:
+        logits: The logits of the predictions.
+        labels: 0 or 1.
+        weights: The weight of each row, 0 or more; None where all weigh 1.
+
+    Returns:
+        Numbers of rows in int64, or their weights in float64.
+    """
+    # in float64, in which asinh is monotonic over all float32 numbers
+    places = (logits.double() / _SCALE).asinh() * (_SCALE * _BINS_PER_UNIT) + NUM_BINS / 2
+    bins = places.clamp(0, NUM_BINS - 1).nan_to_num(nan=NUM_BINS).long()
+    cells = bins + (labels > 0.5) * (NUM_BINS + 1)
+    counted = torch.ones_like(cells) if weights is None else weights.double()
+    return counted.new_zeros(2 * (NUM_BINS + 1)).index_add_(0, cells, counted).view(2, -1)
+
+
+def binned_auc(counts: npt.NDArray[Any]) -> float:
+    """Returns the area of rows in bins, of :func:`bin_counts`; NaN without both classes, or where a logit is NaN."""
+    negative, positive = counts.astype(np.float64)
+    num_pairs = float(negative.sum()) * float(positive.sum())
+    if num_pairs == 0 or negative[-1] or positive[-1]:
+        return math.nan
+    behind = np.cumsum(negative) - negative
+    return float(positive @ (behind + negative / 2)) / num_pairs
+
+
+def most_error(counts: npt.NDArray[Any]) -> float:
+    """Returns by how much :func:`binned_auc` may differ from the exact area; NaN without both classes."""
+    negative, positive = counts.astype(np.float64)
+    num_pairs = float(negative.sum()) * float(positive.sum())
+    return float(positive @ negative) / 2 / num_pairs if num_pairs else math.nan

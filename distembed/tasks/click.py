@@ -20,11 +20,10 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.data.table.vocabulary import reserved_ids
-from distembed.tasks.auc import grouped_auc
+from distembed.tasks.auc import bin_counts, binned_auc, grouped_auc
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
-from distembed.tasks.binned_auc import bin_counts, binned_auc
-from distembed.tasks.config import ClickConfig
+from distembed.tasks.click_config import ClickConfig
 from distembed.tasks.reported_metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 

@@ -26,7 +26,8 @@ from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
-from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
+from distembed.tasks.config import batch_schema
+from distembed.tasks.ranking_config import RANKING_KINDS, RankingConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
 from distembed.tasks.recommendations import (

@@ -27,7 +27,9 @@ from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.table.vocabulary import reserved_ids
-from distembed.tasks.config import NextItemConfig, RankingConfig, TaskConfig
+from distembed.tasks.config import TaskConfig
+from distembed.tasks.next_item_config import NextItemConfig
+from distembed.tasks.ranking_config import RankingConfig
 
 SEEN_ITEMS = "seen_items"
 """Key of ``run.json`` under which a run keeps the decision."""

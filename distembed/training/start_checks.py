@@ -13,7 +13,8 @@ from distembed.data.dataset.row_groups import list_row_groups, require_whole
 from distembed.data.dataset.schema import ITEM
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks import TaskConfig
-from distembed.tasks.config import LabelTaskConfig, NextItemConfig
+from distembed.tasks.config import LabelTaskConfig
+from distembed.tasks.next_item_config import NextItemConfig
 from distembed.training.config import Config
 
 _LOOKED_AT = 8

@@ -47,7 +47,7 @@ from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import TableGroup, TableStorage, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
-from distembed.tasks.catalogue.best_items import best_keys, ids_of, keys_of, scores_of
+from distembed.tasks.catalogue.ranking import best_keys, ids_of, keys_of, scores_of
 from distembed.tasks.next_item import SEEN
 from distembed.tasks.ranking import EXCLUDED
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -28,14 +29,15 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.models.queries import Catalogue
-from distembed.tasks.catalogue.best_items import BestItems, best_keys, ids_of, scores_of
-from distembed.tasks.catalogue.query_items import QueryItems
 from distembed.tasks.catalogue.rank_rows import RankRows
 
 _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
 """Number of scores that are in memory at once; on a CPU as many as its caches hold."""
 _MOST_IDS = 2**16
 _PAIRS_AT_ONCE = 2**14
+
+_LOW = 2**32 - 1
+_LOWEST = -(2**63)
 
 NOT_RANKED = -1
 """In the place of the rank of a relevant item that is excluded."""
@@ -250,3 +252,128 @@ def _places_among_relevant(
     sorted_queries = queries[order]
     places = torch.arange(len(order), device=order.device) - torch.searchsorted(sorted_queries, sorted_queries)
     return torch.empty_like(places).index_copy_(0, order, places)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryItems:
+    """Pairs of a query and an item, in the order of queries.
+
+    Attributes:
+        queries: Number of each pair's query.
+        items: Id of each pair's item.
+    """
+
+    queries: Int64[Tensor, " pairs"]
+    items: Int64[Tensor, " pairs"]
+
+    @classmethod
+    def of(cls, items: JaggedTensor) -> QueryItems:
+        """Returns a pair for each item of each query."""
+        lengths = items.lengths()
+        queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return cls(queries, items.values())
+
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self.items)
+
+    def between(self, first: int, last: int) -> QueryItems:
+        """Returns the pairs of the queries ``[first, last)``, which are counted from ``first`` on."""
+        bounds = torch.tensor([first, last], device=self.queries.device)
+        begin, end = torch.searchsorted(self.queries, bounds).tolist()
+        return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
+
+    def gathered(self, first_query: int, ranks: RankRows) -> QueryItems:
+        """Returns the pairs of all ranks; all ranks call it.
+
+        Args:
+            first_query: Number of this rank's first query among those of all ranks.
+            ranks: Numbers of pairs.
+        """
+        return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
+
+    def are_in(self, others: QueryItems) -> Bool[Tensor, " pairs"]:
+        """Returns which of the pairs are among others; items are below 2^32, and queries below 2^31."""
+        keys, other_keys = ((pairs.queries << 32) + pairs.items for pairs in (self, others))
+        return torch.isin(keys, other_keys)
+
+    def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
+        """Returns the numbers of the pairs whose items are among some ids, and the place of each one's item there."""
+        items, order = self._by_item
+        first = torch.searchsorted(items, ids)
+        counts = torch.searchsorted(items, ids, right=True) - first
+        columns = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), counts)
+        before = counts.cumsum(0) - counts
+        places = torch.arange(len(columns), device=ids.device) + (first - before)[columns]
+        return order[places], columns
+
+    @cached_property
+    def _by_item(self) -> tuple[Tensor, Tensor]:
+        items, order = self.items.sort()
+        return items, order
+
+
+class BestItems:
+    """The best items of some queries so far.
+
+    Args:
+        num_queries: Number of queries.
+        num_best: Number of items that are kept of each.
+        device: Where the scores are.
+    """
+
+    def __init__(self, num_queries: int, num_best: int, device: torch.device) -> None:
+        self.keys = torch.full((num_queries, num_best), _LOWEST, dtype=torch.long, device=device)
+
+    def add(self, scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, " ids"]) -> None:
+        """Takes the scores of more items; those of -inf are left out.
+
+        Args:
+            scores: Float32 scores.
+            ids: Ids below 2^32, none of which were added before.
+        """
+        num_best = min(self.keys.shape[1], len(ids))
+        if not (num_best and len(scores)):
+            return
+        # few queries have a new best item in a late chunk
+        queries = (scores.amax(1) >= scores_of(self.keys[:, -1])).nonzero().squeeze(1)
+        rows = scores[queries]
+        values, columns = rows.topk(num_best)
+        # which of several with the last score are among them is left open
+        last = values[:, -1:]
+        is_tied = (torch.ge(rows, last, out=rows).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
+        self._keep_best(queries[~is_tied], keys_of(values, ids[columns])[~is_tied])
+        tied = queries[is_tied]
+        self._keep_best(tied, keys_of(scores[tied], ids))
+
+    def _keep_best(self, queries: Int64[Tensor, " some"], keys: Int64[Tensor, "some new"]) -> None:
+        self.keys[queries] = best_keys(torch.cat([self.keys[queries], keys], 1), self.keys.shape[1])
+
+
+def best_keys(keys: Int64[Tensor, "queries any"], num_best: int) -> Int64[Tensor, "queries best"]:
+    """Returns the best keys of each query, the best first."""
+    return keys.topk(num_best, dim=1).values
+
+
+def ids_of(keys: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """Returns the id of each key; -1 where there was no item."""
+    return torch.where(keys == _LOWEST, -1, _LOW - (keys & _LOW))
+
+
+def scores_of(keys: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the score of each key; -inf where there was no item."""
+    scores = _ordered(keys >> 32).to(torch.int32).view(torch.float32)
+    return torch.where(keys == _LOWEST, -torch.inf, scores)
+
+
+def keys_of(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, "*ids"]) -> Int64[Tensor, "queries ids"]:
+    """Returns the keys of items: the same ones for all queries, or of each its own."""
+    # a score that is no number is the worst there is
+    high = _ordered(scores.contiguous().view(torch.int32).long())
+    keys = (high << 32) | (_LOW - ids)
+    return torch.where(scores > -torch.inf, keys, _LOWEST)
+
+
+def _ordered(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """Returns integers in the order of the numbers whose float32 bits are given, or the bits of such integers."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

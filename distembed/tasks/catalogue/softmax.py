@@ -26,7 +26,6 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.embedding.share import ReadChunk, TableShare
 from distembed.models.queries import Catalogue
-from distembed.tasks.catalogue.products import products
 from distembed.tasks.catalogue.rank_rows import RankRows
 
 _EXCLUDED = -1e30
@@ -149,6 +148,60 @@ class _Queries:
     ranks: RankRows
 
 
+class _Float32Products:
+    """Products in float32, into one buffer: the scores of each tile lie where the scores of the last one lay.
+
+    Biases and the numbers to subtract from a query's scores are further columns of both factors, so that a product
+    gives finished scores. bfloat16 would round them, so :class:`_HalfProducts` adds them in float32.
+    """
+
+    def __init__(
+        self, queries: Float[Tensor, "queries dim"], shift: Float[Tensor, " queries"], most_numbers: int
+    ) -> None:
+        ones = torch.ones(len(queries), 1, device=queries.device)
+        self._queries = torch.cat([queries, ones, -shift.unsqueeze(1)], dim=1)
+        self._buffer = torch.empty(most_numbers, device=queries.device)
+
+    def items(self, vectors: Float[Tensor, "ids dim"], bias: Float[Tensor, " ids"]) -> Any:
+        return torch.cat([vectors, bias.unsqueeze(1), torch.ones(len(vectors), 1, device=vectors.device)], dim=1)
+
+    def scores(self, rows: slice, items: Any) -> Float[Tensor, "rows ids"]:
+        queries = self._queries[rows]
+        size = len(queries), len(items)
+        return torch.mm(queries, items.T, out=self._buffer[: size[0] * size[1]].view(size))
+
+    def add(self, total: Float[Tensor, "n m"], left: Float[Tensor, "n k"], right: Float[Tensor, "k m"]) -> None:
+        total.addmm_(left, right)
+
+
+class _HalfProducts:
+    """Products of numbers in the queries' own 16 bits, added up in float32, which torch has on CUDA."""
+
+    def __init__(
+        self, queries: Float[Tensor, "queries dim"], shift: Float[Tensor, " queries"], most_numbers: int
+    ) -> None:
+        self._queries, self._shift = queries, shift.unsqueeze(1)
+
+    def items(self, vectors: Float[Tensor, "ids dim"], bias: Float[Tensor, " ids"]) -> Any:
+        return vectors.to(self._queries.dtype).T, bias
+
+    def scores(self, rows: slice, items: Any) -> Float[Tensor, "rows ids"]:
+        vectors, bias = items
+        products = torch.mm(self._queries[rows], vectors, out_dtype=torch.float32)
+        return products.add_(bias).sub_(self._shift[rows])
+
+    def add(self, total: Float[Tensor, "n m"], left: Float[Tensor, "n k"], right: Float[Tensor, "k m"]) -> None:
+        dtype = self._queries.dtype
+        total.add_(torch.mm(left.to(dtype), right.to(dtype), out_dtype=torch.float32))
+
+
+def _products(queries: Tensor, shift: Tensor | None, most_numbers: int) -> "_Float32Products | _HalfProducts":
+    """Returns the products of queries in their dtype; ``shift`` is subtracted from all scores of each query."""
+    none = torch.zeros(len(queries), device=queries.device) if shift is None else shift
+    make = _Float32Products if queries.dtype == torch.float32 else _HalfProducts
+    return make(queries, none, most_numbers)
+
+
 class _Tiles:
     """The tiles of all queries and this rank's items.
 
@@ -161,7 +214,7 @@ class _Tiles:
 
     def __init__(self, queries: _Queries, shift: Tensor | None, bias: Tensor | None, items: SoftmaxItems) -> None:
         self._queries, self._bias, self._items = queries, bias, items
-        self._products = products(queries.vectors, shift, items.queries_at_once * items.items_at_once)
+        self._products = _products(queries.vectors, shift, items.queries_at_once * items.items_at_once)
 
     def chunks(self, with_gradients: bool) -> Iterator[tuple[ReadChunk, "Iterator[_Tile]"]]:
         """Yields this rank's chunks of items with their tiles; all ranks call it, and get equally many chunks."""

@@ -1,0 +1,87 @@
+"""The section of the task ``click``."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import Field, model_validator
+
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
+from distembed.base.names import STRICT, nearest
+from distembed.base.units import enumerate_names
+from distembed.data.dataset.schema import Schema
+
+if TYPE_CHECKING:
+    from distembed.tasks.auc import Floats
+    from distembed.tasks.base import Task
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ClickConfig:
+    """The section of :class:`distembed.tasks.ClickTask`.
+
+    Attributes:
+        name: The task's name, ``click``.
+        group: Name of the feature within whose values clicks are ordered by the metric ``gauc``, such as the user; null
+            for no such metric. Rows have one value of it, and those whose value is missing or out of vocabulary are of
+            no group, since nothing says that they belong together.
+        headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
+    """
+
+    takes: ClassVar[str] = "logits"
+    name: Literal["click"] = "click"
+    group: Annotated[str, Field(min_length=1)] | None = None
+    headline: Literal["auc", "gauc", "logloss", "normalized_entropy"] = "auc"
+
+    @model_validator(mode="after")
+    def _headline_is_computed(self) -> "ClickConfig":
+        if self.headline == "gauc" and self.group is None:
+            raise ValueError("headline is 'gauc', which needs a group; name a feature as group, such as the user")
+        return self
+
+    def build(self) -> "Task":
+        """Builds the task."""
+        task: Task = imported("distembed.tasks.click:ClickTask")(self)
+        return task
+
+    @property
+    def needs_both_labels(self) -> bool:
+        """Whether the headline metric is defined only on rows of which some are clicked and others are not."""
+        return self.headline != "logloss"
+
+    def check_labels(self, labels: "Floats", where: str) -> None:
+        """Refuses labels other than 0 and 1; those between them too, of which no AUC is defined.
+
+        Args:
+            labels: Labels of any rows [N]; NaN where a row's label is not known.
+            where: The place of the rows, for the error.
+
+        Raises:
+            UserError: A label is neither 0 nor 1.
+        """
+        is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
+        if is_wrong.any():
+            found = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
+            raise UserError(
+                f"task.name is 'click', which takes labels of 0 and 1, and {where} has {enumerate_names(found, most=5)}"
+                ". Prepare the data with `label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of "
+                "numbers; or predict the number by task={name: rating} and model.name=mf."
+            )
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset, which are all that the task needs.
+
+        Raises:
+            UserError: The group is no feature, or one of which rows have several values.
+        """
+        single = [feature.name for feature in schema.categorical if not feature.multi_hot]
+        if self.group is not None and self.group not in single:
+            is_list = self.group in schema.categorical_names
+            guess = nearest(self.group, single)
+            raise UserError(
+                f"task.group is {self.group!r}, "
+                f"{'of which rows have several values' if is_list else 'which is no feature of the dataset'}; name a "
+                f"feature that has one value a row{'' if guess is None or is_list else f', such as {guess!r}'}: "
+                f"{', '.join(single) or 'this dataset has none'}."
+            )
+        return schema

@@ -1,0 +1,134 @@
+"""The section of the task ``next_item``."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import Field, model_validator
+
+from distembed.base.bounds import Count
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
+from distembed.base.names import STRICT
+from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, Schema
+from distembed.optim.config import NonNegativeNumber
+from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights
+from distembed.tasks.reported_metrics import ranking_metric_names
+
+if TYPE_CHECKING:
+    from distembed.tasks.base import Task
+
+NEXT_ITEM_KINDS = ("ndcg", "hr", "mrr")
+SAMPLED_KINDS = ("ndcg", "hr")
+"""Kinds of metrics that the task reports: among all items, and among drawn ones."""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class NextItemConfig:
+    """The section of :class:`distembed.tasks.NextItemTask`.
+
+    Attributes:
+        name: The task's name, ``next_item``.
+        max_length: Most items of a row that the model is shown, the most recent ones.
+        loss: ``softmax`` over all items; ``sampled_softmax`` over the target and negatives, with their probabilities of
+            being drawn corrected for; or ``binary``, which tells the target from negatives one by one.
+        negatives: ``drawn`` for each target, none of them an item that its user has in training; or ``in_batch``, the
+            targets of this rank's other queries, for ``sampled_softmax`` alone.
+        num_negatives: Number of drawn negatives of each target.
+        negative_exponent: Power of an item's number of users with which negatives are drawn: 0 for uniformly, 1 for by
+            frequency.
+        sampled_candidates: Number of items, uniformly drawn from all candidates but the target, among which targets are
+            ranked in evaluations, beside the ranking among all; 0 for none.
+        cutoffs: The numbers k of the metrics, in rising order.
+        exclude_seen: Whether evaluations and predictions leave out the items that precede the one to predict; ``auto``
+            leaves them out unless users repeat items.
+        headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
+    """
+
+    takes: ClassVar[str] = "sequences"
+    name: Literal["next_item"] = "next_item"
+    max_length: Count = 50
+    loss: Literal["softmax", "sampled_softmax", "binary"] = "softmax"
+    negatives: Literal["drawn", "in_batch"] = "drawn"
+    num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
+    negative_exponent: NonNegativeNumber = 0.0
+    sampled_candidates: Annotated[int, Field(ge=0, le=10_000)] = 100
+    cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+    exclude_seen: ExcludeSeen = "auto"
+    headline: str | None = None
+
+    @model_validator(mode="after")
+    def _headline_is_computed(self) -> "NextItemConfig":
+        require_among(self.headline, ranking_metric_names(NEXT_ITEM_KINDS, self.cutoffs) + self._sampled_metrics)
+        return self
+
+    @model_validator(mode="after")
+    def _negatives_fit_loss(self) -> "NextItemConfig":
+        if self.negatives == "in_batch" and self.loss != "sampled_softmax":
+            raise ValueError(f"negatives is in_batch, and loss {self.loss} has none of a batch; use sampled_softmax")
+        if 0 < self.sampled_candidates < self.cutoffs[-1]:
+            raise ValueError(
+                f"sampled_candidates is {self.sampled_candidates}, among which no target could miss the first "
+                f"{self.cutoffs[-1]} of cutoffs; draw more candidates, or give 0 for none"
+            )
+        return self
+
+    @property
+    def _sampled_metrics(self) -> list[str]:
+        num_ranked = self.sampled_candidates + 1
+        return ranking_metric_names(SAMPLED_KINDS, self.cutoffs, num_ranked) if self.sampled_candidates else []
+
+    @property
+    def headline_is_sampled(self) -> bool:
+        """Whether the headline metric ranks targets among sampled candidates."""
+        return self.headline in self._sampled_metrics
+
+    @property
+    def draws_negatives(self) -> bool:
+        """Whether negatives are drawn for each target."""
+        return self.loss != "softmax" and self.negatives == "drawn"
+
+    @property
+    def excludes_seen(self) -> bool:
+        """Whether seen items are left out, in a run that has started."""
+        return self.exclude_seen is not False
+
+    def build(self) -> "Task":
+        """Builds the task."""
+        task: Task = imported("distembed.tasks.next_item:NextItemTask")(self)
+        return task
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset, and those of targets and negatives.
+
+        Raises:
+            UserError: The dataset has no sequences of items, or rows have weights.
+        """
+        require_no_weights(self.name, schema)
+        items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
+        if items is None:
+            raise UserError(
+                f"task.name is 'next_item', and this dataset has no lists of the feature {ITEM!r}; make one with "
+                "`distembed prepare sequences`."
+            )
+        require_below(self.cutoffs, items.num_embeddings)
+        per_row = min(max(items.mean_ids_per_row - 1, 0.0), self.max_length)
+        shown = [
+            dataclasses.replace(each, mean_ids_per_row=per_row, max_ids_per_row=self.max_length)
+            if each.multi_hot
+            else each
+            for each in schema.categorical
+        ]
+        target, negative = (
+            dataclasses.replace(
+                items,
+                name=name,
+                table=ITEM,
+                mean_ids_per_row=per_row * count,
+                max_ids_per_row=self.max_length * count,
+                is_looked_up=self.loss != "softmax",
+            )
+            for name, count in ((ITEM_TARGET, 1), (ITEM_NEGATIVE, self.num_negatives))
+        )
+        added = [target, negative] if self.draws_negatives else [target]
+        return dataclasses.replace(schema, categorical=(*shown, *added))

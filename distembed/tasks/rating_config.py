@@ -1,0 +1,64 @@
+"""The section of the task ``rating``."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import Strict, field_validator
+
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
+from distembed.base.names import STRICT
+from distembed.data.dataset.schema import Schema
+from distembed.optim.config import NonNegativeNumber
+
+if TYPE_CHECKING:
+    from distembed.tasks.base import Task
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RatingConfig:
+    """The section of :class:`distembed.tasks.RatingTask`.
+
+    Attributes:
+        name: The task's name, ``rating``.
+        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
+        subtract_mean: Whether the model predicts by how much a rating differs from the mean of the training ratings,
+            rather than the rating.
+        clip: The lowest and the highest rating that is predicted in evaluations; null for any number.
+        headline: Name of the metric by which models are compared.
+    """
+
+    takes: ClassVar[str] = "pairs"
+    name: Literal["rating"] = "rating"
+    regularization: NonNegativeNumber = 0.0
+    subtract_mean: bool = True
+    clip: Annotated[tuple[float, float], Strict(False)] | None = None  # YAML has no tuples
+    headline: Literal["rmse", "mae"] = "rmse"
+
+    @field_validator("clip")
+    @classmethod
+    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"clip is {list(value)}; give the lowest rating, then the highest")
+        return value
+
+    def build(self) -> "Task":
+        """Builds the task."""
+        task: Task = imported("distembed.tasks.rating:RatingTask")(
+            self.regularization, self.subtract_mean, self.clip, self.headline
+        )
+        return task
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset, which are all that the task needs.
+
+        Raises:
+            UserError: The dataset has no ratings.
+        """
+        if schema.label is None or schema.label_kind != "number":
+            raise UserError(
+                "task.name is 'rating', and the rows of this dataset have "
+                f"{'no label' if schema.label is None else f'a label {schema.label!r} of 0 and 1'}; make a dataset "
+                "with `distembed prepare ratings`."
+            )
+        return schema
