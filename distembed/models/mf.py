@@ -30,7 +30,7 @@ class MF(Model):
     Args:
         embeddings: Maps a KeyedJaggedTensor to a KeyedTensor if ``is_pooled``, else to a dictionary of JaggedTensors.
         is_pooled: Whether every row has one id of each feature, so that lookups may pool.
-        item_table: The table of items. Its features, such as items and negative items, are scored by the users.
+        item_table: The table of items. The users score its features: items and negative items.
         biases: Whether the last number of a vector is a bias.
         dropout: Share of a vector's other numbers that are dropped in training.
     """

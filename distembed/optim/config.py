@@ -73,11 +73,11 @@ class SparseOptimizerConfig:
 
     FBGEMM fuses it into the backward pass, where it updates the rows of the batch alone. Tables that every rank has
     (data-parallel ones, and the small partitions of row-wise ones) are trained by torch's optimizer of the same name;
-    ``lamb`` and the ``partial_row_wise`` ones have none, so that they take no such tables.
+    ``lamb`` and the ``partial_row_wise`` ones have no torch optimizer, so that they train no replicated tables.
 
     Attributes:
         name: An optimizer that trains tables: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``;
-            ``amsgrad``, which is never fused and steps through all rows, as do those that were added to
+            ``amsgrad``, which is never fused and steps through all rows, as does an optimizer added to
             ``distembed.optim.OPTIMIZERS`` without a fused class; on CUDA only ``adam``, ``partial_row_wise_adam`` (one
             second moment a row), ``lamb``, ``partial_row_wise_lamb``.
         learning_rate: The rate at the end of the warm-up.

@@ -1,4 +1,4 @@
-"""Which optimizers train the tables of a model, as a plan counts their states; what the tables themselves declare."""
+"""The optimizers of a model's tables, whose states a plan counts, and the optimizers that tables themselves declare."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class TableOptimizers:
         return self.for_dense_gradient() if table.dense_gradient else self
 
     def for_dense_gradient(self) -> "TableOptimizers":
-        """Returns those of a table whose rows all have gradients: the dense one for all of it."""
+        """Returns the optimizers of a table with gradients in all rows: the dense optimizer trains all of it."""
         return TableOptimizers(self.dense, self.dense, is_fused=False)
 
 
@@ -68,7 +68,7 @@ def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> st
 
 
 def declared_optimizers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]) -> dict[str, str | None]:
-    """Returns what :func:`declared_optimizer` says of every table of a model that is sharded, by the table's name.
+    """Returns the :func:`declared_optimizer` of every table of a model that is sharded, by the table's name.
 
     Args:
         model: The model that holds the tables, not yet sharded.

@@ -11,7 +11,7 @@ from distembed.optim.kinds import NumberPer, OptimizerKind
 
 
 def first_state(kind: OptimizerKind, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what torch makes at the first step; a step with gradients of zero would change weights too.
+    """Returns the states that torch makes at the first step; a step with gradients of zero would also change weights.
 
     Args:
         kind: The optimizer.

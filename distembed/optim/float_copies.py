@@ -2,7 +2,7 @@
 
 In half precision by itself, torch would keep its states in the weights' dtype: in fp16 squares of gradients below 2e-4
 are 0 there, and so is an ``eps`` of 1e-8, so that Adam divides by 0. So a step is made on float32 copies, with float32
-states, and the weights are what the copies round to. The price is eight bytes a weight while the step lasts.
+states, and the copies are rounded to the weights. The price is eight bytes a weight while the step lasts.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ def state_dtype(weight: Tensor) -> torch.dtype:
 def train_in_float32(optimizer: torch.optim.Optimizer) -> None:
     """Has an optimizer train its weights of half precision in float32 from now on; others are trained as they are.
 
-    Gradients are those that the weights have before a step: a closure that computes them within it is not for such
-    weights.
+    Gradients are computed before a step: no closure may compute them within
+    a step.
     """
     for weight, states in optimizer.state.items():  # of optimizers that make them before the first step
         if is_half(weight):

@@ -32,7 +32,7 @@ _NUMBER_BYTES = 4  # states are float32, and so are torch's numbers of steps
 
 
 class NumberPer(Enum):
-    """What an optimizer keeps one number of a state for: each weight, each row, or a parameter as a whole."""
+    """The unit that has one number of a state: each weight, each row, or a parameter as a whole."""
 
     WEIGHT = "weight"
     ROW = "row"
@@ -44,14 +44,15 @@ class OptimizerKind:
     """One optimizer: its states, and who computes it.
 
     Attributes:
-        states: What one number of each state is kept for, by the state's name in torch. Where FBGEMM has the optimizer,
-            its states follow in this order there. Numbers of steps are no states.
+        states: The unit that has one number of each state, by the state's name in torch. Where FBGEMM has the
+            optimizer, its states follow in this order there. Numbers of steps are no states.
         torch_class: Torch's optimizer, or one of its form, or where it is. It is called with the parameters,
             ``settings``, ``lr`` and, for networks, ``weight_decay``, for tables ``eps`` if ``has_eps``. States of rows
-            have the shape ``[rows, 1]``. None where torch has none, so that it trains neither networks nor what every
-            rank has.
-        settings: What makes ``torch_class`` this optimizer; a live one is recognised by its class and these.
-        initial_values: What states begin at, for those that do not begin at 0.
+            have the shape ``[rows, 1]``. None where torch has none, so that it trains neither networks nor
+            tables that every rank has.
+        settings: The arguments that make ``torch_class`` this optimizer; a live one is recognised by its class and
+            these.
+        initial_values: The first value of each state that does not begin at 0.
         counts_steps: Whether torch keeps the number of steps of each parameter, as a float32 named ``step``.
         corrects_bias: Whether updates depend on the number of steps done.
         has_eps: Whether a small number is added to a denominator.
@@ -90,7 +91,7 @@ class OptimizerKind:
 
     @property
     def trains_tables(self) -> bool:
-        """Whether tables can be trained by it: torch does so without fusing where states are those of single weights.
+        """Whether tables can be trained by it; torch can, without fusing, where each weight has its own states.
 
         TorchRec's ``dense`` kernel gives torch the weights of a table as one dimension, without rows.
         """
@@ -125,7 +126,7 @@ class OptimizerKind:
         Weights of half precision are trained in float32 and rounded, and their states are float32.
 
         Args:
-            parameters: What it trains.
+            parameters: The parameters to train.
             settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
         from distembed.optim.float_copies import is_half, train_in_float32
@@ -223,7 +224,7 @@ def stateless_name() -> str:
 
 
 def row_wise_name() -> str:
-    """Returns the name of the first optimizer that FBGEMM has on all devices and whose states are those of rows."""
+    """Returns the name of the first optimizer that FBGEMM has on all devices and whose states have one number a row."""
     return next(
         name
         for name, kind in OPTIMIZERS.items()
@@ -232,7 +233,7 @@ def row_wise_name() -> str:
 
 
 def torch_optimizer_name(optimizer: "torch.optim.Optimizer") -> str | None:
-    """Returns the name of a live torch optimizer; None where its class or its settings are those of none in the table.
+    """Returns the name of a live torch optimizer; None where no optimizer in the table has its class and settings.
 
     Where several rows match, the one with most settings is meant.
     """
@@ -250,7 +251,7 @@ def fused_optimizer_name(fused: "EmbOptimType") -> str | None:
 
 
 def fused_type(optimizer: "type[torch.optim.Optimizer]") -> "EmbOptimType | None":
-    """Returns what FBGEMM calls the optimizer of a class; None where it has none such."""
+    """Returns FBGEMM's name of the optimizer of a class; None where FBGEMM has none."""
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
     try:

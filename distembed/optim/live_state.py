@@ -24,7 +24,7 @@ Shards = Mapping[str, Sequence[LocalShard]]
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What an optimizer keeps of one parameter on this rank.
+    """The states of one parameter on this rank.
 
     Attributes:
         parameter: Name of the parameter, as in the model's state dict.

@@ -12,7 +12,7 @@ class LocalShard:
 
     Attributes:
         offsets: Place of its first element within the whole tensor, one number a dimension.
-        tensor: Its elements, a view of what is live.
+        tensor: Its elements, a view of the live tensor.
     """
 
     offsets: tuple[int, ...]

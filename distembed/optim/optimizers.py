@@ -1,10 +1,13 @@
-"""The optimizers of a model that is sharded: who trains what, and the learning rate over the steps.
+"""The optimizers of a sharded model: which one trains each parameter, and the learning rate over the steps.
 
-Vectors of tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has it fused, what every
-rank has by torch's of the same name (:mod:`distembed.optim.replicated`). Torch's trains all tables, after the backward
-pass, under an optimizer that FBGEMM does not have.
-All other parameters are trained by the *dense* one, path functions among them, and tables whose ``dense_gradient`` says
-that all of their rows have gradients.
+The *sparse* optimizer trains the vectors of tables, in one of three ways:
+
+- FBGEMM has it fused: FBGEMM updates a table within the backward pass.
+- Every rank has the table: torch's optimizer of that name updates it (:mod:`distembed.optim.replicated`).
+- FBGEMM does not have it: torch's optimizer updates all tables after the backward pass.
+
+The *dense* optimizer trains all other parameters: networks, path functions, and tables with ``dense_gradient``, whose
+rows all have gradients.
 """
 
 import math
@@ -36,7 +39,7 @@ def fuse_sparse_optimizer(
     """Marks vectors of tables so that FBGEMM updates them within the backward pass, where it can.
 
     Args:
-        parameters: The vectors, such as :func:`distembed.optim.tables.table_parameters` gives of a model.
+        parameters: The vectors, as :func:`distembed.optim.tables.table_parameters` returns them.
         config: The optimizer.
         device: The device that will train them.
 

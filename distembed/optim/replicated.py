@@ -1,7 +1,7 @@
-"""Optimizers of weights that every rank has, which update them within the backward pass as FBGEMM does those of one.
+"""Optimizers of weights that every rank has, which update them within the backward pass, as FBGEMM updates its tables.
 
-Where a table is placed must not decide who trains it. FBGEMM updates what one rank has; the same optimizer in torch's
-form updates what all ranks have: data-parallel tables, and the small partitions of tables that are divided by rows.
+Where a table is placed must not decide who trains it. FBGEMM updates tables of one rank; torch's form of
+the optimizer updates tables that all ranks have: data-parallel tables, and the small partitions of row-wise tables.
 Their states go by the names and shapes that FBGEMM's have, so that the keys of a state dict do not depend on the plan::
 
     state.<path>.<collection>.<partition>.weight.<partition>.momentum1    [rows] or [rows, columns], on any plan
@@ -178,7 +178,7 @@ class BackwardUpdates:
             weight.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _weight: Tensor) -> None:
-        """Notes that a gradient has come; at the first of a backward pass, what is to be done at its end."""
+        """Notes that a gradient has come; the first one of a backward pass schedules the update at the pass's end."""
         task = torch._C._current_graph_task_id()
         waiting = self._waiting.get(task)
         if waiting is None:

@@ -1,4 +1,4 @@
-"""Which parameters of a model are vectors of embedding tables: those that a collection of embeddings owns."""
+"""The parameters of a model that are vectors of embedding tables: a collection of embeddings owns them."""
 
 from typing import Any
 

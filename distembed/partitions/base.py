@@ -131,7 +131,7 @@ class Partition(ABC):
 
     @classmethod
     def constants(cls, partitions: Sequence["Partition"]) -> Int64[Tensor, "constants tables"] | None:
-        """Returns the numbers in which the maps of many tables differ, such as moduli, on the CPU: a column a table.
+        """Returns the numbers in which the maps of many tables differ, like moduli, on the CPU: a column a table.
 
         A scheme overrides it together with :meth:`rows_by_constants` where one vectorised operation can serve all
         tables; None where it cannot. Callers that map ids on a GPU keep a copy there, so that no step waits for one.
@@ -155,7 +155,7 @@ class Partition(ABC):
         A model whose vocabulary has grown continues with them. ``num_embeddings`` is the new number of ids.
 
         Raises:
-            UserError: The scheme has no such rule, or cannot have so many ids; the error says which scheme can.
+            UserError: The scheme cannot grow, or cannot have so many ids; the error says which scheme can.
         """
         raise UserError(
             f"{self.name} has no rule by which it grows from {self.num_embeddings} to {num_embeddings} ids; define "

@@ -1,4 +1,4 @@
-"""Explicit: partitions given as arrays, such as the make, year and type of a car (Shi et al., KDD 2020, section 3.1).
+"""Explicit: partitions given as arrays, like the make, year and type of a car (Shi et al., KDD 2020, section 3.1).
 
 ``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
 row, so that rare ids learn from similar ones; but k numbers an id are stored, and only a look at every id tells whether
@@ -45,7 +45,7 @@ class ExplicitSettings(SchemeSettings):
 
     Attributes:
         assignments: The Parquet file with a row for each id; a relative path starts at the working directory.
-        columns: The columns of that file, each of which is a partition.
+        columns: The columns of that file; each is a partition.
         allow_collisions: Whether ids may have the same rows.
     """
 

@@ -109,7 +109,7 @@ def choose_moduli(
     moduli: object,
     smallest: Callable[[int, int], tuple[int, ...]],
 ) -> tuple[int, ...]:
-    """Returns the given moduli, checked, or those of a number of partitions, 2 unless given.
+    """Returns the given moduli, checked, or moduli for a number of partitions, 2 unless given.
 
     Args:
         scheme: Name of the scheme, for errors.

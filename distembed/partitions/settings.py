@@ -13,7 +13,7 @@ class SchemeSettings:
     """The settings of a partition scheme or composition: a frozen dataclass whose fields have defaults.
 
     Attributes:
-        alternatives: Pairs of fields, one of which a table sets; the exception of a table replaces the other.
+        alternatives: Pairs of fields; a table sets one field of a pair; the exception of a table replaces the other.
     """
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
