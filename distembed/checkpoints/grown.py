@@ -91,7 +91,7 @@ def _problem(
     if not lines:
         return None
     return (
-        f"the model goes on from {saved.path}, and differs from its model in more than the rows of tables:"
+        f"the model differs from the model of {saved.path} in more than the rows of tables:"
         f"{enumerate_lines(lines, _MOST_SHOWN)}\nUse the model section and the columns that it was trained with."
     )
 

@@ -27,7 +27,7 @@ from distembed.checkpoints.store import (
 from distembed.checkpoints.transfer import not_written, on_every_rank, write_checkpoint
 
 _COPY_SHARE = 0.5
-"""Share of the available host memory that copies of the tables may take while training goes on."""
+"""Largest share of the available host memory for copies of the tables."""
 
 
 class Checkpoints:

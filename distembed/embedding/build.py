@@ -115,7 +115,7 @@ def grown_embedding(
     now: EmbeddingConfig,
     features: Sequence[CategoricalFeature],
 ) -> EmbeddingConfig:
-    """Returns the settings with which tables go on from earlier ones: each known id has the rows that it had.
+    """Returns the settings of tables that start from an earlier run's: each known id has the rows that it had.
 
     Args:
         before: The settings of the tables as they are.
@@ -130,7 +130,7 @@ def grown_embedding(
     own_before = {feature.name: feature for feature in features_before if feature.table is None}
     if own.keys() != own_before.keys():
         differing = ", ".join(sorted(own.keys() ^ own_before.keys()))
-        raise UserError(f"the tables differ from those of the run that is gone on from: {differing}; use the same.")
+        raise UserError(f"the tables differ from the earlier run's tables: {differing}; use the same tables in both.")
     tables = {}
     for name, feature in own.items():
         settings = dataclasses.replace(
@@ -169,9 +169,9 @@ def require_same_settings(
         ]
     if differences:
         raise UserError(
-            f"tables that go on from {run} need the settings that it was given:"
+            f"tables that start from {run} need its settings:"
             f"{enumerate_lines(differences, _MOST_SHOWN)}"
-            "\nSet these as they were; what grows with the vocabulary is computed."
+            "\nSet them to their earlier values; sizes that grow with the vocabulary are computed."
         )
 
 
@@ -184,7 +184,7 @@ def _relevant(settings: TableConfig) -> dict[str, Any]:
 def _grown_table(
     feature_before: CategoricalFeature, before: TableConfig, feature: CategoricalFeature, settings: TableConfig
 ) -> TableConfig:
-    """Returns the settings of a table that goes on from an earlier one."""
+    """Returns the settings of a table that starts from an earlier run's table."""
     old_size, new_size = feature_before.num_embeddings, feature.num_embeddings
     if new_size < old_size:
         raise UserError(
@@ -233,5 +233,5 @@ def _require_same_assignments(before: Partition, now: Partition, name: str) -> N
     if changed is not None:
         raise UserError(
             f"embedding, table {name!r}: id {changed} has other rows in the assignments than it had; known ids keep "
-            "theirs. Rows are numbered by ascending value, so that new values have to sort behind the known ones."
+            "theirs. Rows are numbered by ascending value, so new values must sort after the known values."
         )

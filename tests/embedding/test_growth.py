@@ -47,5 +47,5 @@ def test_what_cannot_grow_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="table 'C': chinese_remainder with moduli"):
         grow(1000, 99999, partition="chinese_remainder")
     features = [CategoricalFeature("C", 10)], [CategoricalFeature("D", 10)]
-    with pytest.raises(UserError, match="tables differ from those of the run that is gone on from: C, D"):
+    with pytest.raises(UserError, match="tables differ from the earlier run's tables: C, D"):
         grown_embedding(EmbeddingConfig(), features[0], EmbeddingConfig(), features[1])

@@ -86,7 +86,7 @@ def require_grown_from(
     """Makes sure that a dataset has the columns of an earlier one, and gives known values their earlier ids."""
     for difference in _differences(earlier_dir, earlier, dataset_dir, manifest):
         raise UserError(
-            f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
+            f"the ids of {dataset_dir} do not extend the earlier dataset's ids: {difference}. Prepare it with "
             "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
         )
 
