@@ -167,11 +167,14 @@ def fetch(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """Copies a local file to a URL, and makes sure that as many bytes have arrived."""
-    _put(url, path)
-    arrived, sent = find_remote(url).num_bytes, path.stat().st_size
-    if arrived != sent:
-        raise RunError(f"{url} has {arrived} bytes where {sent} were sent; begin the same command again.")
+    """Copies a local file to a URL, and makes sure that all bytes have arrived."""
+    # Where a file system does not write a file at once, a lost worker's task that still runs may have truncated it.
+    for _ in range(TRIES):
+        _put(url, path)
+        arrived, sent = find_remote(url).num_bytes, path.stat().st_size
+        if arrived == sent:
+            return
+    raise RunError(f"{url} has {arrived} bytes where {sent} were sent; begin the same command again.")
 
 
 @_retried("be written")
