@@ -114,10 +114,7 @@ def find_remote(url: str) -> RemoteFile:
 
 @_retried("be listed")
 def list_remote(url: str) -> list[RemoteFile]:
-    """Returns the files that a URL stands for, by name: the files of a pattern or a folder, or one file.
-
-    Files whose name begins with a point or an underscore are left out of folders, as other readers of datasets do.
-    """
+    """Returns the files of a URL, pattern or folder, by name; a folder's names with a leading . or _ are left out."""
     files, path = _fresh_file_system(url)
     if "*" in path or "[" in path:
         entries, nothing = files.glob(path, detail=True).values(), "matches no file"
@@ -254,7 +251,6 @@ class _ResumingReader(io.RawIOBase):
 
 
 def _fresh_file_system(url: str) -> tuple[Any, str]:
-    """Returns a file system that asks its server anew, and the path within it."""
     files, path = file_system(url)
     files.invalidate_cache()
     return files, path
@@ -268,7 +264,6 @@ def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
 
 
 def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile]:
-    """Returns the files of a listing, by name."""
     found = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
     return sorted(found, key=lambda file: file.url)
 

@@ -12,14 +12,7 @@ _MARK = "_distembed_has_single_ids"
 
 
 def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Marks a batch on the CPU, and returns it. The mark promises that no bag of any batch of any rank has two ids.
-
-    Sharded compositional tables on a GPU then compose each bag's id without pooling, until a rank gets a batch without
-    the mark.
-
-    Raises:
-        UserError: A bag of this batch has more than one id.
-    """
+    """Marks a batch on the CPU, and returns it; the mark promises that no bag of any rank's batches has two ids."""
     lengths = features.lengths()
     if len(lengths) and (most := int(lengths.max())) > 1:
         law = "mark_single_ids is for batches whose bags have at most one each. Leave others unmarked."

@@ -57,7 +57,6 @@ class DataConfig:
     @field_validator("ids_per_row", mode="before")
     @classmethod
     def _are_counts(cls, given: Any) -> Any:
-        """Refuses anything but numbers of ids, with one mistake for all forms that the setting may have."""
         numbers = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else [given]
         for number in numbers if given is not None else ():
             if type(number) not in (int, float) or not 0 < number < _MOST_IDS:
@@ -69,7 +68,6 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _has_one_source_of_counts(self) -> "DataConfig":
-        """Refuses counts of ids beside a dataset."""
         if self.path is not None and self.ids_per_row is not None:
             raise ValueError(f"{OWN_COUNTS} ids_per_row; set data.ids_per_row=null, or leave data.path out")
         return self
@@ -84,11 +82,7 @@ class DataConfig:
         return max(0, min(usable_cores() // local_world_size - 1, _MOST_THREADS))
 
     def load_schema(self) -> Schema:
-        """Returns the columns, from the dataset's manifest or from the named shape.
-
-        Raises:
-            UserError: Neither is given, or the dataset is missing; or ``ids_per_row`` does not match the shape.
-        """
+        """Returns the columns, from the dataset's manifest or from the named shape."""
         if self.path is None and self.schema is not None:
             return self._with_ids_per_row(SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)])
         return Manifest.load(
@@ -96,7 +90,6 @@ class DataConfig:
         ).schema
 
     def _with_ids_per_row(self, schema: Schema) -> Schema:
-        """Returns the named shape with as many ids a row as the setting says."""
         given, names = self.ids_per_row, schema.categorical_names
         if given is None:
             return schema

@@ -130,7 +130,6 @@ def _differences(
 
 
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
-    """Returns how a table's schema hashes a feature; nothing where it does not, or the dataset is none of a table."""
     schema = manifest.preparation.get("schema") or {}
     own = schema.get("categorical", {}).get(feature, {})
     is_hashed = feature not in manifest.vocabularies and (own.get("hash_size") or schema.get("hash_size"))
@@ -138,7 +137,6 @@ def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> pa.Table:
-    """Returns the ids and keys of a vocabulary, in the order of ids."""
     try:
         return pq.read_table(path, columns=["id", "key"])
     except (pa.ArrowException, OSError) as error:
@@ -160,6 +158,5 @@ def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as an error shows it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

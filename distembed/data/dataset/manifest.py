@@ -132,7 +132,6 @@ class Manifest:
         return saved
 
     def write(self, folder: Path) -> None:
-        """Writes ``manifest.json`` with the checksums that it has, whole or not at all."""
         write_text(folder / MANIFEST_NAME, json.dumps(self.to_json(), indent=1) + "\n")
 
     @property
@@ -149,21 +148,16 @@ class Manifest:
 
     @property
     def split_files(self) -> list[DataFile]:
-        """The files of all splits."""
         return [file for split in self.splits.values() for file in split.files]
 
     @property
     def other_files(self) -> list[str]:
-        """The paths of the files that belong to no split, in the order of the manifest."""
         vocabularies = [vocabulary.file for vocabulary in self.vocabularies.values()]
         rejected = [] if self.rejected.file is None else [self.rejected.file]
         return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self.split_files else [])]
 
     def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
-        """Returns the path of a file that belongs to no split, after comparing it with its checksum.
-
-        A file of a remote dataset is fetched where it is missing or damaged in the local folder.
-        """
+        """Returns the path of a file outside the splits that has its checksum; a remote dataset's file is fetched."""
         folder = dataset_folder(dataset_dir)
         mirror = mirror_of(folder)
         for again in (False,) if mirror is None else (False, True):
@@ -175,7 +169,6 @@ class Manifest:
         raise UserError(f"{problem}; {REMEDY}.")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as plain JSON values, in a fixed order."""
         value = {
             "format": "distembed dataset",
             "format_version": MANIFEST_VERSION,
@@ -230,17 +223,13 @@ class Manifest:
         return manifest
 
     def split(self, name: str) -> Split:
-        """Returns the split of this name."""
         if name not in self.splits:
             raise UserError(f"the dataset has no split {name!r}: it has {', '.join(self.splits) or 'none'}")
         return self.splits[name]
 
 
 def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> str:
-    """Returns a checksum of the meaning of all ids: equal for datasets that a model can be moved between.
-
-    It covers the tables' sizes, the vocabularies or the hash, and the means and bins that were learnt of numbers.
-    """
+    """Returns a checksum of the meaning of all ids: table sizes, vocabularies or hashes, and learnt means and bins."""
     digest = hashlib.sha256(json.dumps(manifest.schema.to_json()).encode())
     digest.update(repr([manifest.preparation.get(key) for key in ("hash_size", "hash_seed")]).encode())
     columns = manifest.preparation.get("schema", {}).get("categorical", {})
@@ -329,7 +318,6 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
 
 
 def _check_weights(path: Path, name: str, weights: pa.ChunkedArray) -> None:
-    """Refuses weights that are missing, negative or not finite."""
     is_weight = pc.and_(pc.is_finite(weights), pc.greater_equal(weights, 0.0))
     wrong = pc.index(pc.fill_null(is_weight, False), False).as_py()
     if wrong >= 0:

@@ -120,18 +120,13 @@ _MANIFEST, _LOCK = "manifest.json", ".lock"
 
 @dataclass(frozen=True)
 class Mirror:
-    """The local folder of a remote dataset.
-
-    Methods raise a :class:`UserError` where the dataset lacks a file, and a :class:`RunError` where the server does not
-    answer or the folder cannot be written.
-    """
+    """The local folder of a remote dataset."""
 
     folder: Path
     url: str  # of the dataset
     cache: PieceCache  # of the splits' files, which are not in the folder
 
     def file_url(self, file: str) -> str:
-        """Returns the URL of a file, given its path relative to the dataset."""
         return join_url(self.url, file)
 
     def read(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:

@@ -34,16 +34,13 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: NDArray[Any], lengths: NDArray[np.int64]) -> Jagged:
-        """Returns a column from the number of values of each row."""
         return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of values of each row."""
         return np.diff(self.offsets)
 
     def gather(self, rows: NDArray[np.int64]) -> Jagged:
-        """Returns these rows, in this order."""
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
         shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
@@ -51,7 +48,6 @@ class Jagged:
 
     @classmethod
     def concatenate(cls, columns: Sequence[Jagged]) -> Jagged:
-        """Returns the rows of one or more columns, end to end."""
         values = np.concatenate([column.values for column in columns])
         return cls.from_lengths(values, np.concatenate([column.lengths for column in columns]))
 
@@ -67,7 +63,6 @@ class RecordLayout:
 
     @classmethod
     def from_schema(cls, schema: Schema) -> RecordLayout:
-        """Returns the layout for the rows of this schema."""
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
         last = tuple(name for name in (schema.label, schema.weight) if name is not None)
@@ -77,12 +72,10 @@ class RecordLayout:
 
     @property
     def first_float(self) -> int:
-        """Index of the first number when a record is viewed as float32."""
         return len(self.single) * (self.dtype.itemsize // 4)
 
     @property
     def width(self) -> int:
-        """Number of elements of ``dtype`` in a record."""
         floats_each = self.dtype.itemsize // 4
         return len(self.single) + -(-len(self.numbers) // floats_each)
 
@@ -95,12 +88,10 @@ class Block:
     jagged: dict[str, Jagged]  # columns of lists by their names
 
     def gather(self, rows: NDArray[np.int64]) -> Block:
-        """Returns these rows, in this order."""
         lists = {name: column.gather(rows) for name, column in self.jagged.items()}
         return Block(np.take(self.records, rows, axis=0), lists)
 
     @classmethod
     def concatenate(cls, blocks: Sequence[Block]) -> Block:
-        """Returns the rows of one or more blocks, end to end."""
         records = np.concatenate([block.records for block in blocks])
         return cls(records, {name: Jagged.concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})

@@ -26,11 +26,7 @@ _FETCHES_AT_ONCE = 16
 
 @dataclass(frozen=True, eq=False)
 class SplitFile:
-    """A Parquet file of a split.
-
-    Methods raise a :class:`UserError` where the file is damaged, and a :class:`RunError` where the server of a remote
-    file does not answer.
-    """
+    """A Parquet file of a split."""
 
     path: Path  # of a local file
     listed: DataFile  # its entry in the manifest
@@ -38,7 +34,6 @@ class SplitFile:
     mirror: Mirror | None = None  # of a remote file
 
     def __str__(self) -> str:
-        """Returns the path or the URL."""
         return str(self.path) if self.mirror is None else self.mirror.file_url(self.listed.path)
 
     def checked_metadata(self, schema: Schema) -> pq.FileMetaData:
@@ -89,12 +84,10 @@ class SplitFile:
         return data, start
 
     def _bounds(self, index: int) -> tuple[int, int, str]:
-        """Returns where a piece begins and ends, and its checksum."""
         start, size = int(self.pieces["bytes"][:index].sum()), int(self.pieces["bytes"][index])
         return start, start + size, str(self.pieces["checksum"][index].tobytes().hex())
 
     def _damaged(self, index: int) -> str:
-        """Returns the text of the error that a piece of the file is damaged."""
         piece = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
         return f"{self}, {piece} is damaged: its checksum differs from the recorded one; {REMEDY}"
 
@@ -131,7 +124,6 @@ class RowGroup:
     num_rows: int
 
     def __str__(self) -> str:
-        """Returns the place for an error."""
         return f"{self.file}, row group {self.index}"
 
     def read(self, columns: Sequence[str]) -> pa.Table:
@@ -201,10 +193,7 @@ def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
 
 
 def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
-    """Makes sure that all files of some splits are there, with the sizes, footers and rows that the manifest lists.
-
-    It reads the footers only, so that a run can call it for all splits before the first step.
-    """
+    """Makes sure that the files of some splits have the sizes, footers and rows that the manifest lists."""
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
     for name in split_names:
@@ -212,17 +201,11 @@ def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str
 
 
 def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
-    """Compares every byte of every file of a dataset with its checksums; the memory does not grow with the dataset.
+    """Compares every byte of a dataset with its checksums, and returns all problems; memory does not grow with it.
 
     Args:
         dataset_dir: Folder with ``manifest.json``, or its URL.
         progress: Function that is called now and then with the number of bytes read so far.
-
-    Returns:
-        All problems, not only the first. Where ``checksums.bin`` is damaged, the files of the splits are not read.
-
-    Raises:
-        UserError: The folder is no dataset, or its manifest is damaged.
     """
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
@@ -260,7 +243,6 @@ def _until_error(problems: Iterable[str], file: object) -> list[str]:
 
 
 def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterator[str]:
-    """Yields the problems of a file that belongs to no split."""
     path = manifest.require_unchanged(folder, file)
     if not path.is_file():
         yield f"{path} is missing: the manifest lists it; {REMEDY}."
@@ -272,7 +254,6 @@ def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterato
 
 
 def _file_problems(file: SplitFile, schema: Schema) -> Iterator[str]:
-    """Yields the problems of a file of a split, after reading the whole file."""
     damaged = file.damaged_pieces() if file.has_listed_size else []
     yield from damaged
     if not damaged:

@@ -39,7 +39,6 @@ class CategoricalFeature:
     max_ids_per_row: int | None = None  # None where there is no bound
 
     def __post_init__(self) -> None:
-        """Refuses values that no table could be built from."""
         _check_name("categorical feature", self.name)
         if self.table is not None:
             _check_name("table", self.table)
@@ -64,7 +63,6 @@ class CategoricalFeature:
 
     @property
     def table_name(self) -> str:
-        """The name of the table in which the feature is looked up."""
         return self.table or self.name
 
 
@@ -102,7 +100,6 @@ class Schema:
     time: str | None = None  # column of the rows' times (int64 seconds since 1970), which is in no batch
 
     def __post_init__(self) -> None:
-        """Refuses nameless and repeated columns, and features that are looked up in no feature's table."""
         names = self.columns if self.time is None else (*self.columns, self.time)
         for name in names:
             _check_name("column", name)
@@ -140,41 +137,33 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns that batches are made of: label, weight, dense, categorical, dense sequences."""
         single = tuple(name for name in (self.label, self.weight) if name is not None)
         return (*single, *self.dense, *self.categorical_names, *self.dense_sequences)
 
     @property
     def mean_list_length(self) -> float:
-        """The mean number of ids a row of the list columns of the dataset, and of numbers in its dense sequences."""
         lists = (feature for feature in self.categorical if feature.multi_hot and feature.table is None)
         return max((feature.mean_ids_per_row for feature in lists), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schema in plain values, which :meth:`from_json` reads back."""
         features = [plain_fields(each, *["mean_ids_per_row"] * each.multi_hot) for each in self.categorical]
         return {**plain_fields(self), "categorical": features}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
-        """Returns the schema of plain values that :meth:`to_json` returned."""
         lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences")}
         features = tuple(CategoricalFeature(**feature) for feature in value["categorical"])
         return cls(**{**value, **lists, "categorical": features})
 
 
 def plain_fields(value: Any, *always: str) -> dict[str, Any]:
-    """Returns a dataclass in plain values, without the fields that have their defaults; fields in ``always`` stay.
-
-    So a field that is added with a default changes neither files nor fingerprints of values that do without it.
-    """
+    """Returns a dataclass in plain values, without fields that have their defaults; fields in ``always`` stay."""
     defaults = {each.name: each.default for each in fields(value) if each.name not in always}
     plain = {name: own for name, own in asdict(value).items() if name not in defaults or own != defaults[name]}
     return {name: list(own) if isinstance(own, tuple) else own for name, own in plain.items()}
 
 
 def _check_name(role: str, name: object) -> None:
-    """Refuses a name that is not a string of at least one character."""
     if not isinstance(name, str) or not name:
         raise UserError(f"a {role} is named {name!r}: a name is a string of at least one character")
 

@@ -35,7 +35,6 @@ class Base:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
-        """Returns the dataset of a folder or URL: a dataset's, or a run's folder."""
         folder = dataset_folder(path) if is_url(path) else _local_folder(Path(path))
         return cls(str(path), folder, Manifest.load(folder), grows)
 
@@ -97,15 +96,12 @@ class Base:
         return int(columns[name].get("hash_seed", 0) if name in columns else preparation.get("hash_seed", 0))
 
     def feature(self, name: str) -> CategoricalFeature:
-        """Returns a feature that it has."""
         return next(feature for feature in self.manifest.schema.categorical if feature.name == name)
 
     def vocabulary(self, name: str) -> Path:
-        """Returns the file of a feature's vocabulary."""
         return self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
 
     def learnt(self, name: str) -> dict[str, Any]:
-        """Returns the learnt parameters of a column's transform."""
         learnt: dict[str, Any] | None = self.manifest.preparation.get("learnt", {}).get(name)
         if learnt is None:
             raise UserError(
@@ -132,7 +128,6 @@ def _ids_text(hashed: tuple[int, int] | None) -> str:
 
 
 def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
-    """Yields a line for each setting by which columns of two schemas become other values."""
     compared = {"dense": ("transform", "missing"), "categorical": ("kind",)}
     for section, settings in compared.items():
         columns, before = getattr(schema, section), getattr(known, section)
@@ -148,7 +143,6 @@ def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
 
 
 def _local_folder(path: Path) -> Path:
-    """Returns the folder of a dataset, or the copy of its manifest and vocabularies in a run's folder."""
     if (path / MANIFEST_NAME).is_file():
         return path
     kept = kept_dataset(path)

@@ -75,18 +75,15 @@ class Database:
             self._connection.unregister("given")
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Adds rows to a table that has the same columns in the same order."""
         self._connection.register("given", batch)
         self.run(f"insert into {table} select * from given")
         self._connection.unregister("given")
 
     def run(self, query: str, *values: Any) -> None:
-        """Runs a statement, with values in place of its question marks."""
         with _explained():
             self._connection.execute(query, list(values))
 
     def row(self, query: str, *values: Any) -> tuple[Any, ...]:
-        """Returns the only row of a query's result."""
         with _explained():
             (found,) = self._connection.execute(query, list(values)).fetchall()
         return tuple(found)

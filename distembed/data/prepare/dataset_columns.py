@@ -39,11 +39,7 @@ from distembed.data.table.vocabulary import HashMap, IdMap
 
 
 def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database: Database) -> dict[str, Any]:
-    """Returns the parameters of a column's transform, learnt of the training rows.
-
-    They are ``{"mean": float, "std": float}`` of ``standardize``, where a deviation of 0 counts as 1, and
-    ``{"edges": [float, ...]}`` of ``quantile_bins``. ``place`` is its number among the columns of numbers.
-    """
+    """Returns the mean and deviation, or the bins' edges, of number column ``place`` over the training rows."""
 
     def training() -> Iterator[NDArray[np.float32]]:
         for block in splits.blocks:
@@ -87,7 +83,6 @@ class DatasetColumns:
 
     @property
     def _learnt_numbers(self) -> dict[str, int]:
-        """The place of each column of numbers whose transform is learnt."""
         return {each.name: place for place, each in enumerate(self.layout.numbers) if each.transform != "none"}
 
     def groups(self) -> list[list[str]]:
@@ -107,10 +102,7 @@ class DatasetColumns:
         return groups
 
     def learn(self, names: Sequence[str]) -> ColumnsLearnt:
-        """Gives ids to the values of features, and learns the transforms of columns of numbers.
-
-        Groups of columns may be learnt side by side.
-        """
+        """Gives ids to the values of features, and learns the transforms of columns of numbers."""
         scratch = Path(tempfile.mkdtemp(prefix="learning-", dir=self.work))
         with Database(scratch / "counting", self.memory_bytes) as database:
             learnt: ColumnsLearnt = {}
@@ -123,7 +115,6 @@ class DatasetColumns:
         return learnt
 
     def in_order(self, learnt: ColumnsLearnt) -> ColumnsLearnt:
-        """Returns the columns in the order of the manifest: features with keys, then transformed numbers."""
         return {name: learnt[name] for name in (*self.layout.feature_keys, *self._learnt_numbers)}
 
     def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
@@ -169,7 +160,6 @@ class DatasetColumns:
         return {"feature": asdict(feature), "vocabulary": entry, "learnt": None}
 
     def _learn_numbers(self, name: str, database: Database) -> dict[str, Any]:
-        """Learns the transform of a column of numbers."""
         place = self._learnt_numbers[name]
         column = self.layout.numbers[place]
         learnt = self.base.learnt(name) if self.base else learn_numbers(self.splits, place, column, database)
@@ -183,7 +173,6 @@ class DatasetColumns:
         return LookupTables(self.work / f"lookup-{place}", dtype, starts)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
-        """Returns the dataset's schema."""
         named = {column.role: column for column in self.layout.numbers if column.role in ("label", "weight", "time")}
         dense = [column for column in self.layout.numbers if column.role == "dense"]
         label = named.get("label")
@@ -198,7 +187,6 @@ class DatasetColumns:
         )
 
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
-        """Returns the columns of the files: label, weight, time, dense numbers, and the categorical features."""
         outputs: dict[str, OutputColumn] = {}
         keeps_missing = any(column.keeps_missing for column in self.layout.numbers)
         for place, column in enumerate(self.layout.numbers):
@@ -227,7 +215,6 @@ class DatasetColumns:
         return max((sum(block.num_values(place) for block in blocks) / num_rows for place in lists), default=1.0)
 
     def recorded(self, learnt: ColumnsLearnt) -> dict[str, Any]:
-        """Returns the manifest's entries of the learnt transforms and of the base."""
         numbers = {name: learnt[name]["learnt"] for name in self._learnt_numbers}
         recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
         return recorded | ({} if self.base is None else {"base": self.base.recorded})

@@ -63,10 +63,7 @@ class FeatureValues:
     column: KeyColumn
 
     def counted(self, schema: pa.Schema, rows_missing: Counter[str]) -> Iterator[pa.RecordBatch]:
-        """Yields the columns ``key`` and ``count`` of the distinct keys of the training rows of each block.
-
-        ``rows_missing`` gets the number of training rows without a value, by the column's name.
-        """
+        """Yields keys and counts of the training rows of each block; adds rows without a value to ``rows_missing``."""
         for block in self.splits.blocks:
             rows = self.splits.train_rows(block)
             counts = np.bincount(self._codes(block, rows), minlength=block.num_keys(self.place))
@@ -91,7 +88,6 @@ class FeatureValues:
         return found
 
     def mean_values_per_row(self) -> float:
-        """Returns the mean number of values of the training rows."""
         splits = self.splits
         num_values = sum(len(self._codes(block, splits.train_rows(block))) for block in splits.blocks)
         return num_values / max(1, splits.num_rows[0])
@@ -188,7 +184,6 @@ class LookupTables:
         return np.fromfile(self.path, self.dtype, stop - start, offset=start * self.dtype.itemsize)
 
     def write(self, blocks: Sequence[SpooledBlock], place: int, id_map: IdMap) -> None:
-        """Writes the ids of every block's keys; a value that repeats within a block is searched for once."""
         with replaced_file(self.path) as path, open(path, "wb") as file:
             for block in blocks:
                 ids = id_map.ids(block.keys(place)[1:])

@@ -108,7 +108,6 @@ class PartReader:
 
 
 def _block_path(folder: Path, index: int) -> Path:
-    """Returns the file of a block of a part, given its number in the part."""
     return folder / f"block-{index:06d}"
 
 
@@ -122,7 +121,6 @@ class Ingested:
 
     @property
     def source_rows(self) -> list[int]:
-        """Number of well-formed rows of each input."""
         return [sum(found.num_rows for found in parts) for parts in self.found]
 
     def blocks(self) -> list[SpooledBlock]:
@@ -139,7 +137,6 @@ class Ingested:
         return blocks
 
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
-        """Returns the manifest's entries of the inputs, given the SHA-256 of the inputs that were cut, by number."""
         files = []
         for number, (described, parts) in enumerate(zip(self.source.inputs, self.found, strict=True)):
             num_bytes = parts[0].bytes_read if described.num_bytes is None else described.num_bytes
@@ -149,7 +146,6 @@ class Ingested:
         return files
 
     def notes(self) -> Iterator[str]:
-        """Yields the notes on each input."""
         for described, parts in zip(self.source.inputs, self.found, strict=True):
             yield from (note for found in parts for note in found.notes)
             if not any(found.num_rows + found.num_rejected for found in parts):

@@ -77,7 +77,6 @@ class InputBytes(io.RawIOBase):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the bytes read so far: of the whole input once all of its pieces were taken."""
         return self._hash.hexdigest()
 
     def pieces(self) -> Iterator[bytes]:
@@ -100,7 +99,6 @@ class InputBytes(io.RawIOBase):
             raise UserError(f"{self._place} {text}") from error
 
     def readable(self) -> bool:
-        """Returns True, which a buffer asks for."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -125,10 +123,7 @@ def sha256_of(place: str) -> str:
 
 
 def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:
-    """Yields the lines whose first bytes are in a range, to the end of the input where ``stop`` is None.
-
-    The pieces are the input from byte ``start - 1`` on, or from its beginning.
-    """
+    """Yields the lines whose first bytes are in ``[start, stop)``; the pieces begin at byte ``start - 1``, or at 0."""
     place, is_skipping = max(0, start - 1), start > 0
     for piece in pieces:
         begin = piece.find(b"\n") + 1 if is_skipping else 0
@@ -145,10 +140,7 @@ def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iter
 def blocks_of_lines(
     place: str, pieces: Iterator[bytes], block_bytes: int, most_line_bytes: int, quote: bytes | None = None
 ) -> Iterator[bytes]:
-    """Yields whole lines, about ``block_bytes`` at a time; only the last one may lack its newline.
-
-    A newline between two quotation marks ``quote`` ends no line.
-    """
+    """Yields whole lines, about ``block_bytes`` at a time; a newline between two marks ``quote`` ends no line."""
     waiting: list[bytes] = []
     size = 0
     for piece in pieces:

@@ -50,10 +50,7 @@ _LEAST_BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """How much memory and how many threads a preparation may use; on a cluster, each of its tasks.
-
-    The figures in the properties are upper bounds, measured on Criteo rows.
-    """
+    """How much memory and how many threads a preparation may use; on a cluster, each of its tasks."""
 
     memory_limit_bytes: int = 2 << 30  # of the process, everything included; 320 MiB or more
     threads: int | None = None  # 1 to 1024; None for as many as this process has processors, and for 1 on a cluster
@@ -72,12 +69,10 @@ class ResourceLimits:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether tasks run in other processes than this one."""
         return self.engine != "threads"
 
     @property
     def working_bytes(self) -> int:
-        """Memory that may be used in addition to the interpreter's own."""
         return self.memory_limit_bytes - INTERPRETER_BYTES
 
     @property
@@ -100,7 +95,6 @@ class ResourceLimits:
 
     @property
     def counting_bytes(self) -> int:
-        """Memory limit of each database."""
         return self.working_bytes // (2 * self.num_counters)
 
     @property
@@ -122,7 +116,6 @@ class PrepareOptions:
 
     @property
     def rule(self) -> SplitRule:
-        """How rows are divided."""
         return SplitRule.parse(self.split)
 
     def __post_init__(self) -> None:

@@ -84,7 +84,6 @@ _LEFT_OUT = {
 
 
 def _applied_text(manifest: Manifest) -> str:
-    """Returns a line on the values that the vocabulary of another dataset lacks."""
     base, entries = manifest.preparation["base"], manifest.vocabularies
     new = sum(entry.num_ids - base["num_ids"][name] for name, entry in entries.items())
     counts = {
@@ -145,23 +144,16 @@ def prepare_rows(
     progress: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Manifest:
-    """Prepares rows of any kind.
+    """Prepares rows of any kind, and returns the manifest that was written.
 
     Args:
         source: The inputs, and how their rows are parsed.
         output: Dataset folder to make, or URL of one; then ``limits.work`` is where the work is done.
-        options: Options that the dataset's bytes depend on; shares 0.8, 0.1, 0.1 unless given.
-        limits: Memory and threads to use; 2 GiB and every processor unless given.
+        options: Options that the dataset's bytes depend on.
+        limits: Memory and threads to use.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
         note: Function that is told notes on the input, a sentence each.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UserError: The input cannot be read, or has other rows. Nothing was written.
-        RunError: The disk is full. Nothing was left behind.
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
@@ -223,7 +215,6 @@ class Preparation:
     work: Work
 
     def run(self, note: NoteCallback) -> Manifest:
-        """Does all stages, and returns the manifest that was written."""
         parts = self.source.parts(PART_BYTES)
         ingested = self._read(parts)
         rejected = ingested.rejected(self.folder, self.options.max_rejected)
@@ -253,7 +244,6 @@ class Preparation:
         return Manifest.load(self.folder)
 
     def _read(self, parts: Sequence[Part]) -> Ingested:
-        """Reads all parts into the spool."""
         spool = self.work.folder / "blocks"
         _remove_abandoned(self.work.folder, spool)
         block_bytes = _block_bytes(self.source, self.limits)
@@ -269,10 +259,7 @@ class Preparation:
         return Ingested(self.source, spool, found)
 
     def _parts_at_once(self, parts: Sequence[Part], block_bytes: int) -> int:
-        """Returns how many parts are read at a time: several where each is a block or two, which threads cannot share.
-
-        Two blocks of each are then in memory at a time.
-        """
+        """Returns how many parts are read at a time: several only where each is a block or two."""
         for part in parts:
             given = self.source.inputs[part.source]
             ratio = _UNPACKED_RATIO if given.is_compressed else 1
@@ -281,7 +268,6 @@ class Preparation:
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
     def _splits(self, ingested: Ingested) -> RowSplits:
-        """Returns which rows are in which split."""
         rule, source_rows = self.options.rule, ingested.source_rows
         folder, memory_bytes = self.work.folder / "times", self.limits.counting_bytes
         splits = row_splits(rule, ingested.blocks(), source_rows, folder, memory_bytes)
@@ -304,7 +290,6 @@ class Preparation:
         return columns.in_order(learnt), dict(zip(cut_sources, found, strict=False))
 
     def _write(self, writer: FileWriter) -> dict[str, list[WrittenFile]]:
-        """Writes the files of all splits, several at a time, and returns them by split."""
         names, counts = writer.splits.rule.names, writer.splits.num_rows
         for name in names:
             (self.folder / name).mkdir(exist_ok=True)

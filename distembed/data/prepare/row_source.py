@@ -41,7 +41,6 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the whole input."""
         return self.start == 0 and self.stop is None
 
 
@@ -117,7 +116,6 @@ class RejectedRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of malformed rows so far."""
         return sum(self.by_source)
 
     def add(self, source: int, line: int, reason: str, row: bytes) -> None:
@@ -135,12 +133,10 @@ class RejectedRows:
             self._examples.append(f"{self.inputs[source].place}:{line}: {reason}: {text!r}")
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
     def counts(self) -> Rejected:
-        """Returns the manifest's entry of the malformed rows."""
         by_reason = {reason: count for reason, count in self._counts.items() if count}
         return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
 

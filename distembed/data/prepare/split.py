@@ -107,14 +107,10 @@ class SplitRule:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a split that trains."""
         return self.names[TRAIN] == SPLIT_NAMES[TRAIN]
 
     def bounds(self, source_rows: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rows where each split begins, and where the last one ends, of a rule in the order of the input.
-
-        Given is the number of well-formed rows of each input, in order.
-        """
+        """Returns the rows where each split begins and the last ends, given the rows of each input in order."""
         total = sum(source_rows)
         if self.kind == "none":
             return 0, total
@@ -128,7 +124,6 @@ class SplitRule:
 
 
 def _split_names(count: int) -> tuple[str, ...]:
-    """Returns the names of two or three splits; two are training and test."""
     return SPLIT_NAMES if count == len(SPLIT_NAMES) else (SPLIT_NAMES[0], SPLIT_NAMES[-1])
 
 

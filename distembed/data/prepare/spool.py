@@ -42,12 +42,10 @@ class SpooledBlock:
 
     @property
     def stop_row(self) -> int:
-        """Number of well-formed rows up to the block's end."""
         return self.first_row + self.num_rows
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file in bytes."""
         return int(self.starts[-1])
 
     def num_keys(self, column: int) -> int:
@@ -69,11 +67,9 @@ class SpooledBlock:
         return self._read("codes", column, code_dtype(self.num_keys(column)))
 
     def lists(self, column: int) -> Jagged:
-        """Reads the codes of a column of lists."""
         return Jagged.from_lengths(self.codes(column), self.lengths(column))
 
     def lengths(self, column: int) -> NDArray[Any]:
-        """Reads the number of values of each row, of a column of lists."""
         return self._read("lengths", column, np.int32)
 
     def keys(self, column: int) -> NDArray[Any]:
@@ -88,7 +84,6 @@ class SpooledBlock:
         return pa.LargeStringArray.from_buffers(self.num_keys(column), *buffers)
 
     def _range(self, kind: str, column: int) -> tuple[int, int]:
-        """Returns the bytes ``[start, stop)`` of an array."""
         place = self.layout.arrays[kind, column]
         return int(self.starts[place]), int(self.starts[place + 1])
 
@@ -113,7 +108,6 @@ def write_block(path: Path, block: ParsedBlock, layout: BlockLayout) -> list[int
 
 
 def _text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Returns the place in bytes at which each text begins and the last one ends, and the bytes of all texts."""
     texts = texts.cast(pa.large_string())
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets or bytes(8), np.int64)[texts.offset : texts.offset + len(texts) + 1]
@@ -143,7 +137,6 @@ class RowSplits:
 
     @property
     def num_rows(self) -> list[int]:
-        """Number of rows of each split."""
         found: list[int] = self.counts.sum(axis=0).tolist()
         return found
 
@@ -161,7 +154,6 @@ class RowSplits:
         return slice(int(start), int(stop))
 
     def train_rows(self, block: SpooledBlock) -> Rows:
-        """Returns the rows of a block that train."""
         return self.rows(block, TRAIN) if self.rule.trains else slice(0, 0)
 
     def parts(self, split: int, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -178,10 +170,7 @@ def _num_rows(rows: Rows) -> int:
 
 
 def split_column(rule: SplitRule, layout: BlockLayout) -> int:
-    """Returns the number of the column that says which split a row is in; -1 where the order of the input does.
-
-    By time, it is a number among the columns of numbers; by a column of texts, among the columns of keys.
-    """
+    """Returns the place of the number or key column that says a row's split; -1 where the order of the input does."""
     if rule.kind == "time":
         places = [place for place, number in enumerate(layout.numbers) if number.role == "time"]
         lacking = (
@@ -202,11 +191,7 @@ def split_column(rule: SplitRule, layout: BlockLayout) -> int:
 def row_splits(
     rule: SplitRule, blocks: Sequence[SpooledBlock], source_rows: Sequence[int], folder: Path, memory_bytes: int
 ) -> RowSplits:
-    """Returns which rows are in which split, given the number of well-formed rows of each input.
-
-    By shares in the order of time, a split begins at the time of the row with which its share begins, so that rows of
-    equal times stay together. Times are counted in the memory, and in the folder where that does not suffice.
-    """
+    """Returns which rows are in which split, given the rows of each input; rows of equal times stay in one split."""
     if rule.kind == "column":
         return RowSplits(rule, blocks, tuple(text_keys(_values(rule)).tolist()))
     if rule.kind != "time" or rule.times or not blocks:
@@ -219,7 +204,6 @@ def row_splits(
 
 
 def _values(rule: SplitRule) -> pa.Array:
-    """Returns the value of each split in the column of a rule by column, as blocks have it."""
     return value_texts(pa.array(rule.values, pa.string()))
 
 

@@ -55,17 +55,13 @@ class KeptFolder:
 def staged_folder(
     output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
 ) -> Iterator[Path]:
-    """Yields a folder to write in, which becomes ``output`` when the block ends, and is removed when the block fails.
+    """Yields a folder to write in, which becomes ``output`` when the block ends, and is removed when it fails.
 
     Args:
         output: Folder to make; its parents are made as needed.
-        overwrite: Whether a folder of the same kind is replaced, which stays until the new one is complete.
+        overwrite: Whether a folder of the same kind is replaced, once the new one is complete.
         kind: The kind of folder, in words.
         marker: Name of the file that every folder of this kind has.
-
-    Raises:
-        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
-        RunError: The disk is full.
     """
     with kept_folder(output, None, overwrite=overwrite, kind=kind, marker=marker) as kept:
         yield kept.path / STAGED
@@ -83,12 +79,8 @@ def kept_folder(
 ) -> Iterator[KeptFolder]:
     """Yields a folder to work in, which exists again for the same purpose after the process was killed.
 
-    Its folder ``staged`` becomes ``output`` when the block ends, unless the block moves the files elsewhere
-    (``is_moved``). The folder is removed when the block ends or fails, but not by Ctrl-C or a temporary failure. Files
-    of before the machine was restarted may never have come to its disk, and are not resumed.
-
-    The purpose is a short text that differs for commands which may not resume each other; None where none may. The
-    other arguments and the errors are as of :func:`staged_folder`.
+    Its folder ``staged`` becomes ``output`` when the block ends, unless the block moves the files (``is_moved``). It is
+    removed when the block ends or fails, but not by Ctrl-C or a temporary failure. A purpose of None is never resumed.
     """
     output = _real_path(output)
     require_text_name(output)
@@ -152,7 +144,6 @@ def _is_for(file: Path, purpose: str) -> bool:
 
 
 def _boot() -> str:
-    """Returns an identity that this machine has until it is restarted."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -169,7 +160,6 @@ def _empty(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the hidden folder, the lock last."""
     with suppress(OSError):
         _empty(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -288,7 +278,6 @@ class Destination:
         return self.url or str(self.path)
 
     def begin(self, is_resumed: bool) -> None:
-        """Refuses a URL with files that may not be replaced; an upload may be resumed."""
         if self.url is None:
             return
         found = self._files_there()

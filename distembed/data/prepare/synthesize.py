@@ -111,10 +111,6 @@ def synthesize_criteo(
         seed: Seed of the rows, 0 or more; the same seed and number of rows give the same bytes.
         overwrite: Whether a file that is there is replaced.
         progress: Function that is called with the number of rows written so far.
-
-    Raises:
-        UserError: The number of rows or the seed is impossible, the file or its summary exists, or its folder does not.
-        RunError: The file cannot be written, or its disk will not have room; nothing was left behind.
     """
     if not 1 <= num_rows < 2**63:
         raise UserError(f"num_rows (--rows) is {num_rows}: it must be in 1 to {2**63 - 1}")
@@ -197,7 +193,6 @@ class RowSource:
         self._bias = _bias_for(self._logits(times, *self._features(np.random.default_rng([seed, 1]), times)))
 
     def draw(self, start: int, stop: int) -> Rows:
-        """Draws the rows ``[start, stop)``."""
         random = np.random.default_rng([self._seed, 2, start])
         times = np.arange(start, stop) / self._num_rows
         dense, ids = self._features(random, times)
@@ -215,7 +210,6 @@ class RowSource:
     def _logits(
         self, times: NDArray[np.float64], dense: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
     ) -> NDArray[np.float64]:
-        """Returns the logit of each row."""
         # a missing id, which is -1, reads the last id's weight and is then masked
         logits = self._bias + _DRIFT * np.sin(2 * math.pi * times)
         for row, weights in zip(ids, self._id_weights, strict=True):
@@ -274,7 +268,6 @@ class _BayesQuality:
         self._positive, self._negative = (np.zeros((_TENTHS, _AUC_BINS)) for _ in range(2))
 
     def add(self, probabilities: NDArray[np.float64], times: NDArray[np.float64]) -> None:
-        """Counts these rows in."""
         tenths = (times * _TENTHS).astype(np.int64)
         p = np.clip(probabilities, 1e-12, 1 - 1e-12)
         self._rows += np.bincount(tenths, minlength=_TENTHS)
@@ -295,10 +288,7 @@ class _BayesQuality:
 
 
 def _id_texts(feature: int, ids: NDArray[np.int64]) -> pa.Array:
-    """Returns the 8 hexadecimal digits of each id's key, null for a missing id.
-
-    Keys are the ids by a bijection of 32-bit numbers that is another for every feature.
-    """
+    """Returns 8 hexadecimal digits for each id, by a bijection of each feature; null for a missing id."""
     keys = (ids.astype(np.uint32) + np.uint32(feature * 0x01000193)) * np.uint32(2654435769)
     keys ^= keys >> np.uint32(15)
     keys *= np.uint32(0x2C1B3C6D)
@@ -310,7 +300,6 @@ def _id_texts(feature: int, ids: NDArray[np.int64]) -> pa.Array:
 
 
 def _text(rows: Rows) -> bytes:
-    """Returns the rows' text."""
     integers = [pa.array(values, mask=values == -2) for values in (rows.labels, *rows.dense)]
     columns = [*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))]
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")

@@ -258,22 +258,14 @@ class Work:
         threads: int = 1,
         total_bytes: int | None = None,
     ) -> list[Any]:
-        """Runs the tasks that have no result yet.
+        """Runs the tasks that have no result yet, and returns all results as JSON has them.
 
         Args:
             name: Name of the stage; each stage has another.
             tasks: The tasks, in the order in which they begin; the same in a command that resumes.
-            do: Runs a task and returns its result: a value that JSON can hold, floats exactly, or a dataclass of JSON
-                values. It is given a function that takes progress. On a cluster both are pickled.
+            do: Runs a task, given a function that takes progress; returns a value for JSON. On a cluster it is pickled.
             threads: Number of tasks that this process runs at a time; with 1 they run in the caller's thread.
             total_bytes: Sum of the bytes that all tasks advance by; None where that is not known.
-
-        Returns:
-            The result of each task, as JSON has it: tuples are lists, dataclasses dictionaries, and keys texts.
-
-        Raises:
-            Exception: The error of ``do``; then no further task begins.
-            TemporaryFailure: A cluster has lost too many workers.
         """
         folder = self.folder / "results" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -332,10 +324,8 @@ def resumable_work(
 ) -> Iterator[tuple[Path, Work]]:
     """Yields the folder that becomes the dataset when the block ends, and the work.
 
-    The block makes its other files and folders anew when it runs again after a kill, or finds them; it uploads the
-    files of a remote destination. The purpose is a JSON value of everything that the results depend on:
-    inputs with their sizes and times, options and sizes of parts. It is None where the inputs cannot be read again, as
-    pipes: then nothing is kept.
+    The purpose is a JSON value of everything that the results depend on. It is None where the inputs cannot be read
+    again, as pipes: then nothing is kept.
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
     overwrite, is_moved = destination.overwrite, destination.url is not None

@@ -80,7 +80,6 @@ def written_split(files: Sequence[WrittenFile]) -> Split:
 
 
 def _mean(sums: Sequence[float | None], num_rows: int) -> float | None:
-    """Returns the mean over the rows of all files; None without rows, and for a column that rows lack."""
     known = [each for each in sums if each is not None]
     return sum(known) / num_rows if known and num_rows else None
 
@@ -133,10 +132,7 @@ def read_numbers(
     change: Callable[[NDArray[Any]], NDArray[Any]] | None,
     has_missing: bool,
 ) -> pa.Array:
-    """Reads rows of a column of numbers, given its number among these, and changes them by a function, if there is one.
-
-    With ``has_missing``, NaN becomes a missing value; without, there is no NaN.
-    """
+    """Reads rows of number column ``place``, and changes them by a function; with ``has_missing``, NaN becomes null."""
     numbers = block.numbers(place)[rows]
     return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
 
@@ -162,14 +158,12 @@ class FileWriter:
     group_rows: int  # of a row group
 
     def write(self, plan: FilePlan) -> WrittenFile:
-        """Writes one file."""
         schema = pa.schema([column.field for column in self.columns])
         groups = filter(len, regrouped(self._tables(plan, schema), schema, self.group_rows))
         with self.destination.file(self.folder, plan.path) as path:
             return write_file(path, plan, schema, self.schema.label, groups, self.schema.weight)
 
     def _tables(self, plan: FilePlan, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yields the rows of a file, block after block."""
         split = self.splits.rule.names.index(plan.split)
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
             block = self.splits.blocks[index]

@@ -35,30 +35,22 @@ Field: TypeAlias = Tensor | KeyedJaggedTensor
 
 @dataclass
 class Batch(Pipelineable):
-    """The rows of one step on one rank.
-
-    Models and tasks take a field by its name, ``batch["labels"]``, which TorchRec's pipelines understand too.
-    """
+    """The rows of one step on one rank; models and tasks take a field by its name, ``batch["labels"]``."""
 
     fields: Mapping[str, Field]  # by name; see Schema.fields
     global_batch_size: int  # rows of this step on all ranks, to weigh a rank's share of the loss; 1 or more
 
     def __getitem__(self, name: str) -> Field:
-        """Returns the field of this name."""
         return self.fields[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.fields
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Returns this batch on another device.
-
-        Where each bag has one id, lengths and offsets are the same in all batches of this size: a GPU keeps its own.
-        """
+        """Returns this batch on another device; a GPU keeps lengths and offsets of bags with one id."""
         return self._each(lambda field: _move(field, torch.device(device), non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Holds the memory until the work that is queued on this stream has used it."""
         for field in self.fields.values():
             field.record_stream(stream)
 
@@ -67,11 +59,7 @@ class Batch(Pipelineable):
         return self._each(_pin)
 
     def write(self, path: Path) -> None:
-        """Writes the rows as a NumPy archive: an array a field, and three for a field of lists.
-
-        These are ``feature_names``, ``ids`` and ``lengths`` of the ids, and ``<field>_names``, ``<field>`` and
-        ``<field>_lengths`` of others.
-        """
+        """Writes the rows as a NumPy archive: an array a field; names, values and lengths of a field of lists."""
         arrays: dict[str, np.ndarray] = {}
         for name, values in self.fields.items():
             if isinstance(values, KeyedJaggedTensor):
@@ -84,7 +72,6 @@ class Batch(Pipelineable):
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _each(self, change: Callable[[Field], Field]) -> Batch:
-        """Returns a batch of the changed fields."""
         fields = {}
         for name, field in self.fields.items():
             changed = fields[name] = change(field)

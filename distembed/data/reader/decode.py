@@ -42,7 +42,6 @@ class GroupRows:
     table: pa.Table
 
     def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
-        """Returns the ids of a single-valued feature."""
         column = self._column(feature.name)
         if column.null_count:
             raise self._error(
@@ -117,7 +116,6 @@ class GroupRows:
         missing_remedy: str = "",
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
-        """Refuses the first value that is wrong."""
         if wrong.any():
             place = int(np.argmax(wrong))
             row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
@@ -205,7 +203,6 @@ class Decoder:
         raise UserError(f"no row group can be read: {'; '.join(self.unreadable.values())}")
 
     def _fill_records(self, out: NDArray[Any], rows: GroupRows) -> None:
-        """Copies the single-valued columns of rows into their records."""
         ids = [rows.ids(feature) for feature in self._layout.single]
         numbers = [rows.numbers(name) for name in self._layout.numbers]
         floats = out.view(np.float32)

@@ -87,7 +87,6 @@ class EpochOrder:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in an epoch."""
         return sum(self.group_rows) if self.rows is None else len(self.rows)
 
     @property
@@ -97,7 +96,6 @@ class EpochOrder:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in an epoch."""
         full, rest = divmod(self.num_rows, self.batches.batch_size)
         return full + (1 if rest and not self.batches.drop_last else 0)
 
@@ -106,7 +104,6 @@ class EpochOrder:
         return min(self.batches.batch_size, self.num_rows - batch * self.batches.batch_size)
 
     def slot_rows(self, lane: int) -> int:
-        """Returns the number of rows of this lane in a full batch."""
         size, num_lanes = self.batches.batch_size, self.num_lanes
         return (lane + 1) * size // num_lanes - lane * size // num_lanes
 
@@ -176,7 +173,6 @@ class BatchShares:
         return -(-self.num_rows // (self.batch_size * self.world_size))
 
     def rows(self, rank: int) -> range:
-        """Returns the rows of a rank."""
         num_batches = -(-self.num_rows // self.batch_size)
         first, last = (each * num_batches // self.world_size * self.batch_size for each in (rank, rank + 1))
         return range(min(first, self.num_rows), min(last, self.num_rows))

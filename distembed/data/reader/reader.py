@@ -47,11 +47,9 @@ class Prefetcher(Generic[Item]):
         self._items: deque[Future[Item]] = deque(self._thread.submit(self._make_next) for _ in range(capacity))
 
     def __iter__(self) -> Iterator[Item]:
-        """Returns this object, which can be iterated over once."""
         return self
 
     def __next__(self) -> Item:
-        """Returns the next item, or raises the thread's error."""
         if not self._items:
             raise StopIteration
         item = self._items[0].result()
@@ -167,11 +165,8 @@ class BatchReader:
         rank: Rank whose part is read.
         world_size: Number of ranks that share each batch.
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
-        decoding: How row groups are decoded; where batches are made, and none may be unreadable, unless given.
+        decoding: How row groups are decoded.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
-
-    Raises:
-        UserError: A setting is impossible, or the dataset is not as its manifest says.
     """
 
     def __init__(
@@ -247,11 +242,7 @@ class BatchReader:
         """Returns where the reader stands, for any number of ranks.
 
         Args:
-            in_flight: Number of batches that were yielded and not used yet, in a training pipeline: the
-                state is as if these had not been yielded, across the end of an epoch too.
-
-        Raises:
-            UserError: ``in_flight`` is negative, or more than were yielded.
+            in_flight: Number of batches that were yielded and not used yet, in a training pipeline.
         """
         step = self.epoch * self.batches_per_epoch + self.batch - in_flight
         if in_flight < 0 or step < 0:
@@ -260,11 +251,7 @@ class BatchReader:
         return {"version": STATE_VERSION, **self._identity, "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to where :meth:`state_dict` was taken; the number of ranks may differ.
-
-        Raises:
-            UserError: The state belongs to another dataset, split, batch size or order; each difference is named.
-        """
+        """Moves to where :meth:`state_dict` was taken; the number of ranks may differ."""
         mine = {"version": STATE_VERSION, **self._identity}
         wrong = (name for name in mine if state.get(name) != mine[name])
         differences = [f"{name} is {state.get(name)!r} in the state and {mine[name]!r} here" for name in wrong]
@@ -292,19 +279,7 @@ def read_share(
     world_size: int,
     decode_threads: int = 0,
 ) -> Generator[Batch, None, None]:
-    """Yields a rank's batches of a split in order, equally many on every rank, the last maybe without rows.
-
-    Args:
-        dataset_dir: Folder with ``manifest.json``.
-        split: Name of a split in the manifest.
-        batch_size: Rows of a batch.
-        rank: Rank whose share is read.
-        world_size: Number of ranks.
-        decode_threads: Number of threads that decode rows ahead.
-
-    Raises:
-        UserError: The dataset is not as its manifest says.
-    """
+    """Yields a rank's batches of a split in order, equally many on every rank, the last maybe without rows."""
     manifest = Manifest.load(dataset_dir)
     shares = BatchShares(manifest.split(split).num_rows, batch_size, world_size)
     order = BatchOrder(batch_size, shuffle=False)

@@ -39,11 +39,7 @@ class NumberColumn:
 
 @dataclass(frozen=True)
 class KeyColumn:
-    """A column of values that get ids.
-
-    A key is a number: that of the digits (``hexadecimal``, uint32), that of the value (``integer``, int64), or a hash
-    of the text (``string``, uint64, :func:`distembed.data.hashing.text_keys`); then blocks have the texts too.
-    """
+    """A column of values that get ids; keys are uint32 digits, int64 values, or uint64 hashes of texts."""
 
     name: str  # of the dataset's column
     role: KeyRole  # the values of ``split`` say which split a row belongs to, and are not written
@@ -59,7 +55,6 @@ class KeyColumn:
 
     @property
     def key_dtype(self) -> np.dtype[Any]:
-        """Type of the keys."""
         return np.dtype({"hexadecimal": np.uint32, "integer": np.int64, "string": np.uint64}[self.kind])
 
 
@@ -82,7 +77,6 @@ class BlockLayout:
 
     @cached_property
     def feature_keys(self) -> dict[str, tuple[int, KeyColumn]]:
-        """Place and column of each feature that gets ids from keys, by name."""
         return {column.name: (place, column) for place, column in enumerate(self.ids) if column.role == "feature"}
 
 

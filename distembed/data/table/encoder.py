@@ -88,10 +88,7 @@ def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_miss
 
 
 def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
-    """Returns the function that makes a dataset's numbers or bins of a column's; None where they stay as they are.
-
-    ``learnt`` has the parameters of the column's transform; it is None where the transform learns none.
-    """
+    """Returns the function from a column's numbers to the dataset's, given learnt parameters; None for no change."""
     if column.role == "bins":
         return partial(bin_ids, learnt=learnt or {})
     keeps_missing = column.role != "dense" or column.keeps_missing
@@ -118,10 +115,7 @@ LIST_SEPARATOR = " "
 
 
 class RowEncoder:
-    """Gives the values of a dataset, or of a run's copy of it, to parsed rows; any number of threads may use it.
-
-    The parsed blocks may lack the label, the weight, and features with one value a row, which then is missing.
-    """
+    """Gives a dataset's values to parsed rows, which may lack the label, weight and features; threads share it."""
 
     def __init__(self, folder: Path, manifest: Manifest, layout: BlockLayout) -> None:
         self._layout, self._records = layout, RecordLayout.from_schema(manifest.schema)
@@ -188,7 +182,6 @@ class RowEncoder:
     def _fill(
         self, num_rows: int, numbers: Mapping[str, NDArray[Any]], ids: Mapping[str, NDArray[Any]]
     ) -> NDArray[Any]:
-        """Returns the records of single-valued columns."""
         layout = self._records
         records = np.zeros((num_rows, layout.width), layout.dtype)
         floats = records.view(np.float32)
@@ -200,11 +193,7 @@ class RowEncoder:
 
 
 def raw_schema(manifest: Manifest) -> TableSchema:
-    """Returns the schema of the raw rows that are scored by a model of a dataset.
-
-    Of a dataset of ratings or of sequences they have the columns of the dataset, with users and items as texts; lists
-    are of JSON or Parquet, or texts with a space between two values. Other datasets are refused by a UserError.
-    """
+    """Returns the schema of raw rows that are scored; of interactions, the dataset's columns as texts and lists."""
     schema = manifest.schema
     if manifest.preparation.get("source") != INTERACTIONS:
         return TableSchema.of_manifest(manifest)

@@ -217,10 +217,7 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
 
 
 def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
-    """Returns the keys each once, and the codes into these: several values may have one key, as 10 and 10.0.
-
-    The key of a malformed value is a placeholder, which is never joined with the key of a well-formed one.
-    """
+    """Returns the keys each once, and codes into them: 10 and 10.0 have one key; a malformed value shares none."""
     if keys.are_distinct:
         return codes, keys
     # two texts with one key are told apart where ids are given
@@ -233,14 +230,12 @@ def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np
 
 
 def _whole_numbers(values: pa.Array) -> Keys:
-    """Returns the integers of numbers and truth values, or of their texts."""
     numbers, wrong = values_as_numbers(values)
     wrong = wrong | ~((np.floor(numbers) == numbers) & (np.abs(numbers) <= _LARGEST_EXACT))
     return Keys(np.where(wrong, 0, numbers).astype(np.int64), wrong)
 
 
 def _written_integers(texts: pa.Array) -> Keys:
-    """Returns the integers of texts."""
     is_digits = pc.match_substring_regex(texts, _DIGITS)
     digits = pc.if_else(is_digits, pc.utf8_ltrim(texts, "+"), "0")
     try:

@@ -38,11 +38,7 @@ def is_missing(column: pa.Array) -> Bools:
 
 
 def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
-    """Returns which values have a text that stands for a missing value.
-
-    The values' own texts are compared only where a missing text may be that of a number, infinity and NaN included,
-    truth value or day: it costs time.
-    """
+    """Returns which values have a text that stands for a missing value."""
     texts = missing.to_pylist()
     typed = [each for each in texts if is_number(each) or each.lower() in ("true", "false") or each[:4].isdecimal()]
     result: Bools = np.zeros(len(column), bool)
@@ -150,7 +146,6 @@ def _by_distinct_value(
 
 
 def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
-    """Returns 0 and 1 for values that are these."""
     numbers, wrong = values_as_numbers(distinct)
     return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
 
@@ -168,7 +163,6 @@ def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64]
 
 
 def _timestamps(column: pa.Array) -> tuple[NDArray[np.int64], Bools]:
-    """Returns the seconds of Arrow's times and days."""
     if pa.types.is_date(column.type):
         column = column.cast(pa.timestamp("ms" if pa.types.is_date64(column.type) else "s"))
     if not pa.types.is_timestamp(column.type):  # a time of the day, or a length of time
@@ -224,7 +218,6 @@ def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def _iso_time(text: str) -> int | None:
-    """Returns the seconds of one ISO 8601 text; None where it is none."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

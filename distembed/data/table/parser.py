@@ -54,12 +54,7 @@ _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
 
 
 class TableParser:
-    """Parses tables by a schema, in any number of threads at a time.
-
-    Attributes:
-        columns: The columns of a table that are parsed.
-        layout: The columns of every block.
-    """
+    """Parses tables by a schema, in any number of threads at a time."""
 
     def __init__(self, schema: TableSchema, needs_label: bool = True) -> None:
         if not needs_label:
@@ -162,10 +157,9 @@ class TableParser:
 def _grouped(
     columns: Sequence[tuple[str, pa.Array]], num_rows: int
 ) -> Iterator[tuple[str, dict[int, slice], pa.Array]]:
-    """Yields the columns that are parsed as one: their kind, the rows of each by its place, and their values.
+    """Yields the columns that are parsed as one: kind, rows of each by its place, and their values.
 
-    Columns of few rows, as of one that is scored by itself, are parsed end to end: each step costs more than its
-    values. Two hexadecimal columns C1 = a b and C2 = c a become a b c a, and are divided again.
+    Columns of few rows are parsed end to end: C1 = a b and C2 = c a become a b c a, and are divided again.
     """
     groups: dict[tuple[str, pa.DataType, int], list[int]] = {}
     for place, (kind, array) in enumerate(columns):
@@ -217,14 +211,12 @@ def _key_column(name: str, schema: TableSchema) -> KeyColumn:
 
 
 def _quantile_bins(schema: TableSchema) -> list[str]:
-    """Returns the names of the features that are bins of equally many rows."""
     return [name for name, column in schema.categorical.items() if column.kind == "quantile_bins"]
 
 
 def _rejected(
     columns: Mapping[str, pa.Array], reasons: NDArray[np.int8], wrong: Mapping[tuple[str, str], Bools]
 ) -> Iterator[RejectedRow]:
-    """Yields the malformed rows."""
     for row in np.flatnonzero(reasons >= 0).tolist():
         reason = REASONS[reasons[row]]
         first = next(column for (of_reason, column), rows in wrong.items() if of_reason == reason and rows[row])

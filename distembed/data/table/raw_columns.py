@@ -32,8 +32,7 @@ class TableColumns:
     Attributes:
         kinds: Kinds of types that each column may be of, by the column's name.
         numbers: The columns that are nothing but numbers.
-        separators: Separator of the values of a list in a text, by the name of each column that has lists.
-        wanted_by: Who names the columns, for errors.
+        separators: Separator of a list in a text, by the name of each column that has lists.
     """
 
     wanted_by = "the schema"
@@ -70,11 +69,9 @@ class TableColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns in the table."""
         return tuple(self.kinds)
 
     def takes_lists(self, name: str) -> bool:
-        """Returns whether a column may have lists; one that the schema does not name may."""
         return LIST in self.kinds.get(name, (LIST,))
 
     def takes(self, name: str, type_: pa.DataType) -> bool:
@@ -122,10 +119,7 @@ class TableColumns:
         return f"{self.wanted_by} names" + (f" ({enumerate_names(others)} is to be kept)" if others else "")
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
-        """Returns the columns of a table as arrays: texts as Arrow's string, and lists of these.
-
-        Texts that are keys alone are dictionary-encoded.
-        """
+        """Returns the columns as arrays, texts as Arrow's string; texts that are keys alone are dictionary-encoded."""
         self.require(table.schema)
         return {name: self._array(name, table.column(name)) for name in self.kinds}
 
@@ -137,10 +131,7 @@ class TableColumns:
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
-    """Returns a column of lists: one of lists as it is; of single values, the texts divided at the separator.
-
-    Without a separator, a single value is a list of one, as a writer of JSON may shorten it.
-    """
+    """Returns a column of lists; texts are divided at the separator, or without one each is a list of one."""
     if type_kind(column.type) == LIST:
         return column
     if separator is None:

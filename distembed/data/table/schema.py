@@ -66,7 +66,6 @@ class TextFormat:
 
     @model_validator(mode="after")
     def _require_marks(self) -> TextFormat:
-        """Refuses marks that no line can have, or that are several bytes in a file."""
         marks = {"separator": self.separator, "quote": self.quote}
         wrong = {name: mark for name, mark in marks.items() if mark and (mark in "\n\r\0" or not mark.isascii())}
         if wrong:
@@ -161,12 +160,10 @@ class CategoricalColumn:
 
     @property
     def holds_lists(self) -> bool:
-        """Whether a row has any number of values."""
         return self.is_list or self.separator is not None
 
     @model_validator(mode="after")
     def _require_one_meaning(self) -> CategoricalColumn:
-        """Refuses settings that contradict each other."""
         cross, kind, is_bins, shared = self.cross or [], self.kind, self.kind in BINS, self.vocabulary
         own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
         given = [name for name, value in own.items() if value is not None]
@@ -216,7 +213,6 @@ class TableSchema:
 
     @property
     def dense_columns(self) -> dict[str, str]:
-        """The table's column of each dense column of the dataset."""
         return {name: dense.column or name for name, dense in self.dense.items()}
 
     @property
@@ -245,7 +241,6 @@ class TableSchema:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> TableSchema:
-        """Returns the schema of nested plain values."""
         return validated(_ADAPTER, cls, values, source)
 
     @classmethod
@@ -264,7 +259,6 @@ _ADAPTER = TypeAdapter(TableSchema)
 
 
 def _inconsistencies(schema: TableSchema) -> Iterator[str]:
-    """Yields the contradictions in a schema, a line each, with the place."""
     yield from _repeated_names(schema)
     if not schema.dense and not schema.categorical:
         yield "dense, categorical: a schema names at least one column that a model is trained on"
@@ -308,7 +302,6 @@ def _unshared_vocabularies(schema: TableSchema) -> Iterator[str]:
 
 
 def _repeated_names(schema: TableSchema) -> Iterator[str]:
-    """Yields a line for each name that two columns of the dataset have, or that is none."""
     places: dict[str, str] = {}
     single = {"label": schema.label, "weight": schema.weight, "time": schema.time}
     named = [(f"{place}.name", each.name) for place, each in single.items() if each is not None]
@@ -332,15 +325,7 @@ def shipped_schemas() -> list[str]:
 
 
 def load_schema(name_or_path: str) -> TableSchema:
-    """Reads a schema.
-
-    Args:
-        name_or_path: Name of a shipped schema, or path of a YAML file; a file in the working directory that is named
-            as a shipped one is given as ``./NAME``.
-
-    Raises:
-        UserError: There is none, or it is wrong; the error lists every mistake with its path and the nearest name.
-    """
+    """Reads a shipped schema by its name, or a YAML file; a UserError lists every mistake with the nearest name."""
     if name_or_path in shipped_schemas():
         return _shipped_schema(name_or_path)
     path = Path(name_or_path)

@@ -116,11 +116,7 @@ _MOST_DIGITS = 4000
 def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> tuple[pa.Array, list[int]]:
     """Returns values as a column, and the rows without a valid value: objects, lists, lone surrogates.
 
-    Args:
-        values: A value a row: texts, numbers, truth values, times, lists of these, None and NaN for missing ones; or
-            an array with a type, which stays as it is.
-        name: Name of the column.
-        wanted: The types that the column may be of; None where it may be of any.
+    An array with a type stays as it is. ``wanted`` has the types that the column may be of; None for any.
     """
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values, []

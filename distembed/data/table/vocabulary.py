@@ -101,10 +101,7 @@ def key_numbers(keys: pa.Array) -> NDArray[Any]:
 
 
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
-    """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys.
-
-    Its pages have no checksums, unlike the splits' pages: a run's ids are compared by the bytes of this file.
-    """
+    """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys."""
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
     next_id = FIRST_ID
@@ -173,10 +170,7 @@ def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
 
 
 def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
-    """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones.
-
-    Hexadecimal values have 8 digits.
-    """
+    """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones."""
     path = _vocabulary_file(folder, manifest, feature)
     try:
         keys = pq.read_table(path, columns=["key"])["key"].combine_chunks()

@@ -64,19 +64,14 @@ class InteractionSplit:
 
     @property
     def is_by_files(self) -> bool:
-        """Whether the files say it."""
         return self.num_last is None and self.shares is None
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is a validation split, where files do not say it."""
         return self.num_last == 2 or (self.shares is not None and len(self.shares) == 3)
 
     def in_sql(self, in_time: str, num_rows: int) -> tuple[str, str]:
-        """Returns SQL of the number of a row's split, and of its column ``n`` that this is made of.
-
-        A user all of whose interactions would be taken away, but for the first one, trains with all.
-        """
+        """Returns SQL of a row's split and of its number ``n``; a user with too few interactions trains with all."""
         if self.num_last is not None:
             user = f"(partition by k0 order by {f'{in_time} desc'.replace(',', ' desc,')}"
             history = f"count(*) over {user} rows between unbounded preceding and unbounded following)"
@@ -136,27 +131,22 @@ class InteractionColumns:
 
     @property
     def user_column(self) -> str:
-        """The column of the user."""
         return self.user or (USER if self.has_header else "1")
 
     @property
     def item_column(self) -> str:
-        """The column of the item."""
         return self.item or (ITEM if self.has_header else "2")
 
     @property
     def keys(self) -> list[str]:
-        """The columns of values that get ids: user, item, categorical."""
         return [self.user_column, self.item_column, *self.categorical]
 
     @property
     def key_names(self) -> list[str]:
-        """Names of ``keys`` in the dataset."""
         return [USER, ITEM, *self.categorical]
 
     @property
     def numbers(self) -> list[str]:
-        """The columns of numbers: rating, dense."""
         return [*([] if self.rating is None else [self.rating]), *self.dense]
 
 
@@ -185,7 +175,6 @@ class InteractionOptions:
         _require_between("seed", self.seed, 0, 2**63 - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the options, in the manifest's order."""
         unused = set() if InteractionSplit.parse(self.split).is_random else {"seed"}
         return {"kind": self.kind} | {name: value for name, value in asdict(self).items() if name not in unused}
 

@@ -91,12 +91,10 @@ def num_rows(database: Database) -> int:
 
 
 def _delete(database: Database, condition: str) -> int:
-    """Deletes rows, and returns how many."""
     return int(database.row(f"delete from rows where {condition}")[0])
 
 
 def _require_none(database: Database, repeated: str) -> None:
-    """Makes sure that no pair of user and item is there again."""
     (count,) = database.row(f"select count(*) from {repeated}")
     if count:
         user, item = database.row(
@@ -159,13 +157,6 @@ def prepare_ratings(
         preparation: Where the dataset is made.
         columns: Columns of the input; without a rating, every interaction counts as 1.
         options: Which interactions are taken, and how they are split.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UserError: The input cannot be read, or nothing is left of it. Nothing was written.
-        RunError: The disk is full. Nothing was left behind.
     """
     return _prepare(files, preparation, columns or InteractionColumns(rating=RATING), options or RatingOptions())
 
@@ -176,10 +167,7 @@ def prepare_sequences(
     columns: InteractionColumns | None = None,
     options: SequenceOptions | None = None,
 ) -> Manifest:
-    """Prepares a dataset with a row for a stretch of a user's history: the user, items, and attributes beside them.
-
-    Arguments and errors are as of :func:`prepare_ratings`; ``columns`` have no meaning for files of lists.
-    """
+    """Prepares a dataset with a row for a stretch of a user's history; see :func:`prepare_ratings`."""
     options = options or SequenceOptions()
     return _prepare(files, preparation, None if options.format == LISTS else columns or InteractionColumns(), options)
 
@@ -256,7 +244,6 @@ def _find_inputs(
 
 
 def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: int) -> None:
-    """Makes sure that ids and numbers of all interactions fit in memory."""
     needed = num_rows * (_ROW_BYTES + _COLUMN_BYTES * (len(columns.keys) + len(columns.numbers)))
     if needed > memory_bytes:
         raise UserError(

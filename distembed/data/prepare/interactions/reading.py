@@ -70,7 +70,6 @@ class InteractionInput:
 
     @property
     def schema(self) -> TableSchema:
-        """The columns, as the readers of tables take them."""
         if self.columns is None:
             return TableSchema.from_json(_LINE, "a line")
         keys, numbers, time = self.columns.keys, self.columns.numbers, self.columns.time
@@ -81,7 +80,6 @@ class InteractionInput:
 
     @property
     def wanted(self) -> str:
-        """A sentence that describes a row, for errors."""
         if self.columns is None:
             return "A line is a user and one or more items, separated by blanks."
         named = [("rating", self.columns.rating), ("time", self.columns.time)]
@@ -95,10 +93,7 @@ class InteractionInput:
 def read_interactions(
     database: Database, given: InteractionInput, folder: Path, memory_bytes: int, report: ProgressCallback
 ) -> tuple[tuple[SourceFile, ...], Rejected]:
-    """Reads all interactions into tables; returns the inputs, and the counts of malformed rows.
-
-    Malformed rows are listed in the folder. The memory is that besides the database's.
-    """
+    """Reads all interactions into tables, lists malformed rows in the folder, and returns the inputs and the counts."""
     reader = RowReader(given.inputs, given.schema)
     inputs = [each.raw for each in given.inputs]
     rejected = RejectedRows(folder, inputs, REASONS, given.max_rejected, given.wanted)
@@ -140,7 +135,6 @@ def _row_schema(columns: InteractionColumns) -> pa.Schema:
 
 
 def _join_codes(database: Database, num_keys: int) -> None:
-    """Gives each text of a column its first code."""
     first = "min(code) over (partition by number, key)"
     database.run(f"create table keys as select code, key, {first} as first_code from texts")
     database.run("drop table texts")
@@ -203,10 +197,7 @@ def _texts(column: pa.Array) -> pa.DictionaryArray:
 
 
 def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
-    """Returns times as numbers, whole numbers that tell equal ones apart, and which values are none.
-
-    Whole numbers of 64 bits and nanoseconds keep their order: a float64 has 53 bits, the int64 beside it has all.
-    """
+    """Returns times as float64, as int64 that keeps digits beyond a float's 53 bits, and which values are no times."""
     if pa.types.is_temporal(column.type):
         try:
             column = column.cast(pa.timestamp("ns")).cast(pa.int64())

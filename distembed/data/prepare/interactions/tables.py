@@ -52,7 +52,6 @@ class Windows:
 
     @property
     def num_entries(self) -> int:
-        """Number of interactions in all rows, each counted as often as it is there."""
         return int((self.stops - self.starts).sum())
 
     @property
@@ -134,7 +133,6 @@ class EncodedInteractions:
 
     @property
     def has_missing(self) -> bool:
-        """Whether a number is missing."""
         return any(bool(np.isnan(values).any()) for values in self.dense.values())
 
 

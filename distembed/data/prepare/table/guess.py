@@ -100,17 +100,14 @@ class ColumnProfile:
 
     @property
     def missing_share(self) -> float:
-        """Share of the rows without a value."""
         return float(self.rows.null_count / max(1, len(self.rows)))
 
     @property
     def texts(self) -> list[str]:
-        """The distinct values as texts, the most frequent first."""
         return [str(value) for value in self.distinct.cast(pa.string()).to_pylist()] if len(self.distinct) else []
 
     @property
     def is_whole(self) -> bool:
-        """Whether all values are whole numbers."""
         return self.numbers is not None and bool((self.numbers == np.floor(self.numbers)).all())
 
 
@@ -289,7 +286,6 @@ def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
 
 
 def _is_binary(column: ColumnProfile) -> bool:
-    """Returns whether a column has two values, 0 and 1 or false and true."""
     return len(column.distinct) == 2 and column.kind != TIME and set(values_as_numbers(column.distinct)[0]) == {0, 1}
 
 
@@ -329,7 +325,6 @@ def _why_useless(column: ColumnProfile) -> str | None:
 
 
 def _share(column: ColumnProfile, pattern: str) -> float:
-    """Returns the share of texts that match a regular expression."""
     return float(pc.mean(pc.match_substring_regex(column.distinct[:_LOOKED_AT], pattern)).as_py())
 
 
@@ -388,7 +383,6 @@ def _separator(column: ColumnProfile) -> str | None:
 
 
 def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of the schema."""
     first = f"the first {sample.table.num_rows:,} rows of {_shortened(sample.name)}"
     yield f"# Guessed from {first}: read it, and mend what is wrong."
     for name in shipped_schemas():
@@ -416,7 +410,6 @@ def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) ->
 
 
 def _comment(column: ColumnProfile, why: str) -> str:
-    """Returns the comment of a column: the reason of its role, and examples of its values."""
     parts = [why] if why else []
     parts += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
     parts += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []
@@ -425,7 +418,6 @@ def _comment(column: ColumnProfile, why: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Returns a value as a comment shows it."""
     shown = json.dumps(text, ensure_ascii=False)[1:-1] if not text.isprintable() else text
     return shown if len(shown) <= 30 else f"{shown[:30]}..."
 

@@ -44,7 +44,6 @@ class TableInput:
 
     @property
     def place(self) -> str:
-        """Path or URL of the input."""
         return self.raw.place
 
     @property
@@ -59,15 +58,12 @@ def find_inputs(
     note: NoteCallback = ignore,
     is_readable: Callable[[Path], bool] | None = None,
 ) -> list[TableInput]:
-    """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
+    """Returns the named inputs in their order; a folder or a pattern stands for files, in natural order.
 
     Args:
         named: Files, folders, patterns like ``day_*.csv``, URLs and pipes; ``-`` is standard input.
         note: Function that is told which files of a folder are not read, and that files may be out of order.
         is_readable: Which files of a folder are read; None for all files of tables.
-
-    Raises:
-        UserError: Nothing was named, there is nothing where a name leads, or one file is named twice.
     """
     if not named:
         raise UserError(f"no input was named: give one or more {_CAN_BE_NAMED}.")
@@ -112,7 +108,6 @@ def _files(path: Path, is_readable: Callable[[Path], bool], note: NoteCallback) 
 
 
 def _mode(path: Path) -> int:
-    """Returns the mode of a path's target, as ``stat`` gives it."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -156,15 +151,11 @@ def _require_distinct(found: Sequence[Path | RemoteFile]) -> None:
 
 
 def _is_pipe(file: Path) -> bool:
-    """Returns whether a path can be read once only, as standard input and pipes can."""
     return str(file) == STANDARD_INPUT or (file.exists() and not file.is_file())
 
 
 def input_names(files: Sequence[Path]) -> list[str]:
-    """Returns names for the files in a dataset, relative to the folder that the files have in common.
-
-    A pipe lies nowhere: its name is ``stdin``, or ``pipe-2`` for the second input.
-    """
+    """Returns each file's name relative to their common folder; a pipe is ``stdin`` or, as second input, ``pipe-2``."""
     pipes = {file: f"pipe-{number}" for number, file in enumerate(files, start=1) if _is_pipe(file)}
     pipes |= {Path(STANDARD_INPUT): "stdin"}
     parents = [file.absolute().parent for file in files if file not in pipes]
@@ -207,7 +198,6 @@ def _described(raw: RawInput, first: bytes) -> TableInput:
 
 
 def _by_name(name: str) -> tuple[str | None, str | None]:
-    """Returns the format and the separator that the end of a name stands for."""
     lower = name.lower()
     for suffix in _COMPRESSIONS:
         lower = lower.removesuffix(suffix)

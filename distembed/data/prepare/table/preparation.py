@@ -63,7 +63,6 @@ class CriteoOptions:
         )
 
     def schema(self) -> TableSchema:
-        """Returns the shipped schema with these options."""
         return schema_of_preparation(self.prepare_options().recorded)
 
 
@@ -77,25 +76,7 @@ def prepare_criteo(
     progress: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Manifest:
-    """Prepares Criteo rows.
-
-    Args:
-        inputs: Files, folders, patterns, URLs or pipes, plain, gzip or Zstandard, in time order; a folder is its files
-            in natural order, and ``-`` is standard input.
-        output: Dataset folder to make, or the URL of one.
-        options: Options that the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
-        limits: Memory and threads to use; 2 GiB and every processor unless given.
-        overwrite: Whether a dataset at ``output`` is replaced.
-        progress: Function that is called now and then, in the caller's thread.
-        note: Function that is told notes on the input, a sentence each.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
-        RunError: The disk is full, or will not have room. Nothing was left behind.
-    """
+    """Prepares Criteo's rows; arguments as of :func:`prepare_table`, with options in place of a schema."""
     options = options or CriteoOptions()
     schema, prepared = options.schema(), options.prepare_options()
     if options.vocabulary is not None:
@@ -105,7 +86,6 @@ def prepare_criteo(
 
 
 def _is_criteo_file(path: Path) -> bool:
-    """Returns whether a file of a folder is read as Criteo's rows, by its name."""
     return path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst")
 
 
@@ -116,10 +96,7 @@ def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Options of a preparation that replace settings of the schema, or that a schema lacks.
-
-    None stands for the schema's own setting; ``min_count`` and ``hash_size`` are of columns without one of their own.
-    """
+    """Options that replace settings of the schema, or that a schema lacks; None keeps the schema's setting."""
 
     split: str | None = None
     min_count: int | None = None
@@ -153,26 +130,18 @@ def prepare_table(
     progress: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Manifest:
-    """Prepares tables of any columns.
+    """Prepares tables of any columns, and returns the manifest that was written.
 
     Args:
         inputs: CSV, TSV, JSON lines or Parquet files, plain, gzip or Zstandard, folders of them, patterns, URLs or
             pipes, in time order; ``-`` is standard input.
         output: Dataset folder to make, or the URL of one.
-        schema: The roles of the columns: a schema, the name of a shipped one, or a YAML file; None for that of the
-            dataset whose ids are applied.
+        schema: A schema, the name of a shipped one, or a YAML file; None for that of ``options.vocabulary``.
         options: Options that replace settings of the schema.
         limits: Memory, threads and processes to use.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
         note: Function that is told notes on the input, a sentence each.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UserError: The schema is wrong, or the input cannot be read or is not as the schema says. Nothing was written.
-        RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options = options or TableOptions()
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
@@ -186,7 +155,6 @@ def prepare_table(
 
 
 def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:
-    """Returns the schema that is given, or that of the dataset whose ids are applied."""
     if isinstance(given, TableSchema):
         return given
     if given is not None:

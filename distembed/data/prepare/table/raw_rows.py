@@ -53,10 +53,7 @@ def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of a text, which may lack its last newline.
-
-    A newline between two quotation marks ``quote`` ends no line; after one that is never closed, each does.
-    """
+    """Lines of a text; a newline between two marks ``quote`` ends no line, but after an unclosed mark each does."""
 
     text: bytes
     quote: bytes | None = None
@@ -81,7 +78,6 @@ class Lines:
 
     @property
     def unclosed(self) -> range:
-        """The lines from a quotation mark on that is never closed."""
         if self.quote is None or self.text.count(self.quote) % 2 == 0:
             return range(0)
         return range(int(np.searchsorted(self.ends, self.text.rindex(self.quote), "right")), len(self))
@@ -117,7 +113,6 @@ class ParquetBlock:
     table: pa.Table
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
-        """Returns the rows of the block, with these columns as they are."""
         return RawRows(self.table.select(list(columns)), np.arange(self.table.num_rows), self.table.num_rows)
 
 
@@ -135,10 +130,7 @@ def opened_parquet(place: str) -> Iterator[pq.ParquetFile]:
 def parquet_batches(
     place: str, groups: Sequence[int], columns: Sequence[str], block_bytes: int
 ) -> Iterator[tuple[ParquetBlock, float]]:
-    """Yields the rows of some row groups, with the share of these that was read.
-
-    The columns of a batch take about ``block_bytes`` in memory.
-    """
+    """Yields rows of some row groups, ``block_bytes`` in memory, with the share of the rows read so far."""
     with opened_parquet(place) as file:
         described = [file.metadata.row_group(group) for group in groups]
         num_rows, done = sum(group.num_rows for group in described), 0
@@ -150,11 +142,7 @@ def parquet_batches(
 
 
 def row_group_bytes(place: str, num_bytes: int | None) -> tuple[pa.Schema, list[int]]:
-    """Returns the columns of a file, and about how many of its bytes each row group has.
-
-    The file's ``num_bytes`` are shared out by the sizes before compression, and are these where they are not known: the
-    sizes of columns, of a damaged file, end the process.
-    """
+    """Returns a file's columns, and about how many of its ``num_bytes`` each row group has."""
     with opened_parquet(place) as file:
         sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)]
         total = sum(sizes)

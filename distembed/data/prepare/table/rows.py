@@ -36,7 +36,6 @@ class NamedRows:
 
     @property
     def num_lines(self) -> int:
-        """Number of rows and bad lines."""
         return len(self.lines) + len(self.bad)
 
     def text(self, row: int) -> bytes:
@@ -47,10 +46,7 @@ class NamedRows:
 
 
 class RowReader:
-    """Reads the columns of a schema from inputs; an input that lacks one, or cannot be read, is a UserError.
-
-    Files whose lines have one value each are a text column with a separator that no line has.
-    """
+    """Reads the columns of a schema from inputs, in order."""
 
     def __init__(self, inputs: Sequence[TableInput], schema: TableSchema) -> None:
         self.inputs = list(inputs)

@@ -75,7 +75,6 @@ def text_layout(
 
 
 def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
-    """Returns the fields of a first line."""
     decoded = line.decode(errors="backslashreplace").rstrip("\r\n")
     if decoded and quote is not None:
         with suppress(csv.Error):  # a field longer than Python's reader takes
@@ -154,10 +153,6 @@ class TableSource:
         others: Columns that raw blocks have in addition to the schema's.
         may_lack: The column that text files without a header may lack, as rows to predict lack the label.
         wanted_by: Who names the columns, for errors.
-
-    Raises:
-        UserError: An input lacks a column, or cannot be read; or the schema's parser is Criteo's and its columns are
-            others.
     """
 
     reasons = REASONS
@@ -212,7 +207,6 @@ class TableSource:
         return parsed_block(raw.rows(self.parser.columns.names, self.parser.columns.numbers), self.parser)
 
     def _look_at(self, number: int, table: TableInput) -> None:
-        """Learns the columns of an input; a pipe's come later."""
         if table.format == PARQUET:
             if table.is_pipe:
                 raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
@@ -287,7 +281,6 @@ class _ParquetPart:
 
 
 def _wanted(columns: TableColumns) -> str:
-    """Returns a description of a row's columns."""
     kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
     return ", ".join(kinds[:8]) + (" ..." if len(kinds) > 8 else "")
 
@@ -313,7 +306,6 @@ def _require_criteo(schema: TableSchema) -> None:
 
 
 def _columns(schema: TableSchema) -> tuple[object, ...]:
-    """Returns the roles of a schema's columns, without settings of ids and missing numbers."""
     dense = [(name, each.column, each.transform) for name, each in schema.dense.items()]
     ids = [(name, each.column, each.kind, each.holds_lists, each.cross) for name, each in schema.categorical.items()]
     return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids

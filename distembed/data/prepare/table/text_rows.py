@@ -110,7 +110,6 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
 
 
 def _badly_quoted(lines: Lines, dialect: Dialect) -> list[int]:
-    """Returns the lines whose quotation marks do not go in pairs."""
     array = lines.as_array()
     places = np.flatnonzero(pc.match_substring(array, dialect.quote))
     array = array.take(pa.array(places)) if len(places) < len(array) else array
@@ -127,7 +126,6 @@ def _stray_return(line: bytes, dialect: Dialect) -> bool:
 
 
 def _undecodable(lines: Lines) -> list[int]:
-    """Returns the lines that are not UTF-8."""
     if "\ufffd" not in lines.text.decode(errors="replace"):
         return []
     texts = (lines.line(number) for number in range(len(lines)))
@@ -137,10 +135,7 @@ def _undecodable(lines: Lines) -> list[int]:
 def _read_with_numbers(
     text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str]
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Reads as :func:`_read` does, with numbers as float64 where all of them are finite or missing.
-
-    Arrow's reader takes no notice of blanks around a number, and takes nan and inf for one: all are texts then.
-    """
+    """Reads numbers as float64 where all are finite or missing, and as texts else: Arrow takes nan and blanks."""
     blanks = {b" ", b"\t"} - {dialect.separator.encode()}
     if text and numbers and not any(blank in text for blank in blanks):
         with suppress(pa.ArrowInvalid):  # a value is no number
@@ -296,5 +291,4 @@ class TextLayout:
     notes: tuple[str, ...] = ()  # notes on the lines before the first row
 
     def block(self, text: bytes) -> RawBlock:
-        """Returns the block of some lines."""
         return JsonBlock(text, self.wanted) if self.dialect is None else DelimitedBlock(text, self.dialect)
