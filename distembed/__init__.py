@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from distembed.base.lazy import imports_on_demand
-from distembed.base.quiet import silenced_loggers
+from distembed.base.process import silenced_loggers
 from distembed.base.version import __version__
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distembed.base.errors import RunError, UserError
-from distembed.commands.parameters import flattened
-from distembed.commands.shared import ConfigArgument, OverridesArgument, say
+from distembed.commands.shared import ConfigArgument, OverridesArgument, flattened, say
 from launch.options import JobOptions, SubmitOptions, TrainingOptions
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from distembed.base.errors import UserError
-from distembed.base.yaml_text import format_yaml, parse_yaml
+from distembed.base.validation import format_yaml, parse_yaml
 from distembed.models import DCNConfig
 from distembed.training.config import Config, load_config
 from distembed.training.train_config import TrainConfig

@@ -7,7 +7,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.base.files import read_json
-from distembed.base.yaml_text import MAX_BYTES, parse_yaml
+from distembed.base.validation import MAX_BYTES, parse_yaml
 from distembed.training.config import load_config
 
 LEVELS = 5000

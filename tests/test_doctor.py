@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
-from distembed.base.host_memory import available_memory_bytes
+from distembed.base.machine import available_memory_bytes
 from distembed.reports.doctor import facts, findings, report, trio
 from distembed.reports.doctor.facts import LoadResult
 from distembed.reports.doctor.findings import Finding, Status

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distembed.base.host_memory import available_memory_bytes
+from distembed.base.machine import available_memory_bytes
 
 
 def test_available_memory_is_that_of_the_container(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distembed.base.errors import RunError, UserError
-from distembed.base.outputs import require_file, require_folder
+from distembed.base.files import require_file, require_folder
 from distembed.commands import cli
 from distembed.commands.shared import console
 from tests.small_runs import train_small

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from distembed.base.quiet import silenced_loggers
+from distembed.base.process import silenced_loggers
 
 
 def test_the_block_alone_is_silent(caplog: pytest.LogCaptureFixture) -> None:

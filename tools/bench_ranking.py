@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.base.host_memory import keep_freed_memory
+from distembed.base.machine import keep_freed_memory
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
 from distembed.models.queries import Catalogue
 from distembed.partitions import Naive

@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, names in configs, units, memory and processor cores, ranks, plugins."""
+"""Helpers of all rooms: errors, files, names in configs, units, memory and processor cores, ranks, plugins."""

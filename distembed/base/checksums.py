@@ -1,7 +1,7 @@
 """Checksums against damage: of bytes, of files, and of JSON objects that carry their own.
 
 XXH3 of 128 bits (https://xxhash.com) is as fast as memory can be read, and no accident passes it. It does not protect
-from forgery: whoever may change a file may change its checksum too, so that nothing is executed for a checksum's sake.
+from forgery: whoever can change a file can change its checksum too.
 """
 
 import json
@@ -21,15 +21,13 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass
 class Verification:
-    """What was found when something was held against its checksums as a whole.
+    """The result of comparing a dataset, a checkpoint or a graph with its checksums.
 
     Attributes:
-        problems: What is wrong, a sentence each that names the file and the remedy; empty where all is as it was
-            written.
+        problems: A sentence for each problem, with the file and the remedy.
         num_files: Number of files that were looked at.
         num_bytes: Number of bytes that were read.
-        has_checksums: Whether there were checksums; what was made by older versions has none, and then only sizes,
-            numbers of rows and what can be decoded were checked.
+        has_checksums: Whether there were checksums; else only sizes, numbers of rows and decoding were checked.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -38,7 +36,7 @@ class Verification:
     has_checksums: bool = True
 
     def add(self, problems: Iterable[str], file: Path) -> None:
-        """Adds the problems of a file that was looked at, and counts the file with the bytes that it has."""
+        """Adds the problems of a file, and counts the file and its bytes."""
         self.problems.extend(problems)
         self.num_files += 1
         with suppress(OSError):
@@ -51,16 +49,12 @@ def checksum_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def running_checksum() -> xxhash.xxh3_128:
-    """Returns a checksum to ``update`` with bytes as they come; its ``hexdigest`` is that of all of them."""
+    """Returns a checksum to ``update`` with bytes as they come."""
     return xxhash.xxh3_128()
 
 
 def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
-    """Returns the checksum of a file's bytes, or of what is left to read of an open file.
-
-    Args:
-        file: The file, which is read a few megabytes at a time.
-        num_bytes: Most bytes to read; all unless given.
+    """Returns the checksum of a file's bytes, or of the unread rest of an open file, of ``num_bytes`` at most.
 
     Raises:
         OSError: The file cannot be read.
@@ -77,19 +71,14 @@ def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """The size and the checksum of a whole file.
-
-    Attributes:
-        bytes: Size of the file.
-        checksum: Checksum of its bytes.
-    """
+    """The size and the checksum of a whole file."""
 
     bytes: int
     checksum: str
 
     @classmethod
     def of(cls, path: Path) -> "FileChecksum":
-        """Returns those of a file as it is.
+        """Returns the size and the checksum of a file as it is.
 
         Raises:
             OSError: The file cannot be read.
@@ -97,7 +86,7 @@ class FileChecksum:
         return cls(path.stat().st_size, file_checksum(path))
 
     def problem(self, path: Path) -> str | None:
-        """Returns what is wrong with a file, without the remedy; None where it is as it was written."""
+        """Returns a file's problem, without the remedy; None for a file as it was written."""
         try:
             if not path.is_file():
                 return f"{path} is missing"

@@ -1,7 +1,6 @@
 """The NVIDIA driver of this machine, and which driver a build for CUDA needs; torch is not asked.
 
-The only place where that is known: training, ``distembed doctor`` and, which runs this file without importing the
-package, ``tools/setup.sh`` ask here.
+Training and ``distembed doctor`` ask here, and so does ``tools/setup.sh``, which runs this file without the package::
 
     python distembed/base/cuda_driver.py 13.0    fails where this machine's driver is too old for a build for CUDA 13.0
 
@@ -21,11 +20,6 @@ OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 _NVIDIA_SMI_SECONDS = 60
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-
-
-def oldest_driver(cuda: str) -> str | None:
-    """Returns the oldest driver on which builds for a CUDA release, such as ``13.0``, run; None if it is not known."""
-    return OLDEST_DRIVERS.get(_numbers(cuda)[0])
 
 
 def nvidia_smi_works() -> bool:
@@ -52,16 +46,11 @@ def driver_version() -> str | None:
 
 
 def driver_shortage(cuda: str, driver: str | None) -> str | None:
-    """Returns, as a clause of a sentence, why a build for CUDA cannot run on a driver.
+    """Returns, as a clause of a sentence, why a build for a CUDA release, such as ``13.0``, cannot run on a driver.
 
-    Args:
-        cuda: The CUDA release that it is built for, such as ``13.0``.
-        driver: Version of the driver, as of :func:`driver_version`.
-
-    Returns:
-        The clause, with both versions; None where the driver suffices, or one of the two is not known.
+    It is None where the driver suffices, or where one of the two versions is not known.
     """
-    oldest = oldest_driver(cuda)
+    oldest = OLDEST_DRIVERS.get(_numbers(cuda)[0])
     if driver is None or oldest is None or _numbers(driver) >= _numbers(oldest):
         return None
     if (_library_cuda() or 0) >= _numbers(cuda)[0]:
@@ -85,7 +74,7 @@ def _library_cuda() -> int | None:
 
 
 def _nvidia_smi(*options: str) -> str | None:
-    """Returns what ``nvidia-smi`` prints; None where it is missing, fails, or does not answer."""
+    """Returns the output of ``nvidia-smi``; None where it is missing, fails, or does not answer."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
 """The kinds of failure that a user sees, and the exit code by which the command line ends for each.
 
-Raise :class:`UserError` for what the user can mend by changing the input (exit code 2) and :class:`RunError`
-for what went wrong while doing what was rightly asked for (exit code 1). The message names the field, the value
-received, what is allowed and the remedy; the command line prints it without a traceback.
+Raise :class:`UserError` for mistakes that the user can mend by changing the input (exit code 2), and
+:class:`RunError` for failures of a correct request (exit code 1). The message names the field, the value received, the
+allowed values and the remedy; the command line prints it without a traceback.
 """
 
 import re
@@ -29,11 +29,11 @@ class Interrupted(RunError):
 
 
 class TemporaryFailure(RunError):
-    """What may pass: a server that does not answer, a process that was killed. What was done until then is kept."""
+    """A failure that may pass, such as a server that does not answer or a killed process; finished work is kept."""
 
 
 class InsufficientMemory(RunError):
-    """What was asked for takes more memory than there is, in every way that was allowed (exit code 3)."""
+    """A request that takes more memory than there is, in every allowed way (exit code 3)."""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -1,4 +1,8 @@
-"""Files that appear whole or not at all, JSON files, and errors that say how much room a disk has."""
+"""Files that appear whole or not at all, JSON files, room on disks, and places of output.
+
+A place of output is checked before the work. Only pages and charts that distembed has made itself, which say so at
+their beginning, are replaced without being asked.
+"""
 
 import errno
 import json
@@ -7,16 +11,22 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.units import format_bytes
+from distembed.base.version import __version__
 
 _MOST_JSON_BYTES = 1 << 28
 """Size of the largest JSON file that is read."""
+MADE_BY = f"distembed {__version__}"
+"""Name of the maker in pages and charts."""
+_MARKS = (b'<meta name="generator" content="distembed ', b"<dc:title>distembed ", b"Software\0distembed ")
+"""How a page of HTML, a chart of SVG and one of PNG say that distembed made them."""
+_HEAD_BYTES = 4096
 
 
 @contextmanager
@@ -26,8 +36,7 @@ def whole_file(path: Path, make_folder: bool = True, flush: bool = True) -> Iter
     Args:
         path: The file to write.
         make_folder: Whether its folder is made where it is missing.
-        flush: Whether the file is flushed to disk before it replaces another; else it is whole for other processes, and
-            may be lost when the machine crashes.
+        flush: Whether the file is flushed to disk; else it may be lost when the machine crashes.
 
     Raises:
         RunError: The file cannot be written; the error says how much room is left on its disk.
@@ -68,14 +77,8 @@ def replaced_file(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str, make_folder: bool = False, flush: bool = True) -> None:
     """Writes a text file in UTF-8, whole or not at all.
 
-    A folder that is missing is not made unless asked for: one that was deleted while a run was at work in it must not
-    come back with this file alone.
-
-    Args:
-        path: The file to write.
-        text: Its content.
-        make_folder: Whether its folder is made where it is missing.
-        flush: Whether it is flushed to disk.
+    A missing folder is made only with ``make_folder``: the folder of a run that was deleted while the run was at work
+    must not come back with this file alone.
 
     Raises:
         RunError: The file cannot be written.
@@ -96,13 +99,9 @@ def write_json(path: Path, value: Any) -> None:
 def read_regular_file(path: Path, most_bytes: int) -> bytes:
     """Returns the bytes of a file, but neither waits for a pipe nor reads from a device without end.
 
-    Args:
-        path: The file to read.
-        most_bytes: Size from which on it is not read.
-
     Raises:
-        OSError: The file cannot be read, is no regular one, or is larger.
-        ValueError: No file can have such a path.
+        OSError: The file cannot be read, is no regular one, or is larger than ``most_bytes``.
+        ValueError: No file can have the path.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
@@ -114,11 +113,7 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Returns the value of a JSON file.
-
-    Args:
-        path: The file to read.
-        remedy: What to do where it cannot be read, for the error.
+    """Returns the value of a JSON file; ``remedy`` ends the error.
 
     Raises:
         UserError: The file cannot be read, or is not JSON.
@@ -136,8 +131,8 @@ def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
 
     Args:
         path: The file to read.
-        kind: What a folder with such a file is, for the error.
-        remedy: What to do where it cannot be read, for the error.
+        kind: Kind of the folder, for the error.
+        remedy: End of the error.
 
     Raises:
         UserError: The folder or the file is missing, or the file cannot be read or is not JSON.
@@ -150,17 +145,17 @@ def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
 
 
 def require_inside(path: Any, field: str, file: Path) -> str:
-    """Returns a path that a JSON file gives relative to its folder, if the path stays inside of that by its text.
+    """Returns a path of a JSON file, relative to the file's folder, if it stays inside of the folder by its text.
 
-    Links in the folder are followed wherever they lead: they were made by whoever the folder belongs to.
+    Links in the folder are followed: its owner made them.
 
     Args:
-        path: What the file gives.
-        field: Where in the file it is given, for the error.
+        path: The value in the file.
+        field: Name of the value, for the error.
         file: The file.
 
     Raises:
-        UserError: The path is absolute, has a part ``..`` or can be none of a file.
+        UserError: The path is absolute, has a part ``..``, or no file can have it.
     """
     inside = isinstance(path, str) and path not in ("", ".") and "\0" not in path
     if not inside or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not _encodable(path):
@@ -172,7 +167,7 @@ def require_inside(path: Any, field: str, file: Path) -> str:
 
 
 def _encodable(path: str) -> bool:
-    """Returns whether the system can be asked for a path; not, where it has half of a character."""
+    """Returns whether the system can be asked for a path; a path with half of a character cannot."""
     try:
         os.fsencode(path)
     except UnicodeError:
@@ -201,12 +196,12 @@ def free_space(folder: Path) -> str:
 
 
 def require_free_space(path: Path, needed_bytes: int, remedy: str) -> None:
-    """Makes sure that the disk has room for what is about to be written, before any of it is.
+    """Makes sure that the disk has room for output, before any of it is written.
 
     Args:
         path: The file or folder to be written; neither it nor its folder need exist yet.
-        needed_bytes: The least that will be written: what would fit must not be refused.
-        remedy: What to do, and how the need is known, for the error.
+        needed_bytes: The least that will be written: output that would fit must not be refused.
+        remedy: End of the error.
 
     Raises:
         RunError: The disk has less room.
@@ -225,7 +220,7 @@ def free_bytes(path: Path) -> int:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the folder that exists, on the way from the root to a path, and lies nearest to the path."""
+    """Returns the deepest folder on the way to a path that exists."""
     absolute = Path(os.path.realpath(path))
     return next((folder for folder in (absolute, *absolute.parents) if os.path.isdir(folder)), Path("/"))
 
@@ -255,8 +250,83 @@ def full_disk_explained(
 
 
 def _room_left(folder: Path) -> str:
-    """Returns the end of an error message: the room on a folder's disk, where it is known, and what to do."""
+    """Returns the end of an error message: the room on a folder's disk, where it is known, and a remedy."""
     try:
         return f"; {free_space(folder)} are left. Free space, or choose another folder."
     except OSError:
         return "; choose another folder."
+
+
+def require_file(option: str, file: Path, overwrite: bool, may_replace_own: bool = False) -> None:
+    """Makes sure, before the work, that a file can be written.
+
+    Args:
+        option: The option that names it, for the error.
+        file: The file.
+        overwrite: Whether an existing file may be replaced.
+        may_replace_own: Whether a page or a chart that distembed made may be replaced without being asked to.
+
+    Raises:
+        UserError: No file can have the path, or a file is there.
+        RunError: No file can be made in its folder.
+    """
+    found = _kind(option, file)
+    if found == stat.S_IFDIR:
+        raise UserError(f"{option} {file} is a folder; name a file.")
+    if found not in (None, stat.S_IFREG):
+        raise UserError(f"{option} {file} is no regular file, which would be lost; name another one.")
+    if found is not None and not overwrite and not (may_replace_own and _is_own(file)):
+        raise UserError(f"{option} {file} exists already; name a new file, or add --overwrite to replace it.")
+    _require_files_in(option, file, file.absolute().parents)
+
+
+def require_folder(option: str, folder: Path) -> None:
+    """Makes sure, before the work, that files can be written to a folder, which need not exist yet.
+
+    Raises:
+        UserError: No folder can have the path.
+        RunError: No file can be made there.
+    """
+    found = _kind(option, folder)
+    if found not in (None, stat.S_IFDIR):
+        raise UserError(f"{option} {folder} is a file; give a folder.")
+    _require_files_in(option, folder, [folder.absolute(), *folder.absolute().parents])
+
+
+def _kind(option: str, path: Path) -> int | None:
+    """Returns the type of the file that a path names, links followed; None where there is none."""
+    if any("\ud800" <= character <= "\udfff" for character in str(path)):  # bytes that are not UTF-8
+        raise UserError(f"{option} {ascii(str(path))} is not written in UTF-8; name another place.")
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise UserError(f"{option} {path} is a link to a missing file or folder; name another place.") from None
+        return None
+    except NotADirectoryError:
+        return None  # the error of the folder above says more
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{option} {path} cannot be written: {reason}; name another place.") from error
+
+
+def _require_files_in(option: str, path: Path, folders: Sequence[Path]) -> None:
+    """Makes sure that files can be made in the first folder that is there."""
+    existing = next(folder for folder in folders if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise UserError(f"{option} {path} cannot be written: {existing} is a file and no folder; name another one.")
+    try:
+        # permissions alone are not enough: a file system may be read-only, or none for files
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"{option} {path} cannot be written: no file can be made in {existing} ({error}); choose another folder."
+        ) from error
+
+
+def _is_own(file: Path) -> bool:
+    """Returns whether distembed made a page or a chart."""
+    with file.open("rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    return any(mark in head for mark in _MARKS)

@@ -1,7 +1,6 @@
 """Imports that wait until they are needed: torch takes 2 s to load and TorchRec 3 s more, and few commands need both.
 
-A package whose public names are of heavy modules imports them for type checkers alone, and gives them to others when
-they are first asked for::
+A package whose public names are in heavy modules imports them for type checkers alone, and for others at first use::
 
     if TYPE_CHECKING:
         from distembed.partitions.base import Partition
@@ -35,11 +34,8 @@ T = TypeVar("T")
 def imports_on_demand(package: str) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a package (PEP 562) whose names are imported when they are first asked for.
 
-    They are the names that the package's own file imports under ``if TYPE_CHECKING:``, which is read for them, so that
-    they are listed once.
-
-    Args:
-        package: The package's ``__name__``.
+    The names are read from the imports under ``if TYPE_CHECKING:`` in the package's own file, so that they are listed
+    once. ``package`` is the package's ``__name__``.
     """
     homes = _imports_for_type_checkers(package)
 
@@ -69,7 +65,7 @@ def imported(value: T | str) -> T:
 
 
 _plugins: list[str] = []
-"""The plugins that are being imported, each by the one before it."""
+"""The plugins that are being imported, each by the previous one."""
 
 
 @contextmanager
@@ -88,12 +84,12 @@ class NameTable(MutableMapping[str, T]):
     It is changed like a dictionary: ``PARTITIONS["mine"] = Mine`` adds a value, or ``"my_package.my_module:Mine"``.
 
     Args:
-        values: The value of each name, which is no string, or where it is, ``"module:name"``.
+        values: The value of each name, which is no string, or its place, ``"module:name"``.
 
     Attributes:
-        added: Names that were added or replaced since, with the plugin that did so, or None outside of any.
-        added_by_files: For each name that was added outside of any plugin, the real paths of the Python files whose
-            top level was running: the script, and modules that were being imported.
+        added: Names that were added or replaced since, with the plugin that did so; None outside of plugins.
+        added_by_files: For each name that was added outside of plugins, the real paths of the Python files whose top
+            level was running: the script, and modules that were being imported.
     """
 
     def __init__(self, values: Mapping[str, T | str]) -> None:

@@ -29,15 +29,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def one_of(field: str, value: T, known: Iterable[T]) -> T:
-    """Returns ``value`` where it is among ``known``.
-
-    Args:
-        field: Name of the option or setting, for the error.
-        value: What the user gave.
-        known: What is allowed.
+    """Returns ``value`` if it is among ``known``; ``field`` names the option or setting in the error.
 
     Raises:
-        UserError: The value is not known; the error names the nearest known one, and all of them.
+        UserError: The value is not known; the error names the nearest known value, and all of them.
     """
     known = list(known)
     if value in known:
@@ -54,11 +49,11 @@ def over_default(default: Values, table: Values) -> dict[str, Any]:
 
 
 def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, Any]] = over_default) -> Any:
-    """Completes every table's settings by the default's; returns what is no such section as it is, for validation.
+    """Completes every table's settings by the default's; leaves a value of another form for validation.
 
     Args:
         values: The section, as the config file has it.
-        complete: Returns the settings of one table, from those of the default and its own.
+        complete: Returns the settings of one table, given the default's and the table's own.
     """
     if not isinstance(values, Mapping):
         return values
@@ -72,11 +67,7 @@ def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, 
 
 
 def require_mapping(section: Any) -> None:
-    """Refuses a section that has no keys.
-
-    Raises:
-        PydanticCustomError: It is no mapping.
-    """
+    """Refuses a section that is no mapping."""
     from pydantic_core import PydanticCustomError
 
     if not isinstance(section, Mapping):
@@ -108,11 +99,9 @@ class ByValues(ABC):
 class ByName(ByValues):
     """Marks a section of a config that is one of several dataclasses, told apart by its key ``name``.
 
-    The table of names is looked at when a config is validated, so that what a user registers is known at once.
-
     Args:
-        known: Pydantic dataclass by name.
-        kind: What they are, for the error.
+        known: Pydantic dataclass by name; the table may grow until a config is validated.
+        kind: Kind of the dataclasses, for the error.
         default: Name where the section gives none.
     """
 

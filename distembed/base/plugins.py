@@ -1,4 +1,4 @@
-"""Plugins: modules and files of one's own, imported before a config is validated so that it may use what they register.
+"""Plugins: modules and files of one's own, imported before a config is validated, so that it may use their names.
 
 A config names them under ``plugins``; installed packages name theirs by entry points of the group
 ``distembed.base.plugins``. A file is imported from the path that the config records and from nowhere else. Importing a
@@ -35,12 +35,7 @@ def is_file(plugin: str) -> bool:
 
 
 def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the values of a config in which the plugins that are files have absolute paths.
-
-    Args:
-        values: The config's values.
-        folder: The folder that relative paths start from.
-    """
+    """Returns the values of a config with absolute paths of plugins that are files, relative ones from ``folder``."""
     plugins = values.get("plugins")
     if not isinstance(plugins, list):
         return values
@@ -93,11 +88,7 @@ def _module_places(name: str) -> list[str]:
 
 
 def plugin_files(plugins: Sequence[str]) -> set[str]:
-    """Returns the real paths of the files of plugins: a config's, which are imported, and installed packages'.
-
-    Args:
-        plugins: The plugins of the config.
-    """
+    """Returns the real paths of the files of imported plugins: those of a config, and of installed packages."""
     files = {os.path.realpath(plugin) for plugin in plugins if is_file(plugin)}
     names = [plugin for plugin in plugins if not is_file(plugin)] + [point.module for point in _entry_points()]
     origins = [getattr(sys.modules.get(name), "__file__", None) for name in names]
@@ -105,11 +96,7 @@ def plugin_files(plugins: Sequence[str]) -> set[str]:
 
 
 def require_none_being_imported() -> None:
-    """Makes sure that a command is not started by a plugin that another command imports.
-
-    Raises:
-        UserError: It is.
-    """
+    """Refuses a command that is started by a plugin while another command imports it."""
     if _being_imported:
         raise UserError(
             f"the plugin {_being_imported[-1]} calls main() while it is imported; have it do so under "
@@ -121,7 +108,7 @@ def import_plugins(plugins: Any, source: str) -> None:
     """Imports the plugins of installed packages and of a config, each once in a process.
 
     Args:
-        plugins: The value of the config's ``plugins``; a wrong one is left to the validation.
+        plugins: The value of the config's ``plugins``; wrong values are left to the validation.
         source: The file that names them, for errors.
 
     Raises:
@@ -190,7 +177,7 @@ def _import_file(path: str, source: str) -> None:
 
 
 def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str | None = None) -> None:
-    """Imports a plugin that was not imported yet, and says where it fails."""
+    """Imports a plugin that was not imported yet; its errors name the file and the line."""
     if plugin in _imported or plugin in _being_imported:
         return
     _being_imported.append(plugin)
@@ -206,7 +193,7 @@ def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str |
 
 
 def _explained(error: Exception, plugin: str) -> str:
-    """Returns what is wrong, with the file and the line of the plugin where it is."""
+    """Returns an error with its file and line in the plugin."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     text = " ".join(str(error).split()).rstrip(".")

@@ -1,7 +1,7 @@
 """The ranks of a run: joining their process group, and collectives on Python objects.
 
-The process group is joined by the environment of ``torch.distributed.run``, or made for one process alone. What rank 0
-alone does by :meth:`Collectives.on_first` fails on every rank where it fails, so that none waits for ever.
+The process group is joined by the environment of ``torch.distributed.run``, or made for one process alone. A failure of
+rank 0 in :meth:`Collectives.on_first` fails on every rank, so that no rank waits for ever.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distembed.base.cuda_driver import driver_shortage, driver_version, has_nvidia_device, hides_devices
 from distembed.base.errors import UserError
-from distembed.base.host_memory import keep_freed_memory
+from distembed.base.machine import keep_freed_memory
 
 T = TypeVar("T")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -31,14 +31,7 @@ _OWN_GROUP_TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of a run.
-
-    Attributes:
-        rank: Number of this process's rank, from 0.
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on this machine.
-        device: The device on which this rank computes.
-    """
+    """This process among the ranks of a run; ``local_world_size`` counts the ranks on this machine."""
 
     rank: int
     world_size: int
@@ -67,7 +60,7 @@ class Ranks:
         """Sums a tensor over all ranks; all ranks call it with tensors of one shape.
 
         Returns:
-            The sums on rank 0; other ranks have no use for what they get.
+            The sums on rank 0, and meaningless values on other ranks.
         """
         numbers = numbers.to(self.device)
         if self.world_size > 1 and numbers.numel():
@@ -75,7 +68,7 @@ class Ranks:
         return numbers
 
     def sum_all(self, numbers: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
-        """Sums tensors over all ranks by name, in one reduction and one copy to the host for those of a type.
+        """Sums tensors over all ranks by name, in one reduction and one copy to the host for each dtype.
 
         All ranks call it, with tensors of the same names, shapes and types.
 
@@ -125,7 +118,7 @@ class Ranks:
         return [np.concatenate(of_rank) if of_rank else rows[:0].cpu().numpy() for of_rank in _by_rank(pieces, counts)]
 
     def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
-        """Gathers the same range of every rank's rows; returns those of each rank on rank 0, and nothing elsewhere."""
+        """Gathers a range of every rank's rows; returns the rows of each rank on rank 0, and nothing elsewhere."""
         own = rows[piece].to(self.device)
         padded = torch.cat([own, own.new_zeros(piece.stop - piece.start - len(own), *own.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
@@ -172,15 +165,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def _require_usable_driver(name: str) -> None:
     """Refuses an NVIDIA device that torch's build for CUDA does not find: a run for GPUs would crawl.
 
-    Whoever has installed the members for processors, or hides the devices from this process, wants no GPU.
-
-    Raises:
-        UserError: It is so; the error names the driver, where it is that which is too old.
+    A user who has installed the builds for CPUs, or hides the devices from this process, wants no GPU.
     """
     cuda = torch.version.cuda
     if cuda is None or hides_devices() or not has_nvidia_device():
         return
-    import fbgemm_gpu  # here alone: what needs no table needs no FBGEMM
+    import fbgemm_gpu  # here alone: runs without tables need no FBGEMM
 
     if fbgemm_gpu.__variant__ == "cpu" and name == "auto":
         return
@@ -208,8 +198,7 @@ def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
 
     Args:
         device_name: As for :func:`choose_device`; collectives run by nccl on CUDA and by gloo elsewhere.
-        device_index: Number of the CUDA device of a process alone, beside which others may train models of their own;
-            they share the devices in turn where there are fewer.
+        device_index: Number of the CUDA device of a process alone, modulo the number of devices.
 
     Raises:
         UserError: There is no CUDA device for this rank.
@@ -272,7 +261,7 @@ class Collectives:
         return values
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Returns this rank's of the values that rank 0 has, one a rank; other ranks give None. All ranks call it."""
+        """Returns this rank's value out of rank 0's list, one a rank; other ranks give None. All ranks call it."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
@@ -281,7 +270,7 @@ class Collectives:
         return own[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""
+        """Calls ``function`` on rank 0; its result or its error is that of every rank. All ranks call it."""
         if self.world_size == 1:
             return function()
         outcome: list[Any] = [None, None]

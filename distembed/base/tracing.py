@@ -1,6 +1,6 @@
-"""What differs where a model is compiled, exported or transformed, and its batches have no values yet.
+"""Checks of values in models that are compiled, exported or transformed, where batches have no values yet.
 
-A check of values that stops Python on the spot becomes an operation of the program there, which fails when it is run::
+A check that raises an error in Python becomes an operation of the program, which fails when it is run::
 
     eager      UserError: table 't', feature 'f': the id at position 3 is 70; ids lie between 0 and 69 ...
     compiled   RuntimeError: table 't', feature 'f': an id lies outside of 0 to 69; run the batch uncompiled to see ...
@@ -22,20 +22,12 @@ from torch.fx import Proxy
 
 
 def is_traced() -> bool:
-    """Returns whether operations are being written down or transformed.
-
-    That is by torch.compile, torch.export, torch.jit.trace or torch.func.
-    """
+    """Returns whether torch.compile, torch.export, torch.jit.trace or torch.func runs the code."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
 
 
 def require_in_program(condition: Bool[Tensor, ""], message: str) -> None:
-    """Makes a program fail where a condition is not met; on a GPU that is a device-side assertion.
-
-    Args:
-        condition: The condition.
-        message: What the RuntimeError says, on the CPU.
-    """
+    """Makes a program fail with a RuntimeError where a condition is not met; on a GPU by a device-side assertion."""
     if torch.jit.is_tracing():
         _scripted_check()(condition, message)  # which a trace keeps; it drops the operation below
     else:
@@ -52,7 +44,7 @@ def _scripted_check() -> Callable[[Tensor, str], Tensor]:
 
 
 def _require(condition: Tensor, message: str) -> Tensor:
-    """Returns a condition, as a trace asks for a tensor, or raises an error with this message where it is not met."""
+    """Returns a condition, since a trace needs a tensor, or raises an error where it is not met."""
     if not bool(condition):
         raise RuntimeError(message)
     return condition
@@ -64,6 +56,6 @@ def is_proxy(*inputs: object) -> bool:
 
 
 def one_node(module: nn.Module, *inputs: Any) -> Any:
-    """Returns what stands for a module's output where torch.fx traces: a call of the module, as of a leaf."""
+    """Returns torch.fx's stand-in for a module's output: a call of the module, as of a leaf."""
     tracer: Any = next(value.tracer for value in inputs if isinstance(value, Proxy))
     return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})

@@ -19,8 +19,7 @@ def parse_bytes(field: str, text: str, least: int = 1) -> int:
 
     Args:
         field: Name of the option or setting, for the error.
-        text: A number and one of the units b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (powers of 1024), in
-            small or capital letters.
+        text: A number and a unit, b, kb, mb, gb, tb (powers of 1000) or kib, mib, gib, tib (powers of 1024).
         least: The smallest size that is allowed.
 
     Raises:
@@ -86,7 +85,7 @@ def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
 
 
 def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
-    """Returns what stands below a heading: indented lines, of more than ``most`` the first ones and how many others."""
+    """Returns lines indented for below a heading; of more than ``most`` the first ones and the number of others."""
     return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])
 
 

@@ -12,7 +12,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.base.errors import DamagedCheckpoint, UserError
 from distembed.base.files import free_bytes, require_free_space
-from distembed.base.host_memory import available_memory_bytes, give_back_freed_memory
+from distembed.base.machine import available_memory_bytes, give_back_freed_memory
 from distembed.base.ranks import Collectives, Ranks
 from distembed.base.units import enumerate_lines, format_bytes
 from distembed.checkpoints.checkpoint import ResumedRun, load_run

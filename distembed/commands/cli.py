@@ -1,8 +1,8 @@
 """The ``distembed`` command: joins the commands of :mod:`distembed.commands` and of launch, and ends with an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong input, 3 a plan that does not fit, 75 interrupted: go on with --resume. What a
-user can mend is said in a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast
-and ``doctor`` works on a broken install.
+Exit codes: 0 done, 1 failed, 2 wrong input, 3 a plan that does not fit, 75 interrupted: go on with --resume. Mistakes
+that a user can mend are printed as a sentence, without a traceback. Heavy imports happen within the commands:
+``--help`` is fast and ``doctor`` works on a broken install.
 """
 
 import errno
@@ -14,18 +14,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
-from distembed.base.parent import end_with_parent
 from distembed.base.plugins import require_none_being_imported
-from distembed.base.quiet import silence_loggers
+from distembed.base.process import end_with_parent, silence_loggers
 from distembed.base.version import __version__
-from distembed.commands import convert, data, export, inspect, plan, predict, prepare, serve, sweep, train
+from distembed.commands import inspect, plan, prepare, serving, sweep, train
 from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
-# what typer says of options and arguments; click's own class, or that of the copy of click in newer releases
+# typer's errors of options and arguments: click's own class, or that of the copy of click in newer releases
 _WrongUsage: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -38,13 +37,9 @@ app = typer.Typer(
 )
 for group in (
     prepare.app,
-    data.app,
     plan.app,
     train.app,
-    convert.app,
-    predict.app,
-    export.app,
-    serve.app,
+    serving.app,
     sweep.app,
     inspect.app,
     launch.app,
@@ -68,7 +63,7 @@ def _silence_libraries(
         bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and end.")
     ] = False,
 ) -> None:
-    """Keeps out of the output what TorchRec and torch warn of and no user can act on; runs before every command."""
+    """Keeps warnings of TorchRec and torch that no user can act on out of the output; runs before every command."""
     silence_loggers()
     warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
@@ -88,7 +83,7 @@ def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
     _limit_openmp_spinning()
     for stream in (sys.stdout, sys.stderr):
-        # what a stream's encoding has no characters for, such as a file's odd name, is no reason to fail
+        # characters that the stream's encoding lacks, such as those of an odd file name, are no reason to fail
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     end_with_parent()
     try:
@@ -135,7 +130,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _usage_error(error: Any) -> str:
-    """Returns in a sentence what is wrong with a command's options or arguments, and where to read of them, if any."""
+    """Returns typer's error about options or arguments as a sentence that names the command's help."""
     text = str(error.format_message()).rstrip(".")
     if not text or getattr(error, "ctx", None) is None:
         return text

@@ -12,13 +12,12 @@ import typer
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import parse_bytes
-from distembed.commands.model_options import ModelOptions, plan_settings
-from distembed.commands.parameters import flattened
-from distembed.commands.shared import OverridesArgument, console, errors, say
+from distembed.commands.shared import OverridesArgument, console, errors, flattened, say
 
 if TYPE_CHECKING:
     from distembed.data.dataset.config import DataConfig
     from distembed.planning.cluster import Cluster
+    from distembed.planning.config import PlanConfig
     from distembed.reports.plan.plan_files import PlanFiles
     from distembed.reports.plan.plannable import Plannable
     from distembed.reports.plan.training_cost import TrainingRun
@@ -26,6 +25,14 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 _DEVICE = "h100-80gb"
+_IN_CONFIG = {
+    "batch_size": "train.batch_size=NUMBER",
+    "example": "its model's batches",
+    "sparse_optimizer": "train.sparse_optimizer.name=NAME",
+    "dense_optimizer": "train.dense_optimizer.name=NAME",
+    "bf16": "train.precision=bf16",
+}
+"""A config's setting in the place of each option."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,7 @@ class ClusterOptions:
     ] = None
 
     def cluster(self, device: str | None = None) -> "Cluster":
-        """Returns the cluster.
-
-        Args:
-            device: Device of each rank where ``--gpu`` names none.
-
-        Raises:
-            UserError: The device is unknown, or a size cannot be read.
-        """
+        """Returns the cluster; ``device`` is that of each rank where ``--gpu`` names none."""
         from distembed.planning.cluster import Cluster
         from distembed.planning.devices import find_device
 
@@ -71,6 +71,73 @@ class ClusterOptions:
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
         of_ranks = tuple(memory) if len(memory) > 1 else ()
         return Cluster(found, self.nodes, self.gpus, host_memory_bytes, of_ranks)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model of one's own in the place of a config, and its step."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="In place of CONFIG: a function that returns a TorchRec model, or (model, sharders). Its tables take "
+            "no memory, and no device has to be there; modules of the current folder are found.",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=2**31 - 1, help="With --model: rows of a step on all ranks.")
+    ] = None
+    example: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="With --model: a function that, given a number of rows, returns what the model is called with: a "
+            "tuple of arguments, a dict of named ones, or the only one. Networks and ids of a row are counted by it.",
+        ),
+    ] = None
+    ids_per_row: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FEATURE=NUMBER,...",
+            help="Mean number of ids of a row, by feature: of --model, or of a config without a dataset.",
+        ),
+    ] = None
+    sparse_optimizer: Annotated[
+        str | None, typer.Option(help="With --model: optimizer of tables that declare none; sgd unless given.")
+    ] = None
+    dense_optimizer: Annotated[
+        str | None, typer.Option(help="With --model: optimizer of the networks; adam unless given.")
+    ] = None
+    bf16: Annotated[bool, typer.Option("--bf16", help="With --model: networks compute in bf16.")] = False
+
+    def require_none(self) -> None:
+        """Refuses the options that stand in for settings of a config."""
+        for name, instead in _IN_CONFIG.items():
+            if getattr(self, name) not in (None, False):
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} goes with --model MODULE:FUNCTION; a config has {instead} instead.")
+
+    def plannable(self, plan: "PlanConfig") -> "Plannable":
+        """Makes the model, for placements that ``plan`` allows; options are checked before torch is loaded."""
+        from distembed.reports.plan.own_options import OwnStep, find_function, parse_ids_per_row
+
+        assert self.model is not None
+        if self.batch_size is None:
+            raise UserError("--model needs --batch-size as well: rows of a step on all ranks, such as 65536.")
+        step = OwnStep(
+            self.batch_size,
+            {} if self.ids_per_row is None else parse_ids_per_row(self.ids_per_row),
+            bf16=self.bf16,
+            sparse_optimizer=self.sparse_optimizer,
+            dense_optimizer=self.dense_optimizer or OwnStep.dense_optimizer,
+        )
+        function = find_function("--model", self.model)
+        if self.example is not None:
+            step = dataclasses.replace(step, example=find_function("--example", self.example))
+        from distembed.reports.plan.own_model import OwnModel, make_own_model
+
+        return OwnModel(make_own_model(function), step, plan)
 
 
 @dataclass(frozen=True)
@@ -86,11 +153,7 @@ class RunOptions:
     ] = None
 
     def training_run(self) -> "TrainingRun | None":
-        """Returns the run; None where there is none to cost.
-
-        Raises:
-            UserError: The price is not above 0, or stands without rows.
-        """
+        """Returns the run; None where there is none to cost."""
         if self.price is not None and not 0 < self.price < math.inf:
             raise UserError(f"--price is {self.price}; give a number above 0, the price of one device for an hour.")
         if self.price is not None and self.rows is None:
@@ -153,7 +216,7 @@ def plan_command(
     from distembed.reports.plan.plan_files import PlanFiles
 
     training_run = run.training_run()
-    cluster.cluster()  # whose mistakes are told before torch is loaded
+    cluster.cluster()  # tells mistakes before torch is loaded
     if smallest:
         _require_searchable(cluster, files)
     arguments = [] if config is None else [config, *(overrides or [])]
@@ -180,11 +243,7 @@ def plan_command(
 
 
 def _require_searchable(cluster: ClusterOptions, files: FileOptions) -> None:
-    """Refuses options that say what ``--smallest`` is to find, or that change it.
-
-    Raises:
-        UserError: There are several nodes, ranks have memory of their own, or tables are to be compressed.
-    """
+    """Refuses options that contradict ``--smallest``: several nodes, memory by rank, and compression."""
     if cluster.memory is not None and "," in cluster.memory:
         raise UserError(
             f"--smallest finds the number of ranks, and --memory {cluster.memory} is of each; give one size."
@@ -199,12 +258,7 @@ def _require_searchable(cluster: ClusterOptions, files: FileOptions) -> None:
 
 
 def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
-    """Measures this machine on all ranks, and writes the device file on the first.
-
-    Raises:
-        UserError: There is something to plan as well, or the file is there and is not to be replaced.
-        RunError: The file cannot be written.
-    """
+    """Measures this machine on all ranks, and writes the device file on the first."""
     if is_planned:
         raise UserError(
             "--calibrate measures this machine and plans nothing; leave CONFIG and --model out, and plan with "
@@ -212,7 +266,7 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
         )
     if file.suffix != ".json":
         raise UserError(f"--calibrate is {str(file)!r}; name a file that ends in .json, by which --gpu knows it.")
-    from distembed.base.outputs import require_file
+    from distembed.base.files import require_file
 
     require_file("--calibrate", file, overwrite)
     from distembed.base.ranks import Collectives, process_group
@@ -228,11 +282,7 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
 
 
 def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
-    """Reads a config and its overrides, of which all is checked that can be without torch.
-
-    Raises:
-        UserError: There is no config, or something of it is wrong, or a file cannot be written.
-    """
+    """Reads a config and its overrides, and checks them as far as that needs no torch."""
     own.require_none()
     if not arguments:
         raise UserError(
@@ -253,11 +303,7 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
 
 
 def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
-    """Returns the section with the counts of ``--ids-per-row`` in place of its own.
-
-    Raises:
-        UserError: The text cannot be read, names an unknown feature, or stands beside a dataset.
-    """
+    """Returns the section with the counts of ``--ids-per-row`` in place of its own."""
     from distembed.data.dataset.config import OWN_COUNTS
     from distembed.reports.plan.own_options import parse_ids_per_row
 
@@ -271,13 +317,24 @@ def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
 
 
 def _own_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
-    """Makes someone's own model.
-
-    Raises:
-        UserError: An option is wrong, the model cannot be made or planned, or a file cannot be written.
-    """
+    """Makes someone's own model."""
     if to_write.compress is not None:
         raise UserError("--compress writes a config, and with --model there is none; leave it out.")
-    plan = plan_settings(arguments)
+    plan = _plan_settings(arguments)
     to_write.require_writable()
     return own.plannable(plan)
+
+
+def _plan_settings(arguments: Sequence[str]) -> "PlanConfig":
+    """Returns the section ``plan`` of ``plan.KEY=VALUE`` arguments, the only settings of a model of one's own."""
+    for argument in arguments:
+        if "=" not in argument:
+            raise UserError(f"give CONFIG or --model, not both: {argument!r} is no plan.KEY=VALUE.")
+        if not argument.startswith("plan."):
+            raise UserError(
+                f"{argument!r} is a setting of a config; with --model only those of plan are: plan.KEY=VALUE, beside "
+                "options such as --batch-size."
+            )
+    from distembed.training.config import load_config
+
+    return load_config(None, arguments).plan

@@ -1,25 +1,43 @@
-"""The commands ``distembed prepare criteo``, ``prepare graph`` and ``synthesize``: from raw files to a dataset."""
+"""The commands ``prepare criteo``, ``table``, ``schema`` and ``graph``, ``synthesize``, and ``data stats``.
 
+They lead from raw files to a dataset, and show its rows.
+"""
+
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distembed.base.files import require_file, write_text
 from distembed.base.units import parse_bytes
-from distembed.commands import prepare_interactions, prepare_table
-from distembed.commands.parameters import flattened
-from distembed.commands.shared import console, note, say
-from distembed.commands.vocabulary_options import VocabularyOptions
-from distembed.commands.work_options import OutputOption, WorkOptions
+from distembed.commands import prepare_interactions
+from distembed.commands.preparation import (
+    MaxRejectedOption,
+    OutputOption,
+    VocabularyOptions,
+    WorkOptions,
+    prepare_progress,
+    say_dataset,
+)
+from distembed.commands.shared import OverwriteOption, console, errors, flattened, note, say
 
 app = typer.Typer()
 prepare_app = typer.Typer(
     no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`."
 )
 app.add_typer(prepare_app, name="prepare")
-prepare_app.add_typer(prepare_table.app)  # without a name: its commands become the group's own
+table_app = typer.Typer()
+prepare_app.add_typer(table_app)  # without a name: its commands become the group's own
 prepare_app.add_typer(prepare_interactions.app)
+data_app = typer.Typer(help="Look at a dataset's rows.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+_INPUTS = (
+    "CSV, TSV, JSON lines or Parquet, plain, gzip or Zstandard: files, folders, patterns, URLs, pipes; - is stdin."
+)
+TableInputsArgument = Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class DatasetOptions:
     split: Annotated[
         str, typer.Option(help="Shares of training, validation and test in time order, `days`, `none`, or `test`.")
     ] = "0.8,0.1,0.1"
-    max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
+    max_rejected: MaxRejectedOption = 0.01
     missing: Annotated[
         str, typer.Option(help="Missing integers: `zero` makes them 0, `keep` null, for models with soft one-hot.")
     ] = "zero"
@@ -101,16 +119,95 @@ def prepare_criteo_command(
     dataset: DatasetOptions,
     known: VocabularyOptions,
     using: WorkOptions,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
-    from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare import CriteoOptions, prepare_criteo
 
     limits, options = using.limits(), CriteoOptions(**vars(dataset), **vars(known))
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
     say_dataset(manifest, output)
+
+
+@dataclass(frozen=True)
+class TableDatasetOptions:
+    """Settings that replace the schema's."""
+
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of training, validation and test, `days`, `none`, `time:0.8,0.1,0.1`, `time:T1,T2`, "
+            "`column:NAME` or, with --vocabulary, `validation` or `test`, in place of the schema's."
+        ),
+    ] = None
+    min_count: Annotated[
+        int | None, typer.Option(help="Values seen less often in training are out of vocabulary; the schema's.")
+    ] = None
+    hash_size: Annotated[int | None, typer.Option(help="Hash values into so many ids; the schema's.")] = None
+    missing: Annotated[
+        str | None, typer.Option(help="Missing numbers: `zero` makes them 0, `keep` null; the schema's.")
+    ] = None
+    max_rejected: MaxRejectedOption = 0.01
+
+
+@table_app.command(
+    "table",
+    epilog="Example: `distembed prepare table day_*.csv.gz --schema schema.yaml --output clicks`; "
+    "`distembed prepare table s3://logs/clicks/ --schema avazu --output avazu --split time:0.8,0.1,0.1`",
+)
+@flattened
+def prepare_table_command(
+    inputs: TableInputsArgument,
+    output: OutputOption,
+    *,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            "--schema",
+            help="YAML file of the columns, or a shipped name: `criteo` ...; that of --vocabulary unless given.",
+        ),
+    ] = None,
+    dataset: TableDatasetOptions,
+    known: VocabularyOptions,
+    using: WorkOptions,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Turn tables of any columns into a Parquet dataset with a manifest, as a schema says."""
+    from distembed.data.prepare.table import TableOptions, prepare_table
+
+    limits, options = using.limits(), TableOptions(**vars(dataset), **vars(known))
+    with prepare_progress(console) as progress:
+        manifest = prepare_table(
+            inputs, output, schema, options, limits, overwrite=overwrite, progress=progress, note=note
+        )
+    say_dataset(manifest, output)
+
+
+@table_app.command(
+    "schema",
+    epilog="Example: `distembed prepare schema clicks.csv --output schema.yaml`",
+)
+def prepare_schema_command(
+    inputs: TableInputsArgument,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; unless given, the schema is printed.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="About how many rows are looked at.", min=1)] = 100_000,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Guess the schema of a table from its first rows, and write it with comments that say what was seen."""
+    from distembed.data.prepare.table.guess import guess_schema
+    from distembed.data.prepare.table.inputs import find_inputs
+
+    if output is not None:
+        require_file("--output", output, overwrite)
+    text = guess_schema(find_inputs(inputs, note), rows)
+    if output is None:
+        print(text, end="")
+    else:
+        write_text(output, text)
+        say(f"schema {output}: read it, and mend what is wrong")
 
 
 @prepare_app.command(
@@ -133,10 +230,9 @@ def prepare_graph_command(
     nodes: NodeOptions,
     edges: EdgeOptions,
     memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
-    from distembed.commands.prepare_progress import prepare_progress
     from distembed.graph.prepare import LEAST_MEMORY_BYTES, GraphOptions, NodeIds, describe_graph, prepare_graph
 
     memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
@@ -162,7 +258,7 @@ def synthesize_command(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
     rows: Annotated[int, typer.Option(help="Number of rows.")] = 200_000,
     seed: Annotated[int, typer.Option(help="Same seed, same file.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
     from distembed.data.prepare import synthesize_criteo
@@ -172,3 +268,44 @@ def synthesize_command(
         f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
         f"AUC {summary.bayes_auc:.4f}"
     )
+
+
+@data_app.callback()
+def _group() -> None:
+    """Makes ``data`` a group of commands, of which there is one."""
+
+
+@data_app.command("stats", epilog="Example: `distembed data stats criteo --output statistics.html`")
+def stats_command(
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Folder or URL of a dataset.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="HTML file with plots to write; one that is there is replaced."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    memory_limit: Annotated[str, typer.Option(help="Memory that counts of ids may take, such as 2GB.")] = "2GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
+) -> None:
+    """Count a dataset's rows: labels over time, ids and their skew, numbers, missing, unseen and equal rows."""
+    from rich.progress import Progress
+
+    from distembed.reports.statistics import dataset_statistics
+    from distembed.reports.statistics.page import render_page
+    from distembed.reports.statistics.texts import print_statistics
+
+    memory_bytes = parse_bytes("--memory-limit", memory_limit)
+    if output is not None:
+        require_file("--output", output, overwrite, may_replace_own=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("reading")
+        found = dataset_statistics(
+            dataset, memory_bytes, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        print_statistics(found, console)
+    if output is not None:
+        write_text(output, render_page(found), make_folder=True)
+        if not as_json:
+            say(f"page {output}")

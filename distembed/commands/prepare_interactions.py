@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distembed.base.units import parse_bytes
-from distembed.commands.parameters import flattened
-from distembed.commands.shared import console, note
+from distembed.commands.preparation import MaxRejectedOption, prepare_progress, say_dataset
+from distembed.commands.shared import OverwriteOption, console, flattened, note
 
 if TYPE_CHECKING:
     from distembed.data.prepare.interactions import InteractionColumns, InteractionFiles, Preparation
@@ -46,7 +46,7 @@ class ChoiceOptions:
 
     min_rating: Annotated[float | None, typer.Option(help="Leave out lower ratings.")] = None
     k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer interactions.")] = 1
-    max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
+    max_rejected: MaxRejectedOption = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class OutputOptions:
 
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")]
     memory_limit: Annotated[str, typer.Option(help="Memory that interactions may take, such as 2GB.")] = "2GB"
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False
+    overwrite: OverwriteOption = False
 
 
 @app.command(
@@ -93,7 +93,6 @@ def prepare_ratings_command(
 ) -> None:
     """Turn ratings (a row for a user, an item and a number) into a Parquet dataset with a row for each."""
     from distembed.base.errors import UserError
-    from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare.interactions import RatingOptions, prepare_ratings
 
     if implicit and columns.rating is not None:
@@ -134,7 +133,6 @@ def prepare_sequences_command(
     ),
 ) -> None:
     """Turn interactions into a Parquet dataset with a row for a stretch of a user's history, in the order of time."""
-    from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare.interactions import SequenceOptions, prepare_sequences
 
     options = SequenceOptions(

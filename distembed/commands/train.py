@@ -1,4 +1,4 @@
-"""The commands ``distembed train``, ``evaluate`` and ``materialise``: a run, and what is made of it."""
+"""The commands ``distembed train``, ``evaluate``, ``materialise`` and ``convert``: runs and their tables."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
+from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
 
 app = typer.Typer()
 
@@ -113,7 +113,7 @@ def materialise_command(
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
-    from distembed.base.outputs import require_folder
+    from distembed.base.files import require_folder
     from distembed.training.id_file import id_column
     from distembed.training.trained_run import find_trained_run
 
@@ -128,3 +128,41 @@ def materialise_command(
     ):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
+
+
+@app.command(
+    "convert",
+    epilog="Example: `distembed convert runs/full embedding.default.partition=quotient_remainder --output start`, then "
+    "`distembed train config.yaml --init-from start`",
+)
+def convert_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A run, or a checkpoint of a stock TorchRec model, with --config.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write, a run of no steps.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the run's, or the config's."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of the run that begins with it; the run's own unless given.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OURS=THEIRS", help="What the stock model calls a module of this model. May be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Fit compressed tables to full ones, or write them out as full ones: a start for `distembed train --init-from`."""
+    from distembed.serving.convert.command import convert
+
+    errors = convert(source, config, overrides or [], output, name or [])
+    if as_json:
+        print(json.dumps([error.to_json() for error in errors], indent=2))
+        return
+    from distembed.serving.convert.report import error_table
+
+    console.print(error_table(errors))
+    say(f"run {output}")
+    if not (source / "run.json").exists():
+        note("optimizer states of a stock checkpoint are left out: the first steps are as large as at a start.")

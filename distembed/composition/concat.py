@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import pydantic.dataclasses
 from jaxtyping import Float
 
-from distembed.base.bounds import Widths
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import STRICT
+from distembed.base.validation import Widths
 from distembed.composition.base import Composition, Distribution, Uniform
 from distembed.partitions.base import require_positive
 from distembed.partitions.settings import SchemeSettings

@@ -18,10 +18,10 @@ import pydantic.dataclasses
 from jaxtyping import Float, Int64
 from pydantic import field_validator
 
-from distembed.base.bounds import Widths
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import STRICT, one_of
+from distembed.base.validation import Widths
 from distembed.composition.base import Composition, Distribution, Uniform, look_up
 from distembed.composition.layers import ACTIVATIONS, Activation, PackedLayers, removable_offset, second_moment
 from distembed.partitions.base import require_positive

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from distembed.base.bounds import MAX_TABLE_BYTES
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import one_of
+from distembed.base.validation import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
 from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, Pooling

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, cast
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from distembed.base.bounds import Width
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT, ByValues, complete_tables, one_of, over_default, require_mapping
+from distembed.base.validation import Width
 from distembed.composition import COMPOSITIONS
 from distembed.composition.concat import ConcatSettings
 from distembed.composition.path import PathMLPSettings

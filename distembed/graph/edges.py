@@ -38,9 +38,6 @@ def require_num_nodes(field: str, num_nodes: Any) -> int:
     Args:
         field: Name of the setting, for the error.
         num_nodes: What was given.
-
-    Raises:
-        UserError: It is no integer from 1 to MAX_NODES.
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int | np.integer) or not 1 <= num_nodes <= MAX_NODES:
         raise UserError(
@@ -78,11 +75,7 @@ def sort_edges(edges: Edges) -> Edges:
 
 
 def merge_equal(edges: Edges) -> Edges:
-    """Returns each of the sorted edges once, with the sum of its weights.
-
-    Raises:
-        UserError: A sum is beyond the largest float64.
-    """
+    """Returns each of the sorted edges once, with the sum of its weights."""
     first = np.ones(len(edges), bool)
     np.not_equal(edges.keys[1:], edges.keys[:-1], out=first[1:])
     if first.all():

@@ -103,11 +103,7 @@ class GraphDescription:
         return fingerprint(self.num_nodes, {name: array.sha256 for name, array in self.arrays.items()})
 
     def save(self, folder: Path) -> None:
-        """Writes ``graph.json`` whole or not at all.
-
-        Raises:
-            RunError: The file cannot be written.
-        """
+        """Writes ``graph.json`` whole or not at all."""
         content = {
             "format": FORMAT,
             "format_version": GRAPH_VERSION,
@@ -124,11 +120,7 @@ class GraphDescription:
 
     @classmethod
     def load(cls, folder: Path) -> GraphDescription:
-        """Reads ``graph.json``.
-
-        Raises:
-            UserError: The folder is no graph, or its description is damaged or another version's.
-        """
+        """Reads ``graph.json``."""
         path = folder / GRAPH_FILE
         value = read_folder_json(path, "graph", REMEDY)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -156,11 +148,7 @@ class GraphDescription:
         return found
 
     def _require_consistent(self) -> None:
-        """Makes sure that the arrays are those of such a graph.
-
-        Raises:
-            ValueError: An array is missing, or has another type or size.
-        """
+        """Makes sure that the arrays are those of such a graph."""
         types = array_types(self.num_nodes, self.weighted)
         if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
             raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
@@ -173,11 +161,7 @@ class GraphDescription:
 
 
 def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
-    """Maps an array's file into memory.
-
-    Raises:
-        UserError: The file is missing, or its size is another.
-    """
+    """Maps an array's file into memory."""
     path = folder / stored.file
     if not path.is_file():
         raise UserError(f"{path} is missing: the graph is not whole; {REMEDY}.")
@@ -189,11 +173,7 @@ def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
 
 
 def require_checksum(folder: Path, stored: StoredArray) -> None:
-    """Makes sure that a file's contents are those that were written; it reads the whole file.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Makes sure that a file's contents are those that were written; it reads the whole file."""
     problem = stored.problem(folder)
     if problem is not None:
         raise UserError(f"{problem}; {REMEDY}.")

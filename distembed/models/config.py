@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_ch
 import pydantic.dataclasses
 from pydantic import Field, field_validator
 
-from distembed.base.bounds import Width
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT
+from distembed.base.validation import Width
 
 if TYPE_CHECKING:
     from distembed.models.base import Model

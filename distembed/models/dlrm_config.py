@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field, model_validator
 
-from distembed.base.bounds import Width, Widths
 from distembed.base.names import STRICT
+from distembed.base.validation import Width, Widths
 from distembed.models.config import Shapes, SoftOneHotConfig, dense_inputs, mlp_shapes, require_used
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.base.bounds import Width
 from distembed.base.names import STRICT
+from distembed.base.validation import Width
 from distembed.data.dataset.schema import ITEM
 from distembed.models.config import SoftOneHotConfig
 

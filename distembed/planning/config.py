@@ -6,8 +6,8 @@ from typing import Annotated, Literal, get_args
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.base.bounds import Width
 from distembed.base.names import STRICT
+from distembed.base.validation import Width
 
 _ByColumns = Literal["table_wise", "column_wise", "table_column_wise"]
 _ByRows = Literal["row_wise", "table_row_wise", "grid_shard"]

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distembed.base.errors import InsufficientMemory
-from distembed.base.host_memory import host_memory_bytes
+from distembed.base.machine import host_memory_bytes
 from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs

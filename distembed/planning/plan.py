@@ -9,7 +9,7 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from distembed.base.errors import InsufficientMemory, UserError
-from distembed.base.host_memory import host_memory_bytes
+from distembed.base.machine import host_memory_bytes
 from distembed.base.ranks import Collectives, Ranks
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster

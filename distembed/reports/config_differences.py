@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distembed.base.errors import UserError
-from distembed.base.yaml_text import parse_yaml
+from distembed.base.validation import parse_yaml
 
 MOST_SETTINGS = 16
 """Number of settings that a table has at most: whole sections that differ would make it endless."""

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from distembed.base.outputs import MADE_BY
+from distembed.base.files import MADE_BY
 
 COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
 """Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""

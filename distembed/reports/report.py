@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distembed.base.errors import UserError
-from distembed.base.files import write_text
-from distembed.base.outputs import require_file
+from distembed.base.files import require_file, write_text
 from distembed.base.units import enumerate_names
 from distembed.reports import plots
 from distembed.reports.columns import ReportColumn, report_columns, reported_metrics

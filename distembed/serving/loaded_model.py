@@ -20,7 +20,7 @@ from torch.fx._symbolic_trace import is_fx_tracing
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.names import one_of
-from distembed.base.quiet import silenced_loggers
+from distembed.base.process import silenced_loggers
 from distembed.base.ranks import choose_device
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.table.inputs import find_inputs

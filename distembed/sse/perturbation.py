@@ -105,13 +105,7 @@ class Perturbation(nn.Module):
     def _replace(
         self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: tuple[int, ...]
     ) -> Int[Tensor, "*shape"]:
-        """Returns the ids of a batch after replacement, as the next step of training, and counts them.
-
-        Args:
-            ids: Ids of all features; those of each lie side by side.
-            counts: Number of ids of each stream.
-            starts: Place of each stream's first id.
-        """
+        """Returns the ids of a batch after replacement, as the next step of training, and counts them."""
         rank = self._rank
         if rank is None:  # asked anew each time: a module may be copied to other processes
             rank = dist.get_rank() if dist.is_initialized() else 0

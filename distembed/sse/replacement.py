@@ -48,9 +48,6 @@ class Replacer:
         device: Device of the ids.
         dtype: Type of the ids.
         may_be_outside: Whether ids may lie outside of their tables, as a label's -100 does; these stay.
-
-    Raises:
-        UserError: The type does not hold all ids.
     """
 
     def __init__(
@@ -147,13 +144,7 @@ class Replacer:
 
 
 class _GraphDraw:
-    """Draws neighbours for the streams that share a graph and a walk.
-
-    Args:
-        neighbors: Draws in that graph.
-        excess: rho - 1 of each stream, and 0 for streams that have another graph or walk, or none.
-        device: Device of the ids.
-    """
+    """Draws neighbours for the streams that share a graph and a walk."""
 
     def __init__(self, neighbors: NeighborDraw, excess: NDArray[np.float64], device: torch.device) -> None:
         self._neighbors = neighbors
@@ -236,11 +227,7 @@ def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
 
 
 def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
-    """Makes sure that a type holds every id that may be drawn.
-
-    Raises:
-        UserError: It is no integer type, or too narrow.
-    """
+    """Makes sure that a type holds every id that may be drawn."""
     for stream in streams:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")

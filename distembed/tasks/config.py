@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 
 from pydantic import AfterValidator, Field
 
-from distembed.base.bounds import Count
 from distembed.base.errors import UserError
 from distembed.base.names import nearest
+from distembed.base.validation import Count
 from distembed.data.dataset.schema import Schema
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field, model_validator
 
-from distembed.base.bounds import Count
 from distembed.base.errors import UserError
 from distembed.base.lazy import imported
 from distembed.base.names import STRICT
+from distembed.base.validation import Count
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, Schema
 from distembed.optim.config import NonNegativeNumber
 from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights

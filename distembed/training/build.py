@@ -12,8 +12,8 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from distembed.base.cores import is_intel_processor, multiplies_faster_in_bf16
 from distembed.base.errors import UserError
+from distembed.base.machine import is_intel_processor, multiplies_faster_in_bf16
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.grown import load_grown
 from distembed.data.dataset.schema import Schema

@@ -22,8 +22,7 @@ from distembed.base.files import read_regular_file
 from distembed.base.lazy import NameTable
 from distembed.base.names import STRICT
 from distembed.base.plugins import import_plugins, is_file, plugin_files, refuse_code_in_run, with_absolute_files
-from distembed.base.validation import shown, unwritable, validated
-from distembed.base.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
+from distembed.base.validation import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml, shown, unwritable, validated
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.base.errors import UserError
+from distembed.base.files import require_file
 from distembed.base.names import one_of
-from distembed.base.outputs import require_file
 from distembed.base.units import enumerate_names
 from distembed.checkpoints.checkpoint import load_weights
 from distembed.data.dataset.schema import Schema

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from distembed.base.errors import UserError
-from distembed.base.outputs import require_folder
+from distembed.base.files import require_folder
 from distembed.checkpoints.store import checkpoint_names, checkpoint_place
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.vocabulary import reserved_ids

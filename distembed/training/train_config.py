@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.base.bounds import Count, Interval
 from distembed.base.names import STRICT
+from distembed.base.validation import Count, Interval
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
 

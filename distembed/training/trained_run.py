@@ -7,7 +7,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from distembed.base.errors import UserError
-from distembed.base.outputs import require_file
+from distembed.base.files import require_file
 from distembed.data.dataset.manifest import Manifest
 from distembed.training.config import Config
 from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config

@@ -8,7 +8,7 @@ from typing import Any, Union, get_args
 from docstring_parser import parse
 from torchx import specs
 
-from distembed.commands.parameters import dataclass_parameters, flattened
+from distembed.commands.shared import dataclass_parameters, flattened
 
 
 def component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:

@@ -29,7 +29,7 @@ from torchx.runner import Runner
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import write_json, write_text
-from distembed.base.host_memory import host_memory_bytes
+from distembed.base.machine import host_memory_bytes
 from distembed.base.names import one_of
 from distembed.training.run_folder.lock import owned
 from launch.apps.applications import training_app

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from distembed.base.parent import PARENT_VARIABLE, end_with_parent
+from distembed.base.process import PARENT_VARIABLE, end_with_parent
 from launch.nodes.await_host import await_host, unreachable
 from launch.nodes.exit_codes import (
     AGAIN_VARIABLE,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchx.schedulers import local_scheduler
 
-from distembed.base.parent import PARENT_VARIABLE
+from distembed.base.process import PARENT_VARIABLE
 
 
 class LocalScheduler(local_scheduler.LocalScheduler):

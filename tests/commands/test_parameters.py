@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from distembed.commands.parameters import flattened
+from distembed.commands.shared import flattened
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.base.parent import PARENT_VARIABLE
+from distembed.base.process import PARENT_VARIABLE
 from launch.nodes.starts import Starts
 from tests.ranks import free_port
 
@@ -29,7 +29,7 @@ with open(f"starts-{rank}", "a") as file:
 start = len(open(f"starts-{rank}").readlines())
 
 sys.path.insert(0, os.environ["ROOT"])
-from distembed.base.parent import end_with_parent
+from distembed.base.process import end_with_parent
 end_with_parent()
 
 def fail(code, text="", after=0.0):

@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 import distembed.serving.server
-from distembed.commands.serve import app
+from distembed.commands.serving import app
 from tests.server.processes import Server
 
 README = Path(distembed.serving.server.__file__).with_name("README.md")
@@ -41,7 +41,8 @@ def test_every_option_is_there_with_its_default() -> None:
         for names, defaults in rows.items()
         for name, default in zip(names.split(","), defaults.split(","), strict=True)
     }
-    command: Any = get_command(app)
+    group: Any = get_command(app)
+    command = group.commands["serve"]
     options = {option.opts[0]: option.default for option in command.params if option.opts[0].startswith("--")}
     options = {name: "no" if default is False else str(default) for name, default in options.items()}
     assert documented == {name: default for name, default in options.items() if "completion" not in name}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.base.files import write_text
-from distembed.base.parent import PARENT_VARIABLE, end_with_parent
+from distembed.base.process import PARENT_VARIABLE, end_with_parent
 from gpu import DRY_SECONDS, PARTS
 from gpu.results import DONE, FAILED, NO_TIME, ROOT, Results, end, is_of, read
 from gpu.table import markdown

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import Field, field_validator, model_validator
 
-from distembed.base.cores import usable_cores
 from distembed.base.errors import UserError
+from distembed.base.machine import usable_cores
 from distembed.base.names import STRICT, one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, dataset_folder

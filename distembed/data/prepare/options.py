@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distembed.base.cores import usable_cores
 from distembed.base.errors import UserError
+from distembed.base.machine import usable_cores
 from distembed.base.names import one_of
 from distembed.base.units import format_bytes
 from distembed.data.prepare.split import SplitRule

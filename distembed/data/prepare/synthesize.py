@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from distembed.base.errors import UserError
-from distembed.base.files import full_disk_explained, require_free_space, whole_file, write_text
-from distembed.base.outputs import require_file
+from distembed.base.files import full_disk_explained, require_file, require_free_space, whole_file, write_text
 from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
 
 KAGGLE_ROWS = 45_840_617

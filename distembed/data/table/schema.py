@@ -32,8 +32,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from distembed.base.errors import UserError
 from distembed.base.files import read_regular_file
 from distembed.base.names import STRICT, nearest
-from distembed.base.validation import validated
-from distembed.base.yaml_text import MAX_BYTES, parse_yaml
+from distembed.base.validation import MAX_BYTES, parse_yaml, validated
 
 if TYPE_CHECKING:
     from distembed.data.dataset.manifest import Manifest

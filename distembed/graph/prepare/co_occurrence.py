@@ -37,9 +37,6 @@ class CoOccurrenceReader:
         dataset: Folder of the dataset.
         table: Name of the feature whose ids are the nodes.
         within: Most steps between neighbours in a sequence; None where all items of a user are neighbours.
-
-    Raises:
-        UserError: There is no such dataset or table, or it has no users and items, or no sequences where they matter.
     """
 
     def __init__(self, dataset: Path, table: str, within: int | None) -> None:
@@ -65,11 +62,7 @@ class CoOccurrenceReader:
         return []
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:
-        """Yields all edges in ascending order, each once.
-
-        Raises:
-            UserError: The dataset is not as it was written.
-        """
+        """Yields all edges in ascending order, each once."""
         if self._within is not None:
             tables.database.add("entries", _entries(self._columns(tables.report, self._table)), _ENTRIES)
             return tables.of_steps(self._within)

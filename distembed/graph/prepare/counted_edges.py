@@ -46,11 +46,7 @@ class EdgeTables:
         return pa.Table.from_batches(held, schema)
 
     def named(self, held: pa.Table | None) -> Iterator[Edges]:
-        """Yields the edges of :meth:`add_named`, each once.
-
-        Raises:
-            UserError: The weights of an edge add up to infinity.
-        """
+        """Yields the edges of :meth:`add_named`, each once."""
         if held is not None:
             num_edges, found = len(held), iter([sort_edges(_edges(held))])
             self.report(ProgressUpdate("write", num_edges * 8, num_edges * 8, num_edges))

@@ -65,11 +65,7 @@ class EdgeReader:
         return [{name: getattr(source, name) for name in names} for source in self._rows.sources()]
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:
-        """Yields all edges in ascending order, each once.
-
-        Raises:
-            UserError: A row is malformed, or has a value without an id where that is an error.
-        """
+        """Yields all edges in ascending order, each once."""
         if self._options.attribute is None:
             schema = _WEIGHTED_KEYS if self._options.weighted else _KEYS
             held = tables.add_named(self._named_edges(tables, schema), schema)
@@ -121,11 +117,7 @@ class EdgeReader:
             yield rows
 
     def _column(self, rows: NamedRows, name: str, *kinds: str) -> pa.Array:
-        """Returns a column.
-
-        Raises:
-            UserError: Its type is neither one of some kinds nor text.
-        """
+        """Returns a column."""
         column = rows.columns[name]
         kind = type_kind(column.type)
         if kind == LIST and type_kind(column.type.value_type) not in (None, INTEGER, TEXT):
@@ -136,11 +128,7 @@ class EdgeReader:
         return column.cast(pa.string()) if kind is None else column
 
     def _ids(self, rows: NamedRows, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns the ids of a column, and which values have one.
-
-        Raises:
-            UserError: A value is malformed.
-        """
+        """Returns the ids of a column, and which values have one."""
         column = self._column(rows, name, INTEGER)
         values = coded(column, _MISSING)
         found = self._values.find(values.distinct)

@@ -61,11 +61,7 @@ def plain_ids(num_nodes: int) -> ValueIds:
 
 
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, dict[str, Any]]:
-    """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it.
-
-    Raises:
-        UserError: There is no such dataset or table, or its vocabulary cannot be read.
-    """
+    """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it."""
     manifest = Manifest.load(dataset)
     node_ids = describe_ids(dataset, manifest, table)
     column = _key_column(manifest, table)
@@ -94,11 +90,7 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
-    """Returns what the ids of a table are in JSON; its ``fingerprint`` is that of all ids of the same values.
-
-    Raises:
-        UserError: There is no such table, or its vocabulary cannot be read.
-    """
+    """Returns what the ids of a table are in JSON; its ``fingerprint`` is that of all ids of the same values."""
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
@@ -127,9 +119,6 @@ def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Ma
     """Makes sure that a graph was not prepared for other ids than those of a dataset's table.
 
     A graph over plain ids says nothing of what they stand for, and fits every table of its size.
-
-    Raises:
-        UserError: The graph was prepared for other ids.
     """
     graph_ids = graph.details.get("ids", {})
     if "fingerprint" not in graph_ids:

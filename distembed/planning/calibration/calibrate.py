@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distembed.base.cores import usable_cores
-from distembed.base.host_memory import host_memory_bytes
+from distembed.base.machine import host_memory_bytes, usable_cores
 from distembed.base.ranks import Ranks
 from distembed.base.version import versions
 from distembed.planning.calibration.fit import count_numbers, fit

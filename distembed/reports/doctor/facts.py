@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distembed.base.cores import is_intel_processor, usable_cores
 from distembed.base.cuda_driver import driver_version, nvidia_smi_works
-from distembed.base.host_memory import available_memory_bytes
+from distembed.base.machine import available_memory_bytes, is_intel_processor, usable_cores
 
 LOAD_TIMEOUT_SECONDS = 180
 

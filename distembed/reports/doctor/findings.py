@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distembed.base.cores import multiplies_faster_in_bf16
 from distembed.base.cuda_driver import driver_shortage
+from distembed.base.machine import multiplies_faster_in_bf16
 from distembed.base.units import format_bytes
 from distembed.base.version import __version__
 from distembed.reports.doctor import trio

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from distembed.base.outputs import MADE_BY
+from distembed.base.files import MADE_BY
 from distembed.base.units import binary_unit, format_bytes
 from distembed.reports.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.reports.plan.assessment import Assessment

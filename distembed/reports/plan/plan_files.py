@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distembed.base.errors import UserError
-from distembed.base.files import whole_file
-from distembed.base.outputs import require_file
+from distembed.base.files import require_file, whole_file
 
 if TYPE_CHECKING:
     from distembed.reports.plan.report import CapacityReport

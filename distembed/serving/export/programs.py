@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_tracing
 
 from distembed.base.errors import RunError, UserError
-from distembed.base.quiet import silenced_loggers
+from distembed.base.process import silenced_loggers
 from distembed.serving.model_folder.compiled import processor_name
 from distembed.serving.model_folder.manifest import CompiledProgram, ExportedProgram
 from distembed.serving.model_folder.program_check import require_plain_program

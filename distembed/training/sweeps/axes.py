@@ -20,7 +20,7 @@ from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
-from distembed.base.yaml_text import parse_yaml
+from distembed.base.validation import parse_yaml
 
 MOST_RUNS = 10_000
 """Number of runs from which on a sweep is taken for a mistake."""

@@ -10,7 +10,7 @@ from typing import Literal
 from distembed.base.errors import UserError
 from distembed.base.files import read_regular_file
 from distembed.base.units import enumerate_lines, enumerate_names
-from distembed.base.yaml_text import MAX_BYTES
+from distembed.base.validation import MAX_BYTES
 from distembed.checkpoints.store import checkpoint_place
 from distembed.training.config import Config, load_config
 from distembed.training.describe import describe

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from distembed.base.errors import Interrupted, RunError, UserError
-from distembed.base.files import write_json
+from distembed.base.files import require_folder, write_json
 from distembed.base.names import one_of
-from distembed.base.outputs import require_folder
 from distembed.base.units import enumerate_lines, enumerate_names
 from distembed.training.run_folder.folder import holds_run
 from distembed.training.sweeps.planned import PlannedRun, require_no_mistakes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError, one_line
-from distembed.base.parent import PARENT_VARIABLE, end_with_parent
+from distembed.base.process import PARENT_VARIABLE, end_with_parent
 from distembed.training.sweeps.planned import PlannedRun
 
 RunStatus = Literal["finished", "failed", "interrupted"]

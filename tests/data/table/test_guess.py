@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.base.yaml_text import parse_yaml
+from distembed.base.validation import parse_yaml
 from distembed.data.prepare.table import prepare_table
 from distembed.data.prepare.table.guess import guess_schema
 from distembed.data.prepare.table.inputs import find_inputs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.base.yaml_text import format_yaml
+from distembed.base.validation import format_yaml
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.data.table.schema import TableSchema, load_schema, read_schema

@@ -22,7 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.base.yaml_text import parse_yaml
+from distembed.base.validation import parse_yaml
 from distembed.data.prepare.input_bytes import InputBytes
 from distembed.data.prepare.table.inputs import PARQUET, TableInput
 from distembed.data.prepare.table.raw_rows import opened_parquet
