@@ -12,8 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.planning import plan_as_json
 from distembed.planning.apply_plan import apply_saved_plan
-from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import read_saved_plan
+from distembed.planning.saved_plan import PlanInputs, read_saved_plan, table_plan_inputs
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES
 from tests.layouts import tables

@@ -23,8 +23,7 @@ from distembed.models import DLRM, MODELS, Model, ModelInputs
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.partitions import PARTITIONS
 from distembed.partitions.base import Partition
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.reports.columns import report_columns
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.reports.plan.configured_model import ConfiguredModel

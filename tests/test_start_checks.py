@@ -14,8 +14,7 @@ from distembed.commands import cli
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import build_tables
 from distembed.models import ModelInputs
-from distembed.planning.cluster import MAX_RANKS, Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import MAX_RANKS, Cluster, find_device
 from distembed.planning.networks import require_networks_fit
 from distembed.training.config import load_config
 from tests.small_runs import distembed

@@ -32,10 +32,9 @@ from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibration.calibrate import calibrate
-from distembed.planning.calibration.measure import shortest_seconds
-from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
+from distembed.planning.calibrate import calibrate
 from distembed.planning.devices import read_device
+from distembed.planning.probes import ShardedTables, TimedStep, shortest_seconds
 
 DIM, COLLISIONS = 16, 16
 SMALL = 20_000

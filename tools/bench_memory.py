@@ -53,7 +53,7 @@ from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.estimated_plan import plan_placements
+from distembed.planning.search import plan_placements
 from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
 from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
 from distembed.training.config import Config

@@ -48,8 +48,8 @@ from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.planning import describe_plan
 from distembed.planning.buffers import Step as StepEstimate
-from distembed.planning.estimated_plan import plan_placements
-from distembed.planning.planned_rank import SentBytes
+from distembed.planning.search import plan_placements
+from distembed.planning.storage import SentBytes
 from distembed.training.build import Blueprint, build_training_state, table_optimizers
 from distembed.training.config import Config
 from distembed.training.train_config import TrainConfig

@@ -14,7 +14,7 @@ Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up
 - *table-wise*: ours, with ``plan.sharding_types=[table_wise]``
 - *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
 
-All plans are estimated alike (:mod:`distembed.planning.times`). Printed are the slowest rank's milliseconds, the bytes
+All plans are estimated alike (:mod:`distembed.planning.costs`). Printed are the slowest rank's milliseconds, the bytes
 that all ranks send in a step and those of the rank that sends most, and what a process of its own that makes the plan
 takes: seconds of a processor, from when the model is there, and peak memory, with all imports.
 """
@@ -45,14 +45,12 @@ from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import CompositionalShardEstimator, PlanConfig, PlanRequest, Workload
 from distembed.planning.apply_plan import apply_saved_plan
-from distembed.planning.cluster import Cluster
-from distembed.planning.costs import PlacementCosts
-from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import plan_placements
-from distembed.planning.plan import find_plan
+from distembed.planning.buffers import Step
+from distembed.planning.costs import PlacementCosts, step_times
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.saved_plan import read_saved_plan
-from distembed.planning.times import step_times
-from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.planning.search import find_plan, plan_placements
+from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.training.config import load_config
 
@@ -201,7 +199,7 @@ def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
     cluster = request.cluster
     placements = plan_placements(request.model, plan, cluster.world_size)
     times = step_times(placements, PlacementCosts(request), cluster)
-    ranks = request.step(placements).ranks()
+    ranks = Step.of(request, placements).ranks()
     sent = [rank.sent.total for rank in ranks]
     return Estimate(
         milliseconds=max(time.total for time in times),

@@ -28,16 +28,15 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import CountedMemory
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.fastest import polish
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment, Problem
 from distembed.planning.fastest.solver import Solver
+from distembed.planning.search import CountedMemory
 from distembed.planning.table_problem import TableProblem
-from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.sharding import default_sharders
 from distembed.training.config import load_config
 

@@ -16,8 +16,8 @@ from distembed.commands.shared import OverridesArgument, console, errors, flatte
 
 if TYPE_CHECKING:
     from distembed.data.dataset.config import DataConfig
-    from distembed.planning.cluster import Cluster
     from distembed.planning.config import PlanConfig
+    from distembed.planning.devices import Cluster
     from distembed.reports.plan.plan_files import PlanFiles
     from distembed.reports.plan.plannable import Plannable
     from distembed.reports.plan.training_cost import TrainingRun
@@ -61,8 +61,7 @@ class ClusterOptions:
 
     def cluster(self, device: str | None = None) -> "Cluster":
         """Returns the cluster; ``device`` is that of each rank where ``--gpu`` names none."""
-        from distembed.planning.cluster import Cluster
-        from distembed.planning.devices import find_device
+        from distembed.planning.devices import Cluster, find_device
 
         found = find_device(device or _DEVICE, "plan.device") if self.gpu is None else find_device(self.gpu)
         memory = [parse_bytes("--memory", own) for own in self.memory.split(",")] if self.memory is not None else []
@@ -270,7 +269,7 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
 
     require_file("--calibrate", file, overwrite)
     from distembed.base.ranks import Collectives, process_group
-    from distembed.planning.calibration.calibrate import calibrate
+    from distembed.planning.calibrate import calibrate
     from distembed.planning.devices import write_device
 
     with process_group("auto") as ranks:

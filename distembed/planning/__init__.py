@@ -7,12 +7,11 @@ from distembed.base.lazy import imports_on_demand
 if TYPE_CHECKING:
     from distembed.planning.apply_plan import load_plan
     from distembed.planning.config import PlanConfig
-    from distembed.planning.plan import make_plan
-    from distembed.planning.request import PlanRequest
+    from distembed.planning.request import PlanRequest, Workload
     from distembed.planning.saved_plan import describe_plan, plan_as_json
+    from distembed.planning.search import make_plan
     from distembed.planning.torchrec_estimator import CompositionalShardEstimator
     from distembed.planning.torchrec_planner import CompositionalShardingPlanner
-    from distembed.planning.workload import Workload
 
 __all__ = [
     "CompositionalShardEstimator",

@@ -34,8 +34,7 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, Composit
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.optim.declared import declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import SavedPlan, SavedTable, read_saved_plan
+from distembed.planning.saved_plan import PlanInputs, SavedPlan, SavedTable, read_saved_plan, table_plan_inputs
 from distembed.sharding.exchange import common_exchange
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES

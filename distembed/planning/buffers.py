@@ -30,13 +30,19 @@ from torchrec.distributed.types import ShardingType
 from distembed.embedding.config import common_id_dtype
 from distembed.embedding.exchange import VectorExchange
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.exchange_memory import Exchange, fullest_lookup
-from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
+from distembed.planning.lookups import (
+    Exchange,
+    ExchangeKey,
+    RankLookups,
+    column_shards,
+    exchange_key,
+    fullest_lookup,
+    is_on_every_rank,
+)
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.planned_rank import PlannedRank, SentBytes
-from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, storage_by_rank, total
-from distembed.planning.transfers import TableTraffic
-from distembed.planning.workload import Workload, pipeline_depth
+from distembed.planning.request import PlanRequest, Workload, pipeline_depth
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, TableStorage, storage_by_rank, total
+from distembed.planning.times import TableTraffic
 from distembed.sharding.groups import GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled, width
@@ -108,6 +114,13 @@ class Step:
         self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
         self._storage = {name: self._stored(placement) for name, placement in self._placements.items()}
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
+
+    @classmethod
+    def of(cls, request: PlanRequest, placements: Sequence[Placement]) -> "Step":
+        """Returns a request's step under these placements."""
+        optimizers, kind = request.table_optimizers, request.cluster.device.kind
+        world_size, exchanges = request.cluster.world_size, request.exchanges
+        return cls(placements, world_size, request.workload, optimizers, kind, exchanges, request.cache_ratio)
 
     def place(self, placement: Placement) -> None:
         """Places one table anew, with all others where they are; it is told by its name."""

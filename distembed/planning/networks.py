@@ -1,9 +1,10 @@
 """Estimates the memory and the computation of a model's networks on a rank, by a step on fake tensors.
 
 Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU. Only integers are known
-(:mod:`distembed.planning.known_integers`): networks over sequences look at lengths.
+(:mod:`distembed.planning.fake_batches`): networks over sequences look at lengths.
 """
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.base.errors import InsufficientMemory
+from distembed.base.errors import InsufficientMemory, UserError, one_line
 from distembed.base.machine import host_memory_bytes
 from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingConfig
@@ -27,8 +30,7 @@ from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning.known_integers import MOST_KNOWN, KnownIntegers, tensors
-from distembed.planning.typical_batch import batch_of_shapes, typical_batch
+from distembed.planning.fake_batches import MOST_KNOWN, KnownIntegers, batch_of_shapes, leaves, tensors, typical_batch
 from distembed.tasks import Task
 
 _IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[-1]}
@@ -319,3 +321,113 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
             f"{f' in {num_copies} processes' if num_copies > 1 else ''}; this machine has "
             f"{format_bytes(host_memory_bytes())}. Lower the sizes of layers under model, or embedding_dim."
         )
+
+
+_FLOAT_BYTES = 4
+
+
+class OnDevice(TorchFunctionMode):
+    """Makes every tensor of the block one of a device, whatever device is asked for, which need not be there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (Tensor.cuda, Tensor.cpu):
+            return args[0].to(self._device)
+        if kwargs.get("device") is not None or func in _device_constructors():
+            kwargs["device"] = self._device
+        if func is Tensor.to:
+            args = [self._device if isinstance(each, torch.device | str) else each for each in args]
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """What a model is called with, for one rank's rows."""
+
+    value: Any  # a tuple of the positional arguments, a mapping of the named ones, or the only argument
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        for ids in self._ids():
+            if ids.stride() != self.num_rows:
+                raise UserError(f"the example batch of {self.num_rows:,} rows has {ids.stride():,} rows of ids.")
+
+    def ids_per_row(self) -> dict[str, float]:
+        """Returns the mean number of ids of a row, by feature."""
+        return {feature: float(lengths.float().mean()) for feature, lengths in self._lengths()}
+
+    def multi_hot(self) -> frozenset[str]:
+        """Returns the features of which a row has several ids."""
+        return frozenset(feature for feature, lengths in self._lengths() if int(lengths.max()) > 1)
+
+    def dense_numbers_per_row(self) -> int:
+        """Returns how many float32 numbers a row has beside its ids, labels included."""
+        num_bytes = sum(leaf.nbytes for leaf in leaves(self.value) if isinstance(leaf, Tensor))
+        return num_bytes // (_FLOAT_BYTES * self.num_rows)
+
+    def _lengths(self) -> list[tuple[str, Tensor]]:
+        return [(feature, own.lengths()) for ids in self._ids() for feature, own in ids.to_dict().items()]
+
+    def _ids(self) -> list[KeyedJaggedTensor]:
+        return [leaf for leaf in leaves(self.value) if isinstance(leaf, KeyedJaggedTensor)]
+
+
+def estimate_own_networks(
+    model: nn.Module, batch: ExampleBatch | None, optimizer: str, bf16: bool, averages: bool
+) -> tuple[NetworkEstimate, str]:
+    """Counts the networks of a model: all of it but its collections; the model stays as it is.
+
+    The model is not sharded, and on the meta device; where ranks average gradients, these are in buckets. The estimate
+    comes with why its step is not known; empty where it is.
+    """
+    if "" in embedding_modules(model):  # the model is a collection itself
+        return NetworkEstimate(), ""
+    mode = KnownIntegers()
+    value = None if batch is None else mode.fake(batch.value)
+    try:
+        networks = _copy(model, mode)
+    except Exception as error:  # whatever someone's own module raises, such as one without its weights' sizes
+        return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
+    with mode.active(), OnDevice("cpu"):
+        if batch is None:
+            return count_networks(networks, optimizer), "there is no --example to count them by"
+        step = FakeStep(lambda: _run(networks, value, bf16), tensors(value), batch.num_rows)
+        try:
+            return measure_step(networks, step, optimizer, averages), ""
+        except Exception as error:  # whatever someone's own model raises
+            unknown = f"a step on the example batch fails: {one_line(error)}"
+            return count_networks(networks, optimizer), unknown
+
+
+def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
+    """Returns a model with fake tensors of the same shapes, and with stand-ins in the place of its collections."""
+    fakes: dict[int, Any] = {}  # by the tensors' ids: a copy takes what is there for the tensor's copy
+    with mode.active():
+        for part in model.modules():
+            for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+                if isinstance(tensor, Tensor) and id(tensor) not in fakes:
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+    networks = copy.deepcopy(model, fakes)
+    with mode.active():
+        replace_collections(networks)
+    return networks
+
+
+def _run(model: nn.Module, value: Any, bf16: bool) -> int:
+    """Runs the forward and backward passes of a batch, which is as :class:`ExampleBatch` says."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            outputs = model(*value)
+        else:
+            outputs = model(**value) if isinstance(value, dict) else model(value)
+    trained = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+    if not trained:
+        raise ValueError("no output depends on a weight")
+    torch.autograd.backward(trained, [torch.ones_like(tensor) for tensor in trained])
+    return 0

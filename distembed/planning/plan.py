@@ -12,13 +12,10 @@ from distembed.base.errors import InsufficientMemory, UserError
 from distembed.base.machine import host_memory_bytes
 from distembed.base.ranks import Collectives, Ranks
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
-from distembed.planning.devices import device_here, find_device
-from distembed.planning.estimated_plan import EstimatedPlan
-from distembed.planning.request import PlanRequest
-from distembed.planning.search import Search
-from distembed.planning.workload import Workload
+from distembed.planning.devices import Cluster, device_here, find_device
+from distembed.planning.request import PlanRequest, Workload
+from distembed.planning.search import EstimatedPlan, Search
 
 
 def make_plan(

@@ -1,11 +1,13 @@
-"""What a plan is made from: the model, its sharders, the cluster, a step's workload, and what the config allows."""
+"""A plan request: the model, its sharders, the cluster, the workload of a step, and what the config allows."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -16,14 +18,75 @@ from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
-from distembed.planning.buffers import Step
-from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
+from distembed.planning.devices import Cluster
 from distembed.planning.fastest.problem import Floats
+from distembed.planning.networks import NetworkEstimate
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
-from distembed.planning.workload import Workload
 from distembed.sharding.exchange import exchange_of
-from distembed.sharding.placement import Placement
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step."""
+
+    batch_size: int  # rows on all ranks, B
+    # mean number of ids of a row, by feature; 1 for features that are not named
+    ids_per_row: Mapping[str, float] = field(default_factory=dict)
+    # features of which a row may have several ids; any of more than one on average is one
+    multi_hot: Set[str] = frozenset()
+    # number of 4-byte values of a row beside its ids and label: dense features, and numbers in lists with their
+    # lengths, on average
+    num_dense: int = 0
+    # memory and operations of the networks for a rank's share of B; None where nothing is known of them
+    network: NetworkEstimate | None = None
+    bf16: bool = False  # whether the networks compute in bf16
+    weighted: Set[str] = frozenset()  # features whose ids have weights, which are sent with them
+    # bytes of the knowledge graphs by which ids are replaced, on every rank, by table
+    graph_bytes: Mapping[str, int] = field(default_factory=dict)
+    # number of threads that a rank computes in on a CPU; as many as this process does unless given
+    num_threads: int = field(default_factory=torch.get_num_threads)
+
+    def has_bags(self, feature: str) -> bool:
+        """Returns whether a row may have several ids of a feature."""
+        return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
+
+    def weight_bytes(self, features: Iterable[str]) -> int:
+        """Returns the bytes of the weight that each id of some features has; 0 where ids have none."""
+        return 4 if not self.weighted.isdisjoint(features) else 0
+
+    def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
+        """Returns the bytes of a rank beside tables and their exchange, by item, at the networks' fullest moment.
+
+        On one rank gradients are counted among the activations, as they come.
+        """
+        network = self.network or NetworkEstimate()
+        return {
+            "sse_graphs": sum(self.graph_bytes.values()),
+            "network_weights": network.parameters + network.buffers,
+            "network_optimizer_state": network.optimizer_state,
+            "gradients": network.gradients if world_size > 1 else 0,
+            "activations": network.peak,
+        }
+
+    def on_machines_like_this(self, ranks_per_node: int) -> "Workload":
+        """Returns the step where as many ranks divide the threads of a machine, of which this process has all."""
+        return replace(self, num_threads=max(1, torch.get_num_threads() // ranks_per_node))
+
+    def rows_of_rank(self, world_size: int) -> int:
+        """Returns b, the most rows of a step on one rank."""
+        return math.ceil(self.batch_size / world_size)
+
+
+def pipeline_depth(device_kind: str, world_size: int) -> int:
+    """Returns the number of batches on a device: 3 of TorchRec's ``TrainPipelineSparseDist``, 2 of its base."""
+    return 3 if overlaps(device_kind, world_size) else 2
+
+
+def overlaps(device_kind: str, world_size: int) -> bool:
+    """Returns whether sending ids is worth overlapping with the step before."""
+    return world_size > 1 or device_kind == "cuda"
+
 
 _UNKNOWN_NETWORKS = 0.1
 """Share of a device's memory left to networks and activations of which nothing is known."""
@@ -113,19 +176,6 @@ class PlanRequest:
     def host_bytes(self) -> Floats:
         """Bytes of the machines' memory beside CUDA devices that a plan may fill, by rank."""
         return np.array(self.cluster.host_bytes_by_rank, np.float64)
-
-    def step(self, placements: Sequence[Placement]) -> Step:
-        """Returns a step where tables are placed so."""
-        cluster = self.cluster
-        return Step(
-            placements,
-            cluster.world_size,
-            self.workload,
-            self.table_optimizers,
-            cluster.device.kind,
-            self.exchanges,
-            self.cache_ratio,
-        )
 
     @property
     def cache_ratio(self) -> float:

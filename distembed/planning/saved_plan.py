@@ -5,8 +5,11 @@ them. :func:`read_saved_plan` refuses a file that has not the form of a plan, an
 :mod:`distembed.planning.apply_plan` applies what was read.
 """
 
+import dataclasses
 import reprlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +20,92 @@ from distembed.base.errors import UserError
 from distembed.base.files import read_json
 from distembed.base.units import format_ranges
 from distembed.base.validation import validated
-from distembed.planning.plan_inputs import PlanInputs
+from distembed.embedding.exchange import VectorExchange
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
+    from distembed.embedding.config import CompositionalEmbeddingConfig
+
 _REMEDY = "give a file of `distembed plan --output` for a config that fits, or a run's plan.json"
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
+_AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class TablePlanInputs:
+    """An embedding table among the inputs of a plan."""
+
+    scheme: str  # name of the partition
+    rows: list[_AtLeastOne]  # number of rows of each partition
+    dims: list[_AtLeastOne]  # how many numbers make a row of each partition
+    composition: str
+    embedding_dim: _AtLeastOne
+    data_type: str  # type of the vectors, by TorchRec's name
+    pooling: str | None  # how the vectors of a bag are pooled; None for a table of sequences
+    feature_names: list[str]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class PlanInputs:
+    """The inputs of a plan."""
+
+    world_size: _AtLeastOne
+    local_world_size: _AtLeastOne  # number of ranks on a machine
+    device_kind: str  # type of the ranks' devices, `cuda` or `cpu`
+    batch_size: _AtLeastOne  # rows of a step on all ranks
+    # the config's section `model` in plain values; of a model of one's own, the `function` that makes it
+    model: dict[str, Any]
+    sparse_optimizer: str  # name of the optimizer of the tables
+    dense_optimizer: str  # name of the optimizer of the networks
+    tables: dict[str, TablePlanInputs]  # by name
+    # precisions in which vectors and gradients are sent, as VectorExchange.as_json() has them
+    exchange: dict[str, str] = field(default_factory=lambda: VectorExchange().as_json())
+
+    @property
+    def command(self) -> str:
+        """The command that plans for such inputs, without what it says of ranks and files."""
+        if "function" not in self.model:
+            return "distembed plan CONFIG"
+        return f"distembed plan --model {self.model['function']} --batch-size {self.batch_size}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the inputs in plain values."""
+        return dataclasses.asdict(self)
+
+    def differences(self, now: "PlanInputs") -> list[str]:
+        """Returns a line for each value that differs now, with both values; tables that differ alike share a line."""
+        own, others = self.as_json(), now.as_json()
+        tables, tables_now = own.pop("tables"), others.pop("tables")
+        lines = [f"{path}: {values}" for path, values in _changed(own, others)]
+        lines += [f"table {name!r} is in the plan and not in the model" for name in tables if name not in tables_now]
+        lines += [f"table {name!r} is in the model and not in the plan" for name in tables_now if name not in tables]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name in tables:
+            for change in _changed(tables[name], tables_now.get(name, tables[name])):
+                alike.setdefault(change, []).append(name)
+        return lines + [
+            f"{path} of table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}: {values}"
+            for (path, values), names in alike.items()
+        ]
+
+
+def table_plan_inputs(tables: "Sequence[CompositionalEmbeddingConfig]") -> dict[str, TablePlanInputs]:
+    """Returns the inputs of tables, by their names."""
+    return {
+        table.name: TablePlanInputs(
+            scheme=table.scheme.name,
+            rows=[part.num_rows for part in table.partition_tables()],
+            dims=[part.dim for part in table.partition_tables()],
+            composition=table.combine.name,
+            embedding_dim=table.embedding_dim,
+            data_type=table.data_type,
+            pooling=getattr(table, "pooling", None),
+            feature_names=list(table.feature_names),
+        )
+        for table in tables
+    }
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -110,3 +191,14 @@ def read_saved_plan(path: Path) -> SavedPlan:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
     own = {key: values[key] for key in ("made_for", "plan") if key in values}
     return validated(TypeAdapter(SavedPlan), SavedPlan, own, f"the plan of {path}; {_REMEDY}")
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the dotted path of each value that differs, and a text with both values."""
+    for key in before | now:
+        own, other = before.get(key), now.get(key)
+        if isinstance(own, dict) and isinstance(other, dict):
+            yield from _changed(own, other, f"{prefix}{key}.")
+        elif own != other or (key in before) != (key in now):
+            texts = [repr(values[key]) if key in values else "nothing" for values in (before, now)]
+            yield f"{prefix}{key}", f"{texts[0]} in the plan, {texts[1]} now"

@@ -1,83 +1,203 @@
-"""The search for a plan: the fastest of those that fit.
+"""Finds a plan for the memory that a cluster has and a training step takes: the fastest of those that fit.
 
 The tables become a problem in numbers (:mod:`distembed.planning.table_problem`), which is solved by the estimate of
 time (:mod:`distembed.planning.fastest`). Bytes of shards add up there, while a step's fullest moment is no sum: each
 solution is counted as it will be reported (:mod:`distembed.planning.buffers`), and where a rank has too much the search
-goes on with as much less capacity.
+continues with as much less capacity.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.base.errors import InsufficientMemory
+from distembed.base.errors import InsufficientMemory, UserError
+from distembed.base.machine import host_memory_bytes
+from distembed.base.ranks import Collectives, Ranks
 from distembed.base.units import format_ranges
-from distembed.planning.costs import PlacementCosts
-from distembed.planning.estimated_plan import CountedMemory, EstimatedPlan, plan_placements
-from distembed.planning.fastest.loads import Aim
+from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.optim.declared import TableOptimizers
+from distembed.planning.buffers import Step
+from distembed.planning.config import PlanConfig
+from distembed.planning.costs import PlacementCosts, step_times
+from distembed.planning.devices import Cluster, device_here, find_device
+from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.fastest.solver import Solution, Solver
-from distembed.planning.other_placements import explain
-from distembed.planning.planned_rank import PlannedRank
-from distembed.planning.request import PlanRequest
+from distembed.planning.other_placements import Alternative, explain
+from distembed.planning.request import PlanRequest, Workload
+from distembed.planning.storage import PlannedRank
 from distembed.planning.table_problem import TableProblem
-from distembed.planning.times import step_times
-from distembed.sharding.placement import Placement
+from distembed.sharding.placement import Placement, place_table, place_tables
 
 _TRIES = 6
-"""Capacities that are tried where solutions have too much by the count of a whole step."""
+"""Capacities that are tried where solutions have too many bytes by the count of a whole step."""
 
 
-class Search:
+@dataclass(frozen=True)
+class EstimatedPlan:
+    """The fastest plan that was found to fit; where none was, one with few bytes on the fullest rank."""
+
+    plan: ShardingPlan
+    placements: Sequence[Placement]  # of all tables, TorchRec's own as the full tables that they are
+    ranks: Sequence[PlannedRank]
+    why: Mapping[str, str]  # the reason of each table's place
+    alternatives: Mapping[str, Sequence[Alternative]]  # the best other places of each table, the best first
+    lower_bound_ms: float  # of the slowest rank's step; no plan that fits goes below it
+    is_complete: bool  # whether the search ended by itself; else it was stopped after its last allowed try
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return all(rank.fits for rank in self.ranks)
+
+
+def make_plan(
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    ranks: Ranks,
+    workload: Workload | Callable[[], Workload],
+    config: PlanConfig | None = None,
+    optimizers: TableOptimizers | None = None,
+) -> ShardingPlan:
+    """Plans on rank 0 and returns the same plan, or raises the same error, on every rank; all ranks call it.
+
+    Args:
+        model: Module that holds the collections, on the meta device.
+        sharders: TorchRec's sharders of the collections to place.
+        ranks: This rank among those that are planned for.
+        workload: Rows, ids and networks of a training step, or a function that returns them, called on rank 0 alone.
+        config: Ways in which tables may be placed; the default config's unless given.
+        optimizers: Optimizers of the compositional tables; those that the tables declare unless given.
+
+    Raises:
+        InsufficientMemory: The tables, or the step that trains them, do not fit.
+        UserError: The config names a table that does not exist or allows no way for one that does, two tables have one
+            name, or the config's device cannot be found.
+    """
+
+    def plan_here() -> ShardingPlan:
+        own_config = config or PlanConfig()
+        cluster = cluster_here(ranks, own_config.device)
+        step = workload if isinstance(workload, Workload) else workload()
+        return require_fit(find_plan(PlanRequest(model, sharders, cluster, step, own_config, optimizers)))
+
+    return Collectives().on_first(plan_here)
+
+
+def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
+    """Returns the cluster that this process is part of, as if all its machines were like this one.
+
+    Ranks compute like the named device, or like the most similar one of the catalogue, with their own memory.
+    """
+    host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
+    # TorchRec knows machines with equally many ranks alone
+    ranks_per_node = ranks.local_world_size if ranks.world_size % ranks.local_world_size == 0 else 1
+    own_memory = memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node)
+    device = device_here(ranks.device, own_memory)
+    if device_name is not None:
+        named = find_device(device_name, "plan.device")
+        if named.kind != device.kind:
+            raise UserError(
+                f"plan.device is {device_name!r}, which is a {named.kind} device, and the ranks are on {device.kind}; "
+                "name one of their kind, or leave it out."
+            )
+        device = dataclasses.replace(named, memory_bytes=own_memory)
+    return Cluster(device, ranks.world_size // ranks_per_node, ranks_per_node, host)
+
+
+def find_plan(request: PlanRequest) -> EstimatedPlan:
+    """Plans for any cluster, without its devices and without other ranks.
+
+    Where no plan that fits is found, one with few bytes on the fullest rank is returned, which does not fit.
+
+    Raises:
+        InsufficientMemory: The tables do not fit, or a rank has no room beside them.
+        UserError: The config names a table that does not exist, or allows no way for one that does.
+    """
+    return _Search(request).best()
+
+
+def require_room(request: PlanRequest) -> None:
+    """Raises the errors of :func:`find_plan` where weights and states alone do not fit, without a search."""
+    _Search(request).require_room()
+
+
+def require_fit(estimated: EstimatedPlan) -> ShardingPlan:
+    """Returns the plan; raises an ``InsufficientMemory`` where tables have room and their step has not."""
+    if estimated.fits:
+        return estimated.plan
+    fullest = max(estimated.ranks, key=lambda rank: rank.total_bytes)
+    by_size = sorted(fullest.memory.items(), key=lambda item: -item[1])
+    items = ", ".join([f"{name} {num_bytes:,}" for name, num_bytes in by_size if name != "allocator"][:3])
+    excess, host_excess = map(max, zip(*(rank.excess_bytes for rank in estimated.ranks), strict=True))
+    lacking = [f"{excess:,} bytes of memory"] * (excess > 0)
+    lacking += [f"{host_excess:,} bytes of host memory"] * (host_excess > 0)
+    raise InsufficientMemory(
+        f"A step does not fit: rank {fullest.rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Take "
+        "fewer rows a step (train.batch_size of a config), compress tables further (embedding.default.collisions), "
+        "use more ranks, or keep less free with plan.reserve; `distembed plan` shows each rank."
+    )
+
+
+def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
+    """Returns where the parameters of all tables of a model go, collection after collection."""
+    return [
+        placement
+        for path, module in embedding_modules(model).items()
+        if path in plan.plan
+        for placement in place_tables(table_configs(module), plan.plan[path], world_size, collection=path)
+    ]
+
+
+class _Search:
     """Looks for a plan; raises an ``InsufficientMemory`` where a step has no room even without tables."""
 
     def __init__(self, request: PlanRequest) -> None:
-        beside, capacity = (
-            request.workload.bytes_beside_tables(request.cluster.world_size),
-            min(request.plannable_bytes),
-        )
+        self._request, world_size = request, request.cluster.world_size
+        beside, capacity = request.workload.bytes_beside_tables(world_size), min(request.plannable_bytes)
         if sum(beside.values()) > capacity:
             items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
             raise InsufficientMemory(
                 f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
                 f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
             )
-        self._request = request
         self._costs = PlacementCosts(request)
         self._tables = TableProblem(request, self._costs)
-        self._memory = CountedMemory(request, self._tables)
+        self._counted = CountedMemory(request, self._tables)
+        self._capacity = self._counted.capacity
         tolerance = request.config.time_tolerance
-        self._solver = Solver(self._tables.problem, request.host_bytes, self._memory.capacity, tolerance)
+        self._solver = Solver(self._tables.problem, request.host_bytes, self._capacity, tolerance)
         self._excess = np.inf  # bytes that the fullest rank of the next solution lacks
         self._least_excess: Solution  # of all that were counted
 
     def best(self) -> EstimatedPlan:
-        """Returns the plan to take."""
         self.require_room()
-        solution = self._fitting()
-        fits = solution is not None
-        if solution is None:
-            solution = self._least_excess
-        request, assignment = self._request, solution.assignment
-        plan, aim = self._tables.plan(assignment), Aim(self._memory.capacity, request.host_bytes)
+        found, request = self._fitting(), self._request
+        solution = self._least_excess if found is None else found
+        plan, aim = self._tables.plan(solution.assignment), Aim(self._capacity, request.host_bytes)
         placements = plan_placements(request.model, plan, request.cluster.world_size)
-        why, alternatives = explain(request, self._tables, assignment, aim)
+        why, alternatives = explain(request, self._tables, solution.assignment, aim)
         return EstimatedPlan(
             plan=plan,
             placements=placements,
-            ranks=self._ranks(placements, self._memory.ranks(assignment)),
+            ranks=self._timed_ranks(placements, self._counted.ranks(solution.assignment)),
             why=why,
             alternatives=alternatives,
             lower_bound_ms=solution.lower_bound_ms,
-            is_complete=fits and solution.is_complete,
+            is_complete=found is not None and found.is_complete,
         )
 
     def require_room(self) -> None:
         """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed."""
-        request, problem = self._request, self._tables.problem
-        world_size, capacity = problem.world_size, np.maximum(self._memory.capacity, 0)
-        needed: dict[tuple[int, ...], float] = {}
+        problem, capacity = self._tables.problem, np.maximum(self._capacity, 0)
+        world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
         for unit, number in enumerate(problem.class_of):
             possible = [own.stored_bytes(world_size, problem.ranks_per_node) for own in problem.classes[number]]
             needed_by_one, ranks = min(largest for _, largest in possible), tuple(problem.ranks_of_class[number])
@@ -92,7 +212,7 @@ class Search:
                     f"optimizer, and {pinned} has {most:,.0f} bytes for tables.\n{_remedy(ranks)}"
                 )
         for ranks in (*filter(None, needed), ()):
-            # what is pinned to some of these ranks has no other place
+            # tables pinned to a subset of these ranks have no other place
             least = sum(own for at, own in needed.items() if not ranks or (at and set(at) <= set(ranks)))
             left = capacity[list(ranks or range(world_size))]
             if least > left.sum():
@@ -101,16 +221,16 @@ class Search:
                 raise InsufficientMemory(
                     f"The embedding tables{pinned} do not fit in the memory of {len(left)} rank(s): with their "
                     f"optimizer they take {least:,.0f} bytes, and {each} are left for them of "
-                    f"{request.cluster.rank_bytes:,} a rank.\n{_remedy(ranks)}"
+                    f"{self._request.cluster.rank_bytes:,} a rank.\n{_remedy(ranks)}"
                 )
 
     def _fitting(self) -> Solution | None:
         """Returns the fastest solution that was found to fit, or None."""
-        first, capacity, fitting = self._solver.fastest(self._memory.capacity), self._memory.capacity, None
+        first, capacity, fitting = self._solver.fastest(self._capacity), self._capacity, None
         if self._fits(first.assignment):
             fitting = first
         else:
-            # of two searches with less and less capacity, one starts from the last solution, one afresh
+            # two searches with less and less capacity: one starts from the last solution, the other from nothing
             ends = [
                 self._tightened(first, self._solver.repaired),
                 self._tightened(first, lambda _, less: self._solver.fastest(less)),
@@ -120,16 +240,21 @@ class Search:
                 fitting = self._improved(solution, capacity)
         fastest = self._solver.complete(fitting, self._fits)
         if seconds := self._request.config.polish_seconds:
-            fastest = self._solver.polished(fastest, capacity, seconds, self._memory.excess)
-        return self._emptiest(capacity) if fastest is None else self._emptier(fastest, capacity)
+            fastest = self._solver.polished(fastest, capacity, seconds, self._counted.excess)
+        if fastest is None:
+            return self._emptiest(capacity)
+        # one that is nearly as fast, with fewer bytes on the fullest rank
+        emptier = self._solver.emptier(fastest, capacity)
+        is_emptier = self._counted.excess(emptier.assignment)[0] <= self._counted.excess(fastest.assignment)[0]
+        return emptier if is_emptier else fastest
 
     def _tightened(
         self, solution: Solution, again: Callable[[Solution, Floats], Solution]
     ) -> tuple[Solution, Floats] | None:
         """Returns the first solution that fits with less and less capacity, and its capacity; None if there is none."""
-        capacity = self._memory.capacity
+        capacity = self._capacity
         for _ in range(_TRIES):
-            excess, lower = self._memory.excess(solution.assignment)
+            excess, lower = self._counted.excess(solution.assignment)
             self._keep(solution, excess)
             if excess <= 0:
                 return solution, capacity
@@ -143,7 +268,7 @@ class Search:
         """Returns the solution that a fitting one in tight memory is improved to, if that fits too; else itself."""
         for _ in range(_TRIES):
             faster = self._solver.improved(solution.assignment, capacity)
-            excess, lower = self._memory.excess(faster.assignment)
+            excess, lower = self._counted.excess(faster.assignment)
             if excess <= 0:
                 return min(solution, faster, key=lambda own: own.milliseconds)
             if (lower <= 0).all():
@@ -151,16 +276,10 @@ class Search:
             capacity = np.minimum(lower, capacity)
         return solution
 
-    def _emptier(self, fastest: Solution, capacity: Floats) -> Solution:
-        """Returns a solution that is nearly as fast, with fewer bytes on the fullest rank, where one is found."""
-        emptier = self._solver.emptier(fastest, capacity)
-        is_emptier = self._memory.excess(emptier.assignment)[0] <= self._memory.excess(fastest.assignment)[0]
-        return emptier if is_emptier else fastest
-
     def _emptiest(self, capacity: Floats) -> Solution | None:
         """Returns a solution with few bytes on the fullest rank, as fast as it gets from there, if it fits."""
         solution = self._solver.emptiest(capacity)
-        excess, _ = self._memory.excess(solution.assignment)
+        excess, _ = self._counted.excess(solution.assignment)
         self._keep(solution, excess)
         return self._improved(solution, capacity) if excess <= 0 else None
 
@@ -169,9 +288,9 @@ class Search:
             self._excess, self._least_excess = excess, solution
 
     def _fits(self, assignment: Assignment) -> bool:
-        return self._memory.excess(assignment)[0] <= 0
+        return self._counted.excess(assignment)[0] <= 0
 
-    def _ranks(self, placements: Sequence[Placement], counted: Sequence[PlannedRank]) -> list[PlannedRank]:
+    def _timed_ranks(self, placements: Sequence[Placement], counted: Sequence[PlannedRank]) -> list[PlannedRank]:
         """Returns ranks whose memory was counted with their times, the allocator's share and their capacity."""
         request, cluster = self._request, self._request.cluster
         times = step_times(placements, self._costs, cluster)
@@ -186,6 +305,50 @@ class Search:
             )
             for rank, own in enumerate(counted)
         ]
+
+
+class CountedMemory:
+    """Counts the memory of assignments; after the first, of the tables alone that are placed anew."""
+
+    def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
+        self._request, self._tables, self._world_size = request, tables, request.cluster.world_size
+        self._counted: Step | None = None
+        self._assignment = Assignment.empty(tables.problem.num_tables)
+        beside = request.workload.bytes_beside_tables(self._world_size)
+        resting = ("sse_graphs", "network_weights", "network_optimizer_state")
+        # bytes by rank that are left for tables, beside the bytes that stay on a rank under any plan
+        self.capacity: Floats = request.plannable_bytes - sum(beside[name] for name in resting)
+
+    def ranks(self, assignment: Assignment) -> list[PlannedRank]:
+        """Returns the memory of every rank."""
+        before, self._assignment = self._assignment, assignment.copy()
+        placements = [
+            place_table(planned.table, self._tables.sharding(assignment, table), self._world_size, planned.collection)
+            for table, (planned, unit) in enumerate(zip(self._tables.tables, self._tables.unit_of, strict=True))
+            if before.option[unit] != assignment.option[unit]
+            or not np.array_equal(before.places[unit], assignment.places[unit])
+        ]
+        if self._counted is None:
+            self._counted = Step.of(self._request, placements)
+        else:
+            for placement in placements:
+                self._counted.place(placement)
+        return self._counted.ranks()
+
+    def excess(self, assignment: Assignment) -> tuple[float, Floats]:
+        """Returns the bytes that the fullest rank lacks, and the capacities at which it would not, by rank.
+
+        Bytes, on the device or in host memory, are negative where there is room. The capacities are for the sums of
+        shards' bytes that a search adds up, infinite where there is room.
+        """
+        request, ranks = self._request, self.ranks(assignment)
+        totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)
+        host = max(np.array([rank.storage.host for rank in ranks]) - request.host_bytes)
+        added = Loads(self._tables.problem, assignment.copy()).num_bytes
+        excess = totals - request.plannable_bytes
+        over = excess > 0
+        capacity = request.plannable_bytes - ((totals - added)[over].max() if over.any() else -np.inf)
+        return max(float(excess.max()), float(host)), capacity
 
 
 def _remedy(ranks: Sequence[int]) -> str:

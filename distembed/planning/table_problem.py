@@ -20,13 +20,13 @@ from torchrec.distributed.types import (
 )
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.planning.cluster import Cluster
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost
+from distembed.planning.devices import Cluster
 from distembed.planning.fastest.problem import Assignment, Block, Option, Problem
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest
-from distembed.planning.transfers import Phase, Transfer
+from distembed.planning.times import Phase, Transfer
 from distembed.sharding.table_slice import unit_size
 
 

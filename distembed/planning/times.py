@@ -1,76 +1,276 @@
-"""How long a step takes on each rank: an estimate, the sum of what the placements of all tables cost.
+"""How long one table keeps a rank busy in a step: sending it takes, and looking it up.
 
-What a placement costs is said in :mod:`distembed.planning.costs`, and where the numbers of a device come from in
-:mod:`distembed.planning.devices`.
+**Sending.** Bytes within a node and between nodes have bandwidths of their own, and their times are added. B is the
+rows of a step on all ranks, b on one; W ranks lie on N nodes of L::
+
+    by columns      each rank sends its ids to the owner of the columns, who sends their vectors back
+    row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
+    two levels      each rank sends its ids to the L ranks of a node that have their rows; these add their sums of all
+                    B rows up among them, B / L for each, and send them to the other nodes
+    data_parallel   nothing but gradients of the weights, which are averaged
+
+A GPU sends while it receives: a phase takes the longer of the two. A CPU's ranks copy all messages with their own
+cores: a phase takes half of both, for the bandwidth is that of a rank that sends as much as it receives.
+
+Gradients go the way back. An average adds the gradients of P bytes up within nodes, then between them, each rank
+``2 P (L - 1) / L`` and ``2 P (N - 1) / (N L)``, which is what a ring sends.
+
+**Looking up** is bytes over bandwidths. Of each partition a lookup reads n rows of d numbers and writes m sums. The
+backward pass reads n gradients, sorts the n rows, and reads and writes each distinct row with its optimizer states.
+Replicated weights are looked up by torch, whose gradients and updates cover all rows. GPUs read rows of fewer than 128
+numbers more slowly, as TorchRec's planner has it. :mod:`distembed.sharding.groups` says how many bytes composing moves.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from distembed.planning.cluster import Cluster
-from distembed.planning.costs import PlacementCosts, ShardCost, layout
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY
+from torchrec.distributed.types import ShardingType
+
+from distembed.embedding.config import PartitionTable
+from distembed.embedding.exchange import VectorExchange
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
+from distembed.planning.devices import Cluster, Device
 from distembed.planning.lookups import ExchangeKey
-from distembed.planning.planned_rank import StepTime
-from distembed.planning.transfers import Phase
-from distembed.sharding.placement import Placement
-from distembed.sharding.table_slice import width
+from distembed.planning.storage import CACHED
+from distembed.sharding.groups import TableLoad, group_type
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
+from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
+
+_MS = 1e3
+_LENGTH_BYTES = 4
+
+Phase = tuple[ExchangeKey, str]
+"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``; sums and vectors with their gradients. On
+CPUs the ranks that are not the owner have parts of their own, ``ids of others`` and ``vectors of others``."""
 
 
-def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
-    """Returns the times of every rank for placements of all tables, TorchRec's own as the full tables that they are."""
-    common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
-    all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
-    exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
-    for placed in placements:
-        own_layout, rank_of_shard = layout(placed.unit, width(placed.table))
-        cost = costs.cost(placed.table, own_layout, placed.collection)
-        all_reduce_ms += cost.all_reduce_ms
-        if cost.exchange is not None:
-            exchanges[cost.exchange] = None
-        common.add(cost.everywhere)
-        for rank, shard in zip(rank_of_shard, cost.shards, strict=True):
-            ranks[rank].add(shard)
-            for phase, transfer in shard.transfers.items():
-                others[phase] += transfer.other_ms
-    exchange_starts_ms = sum(costs.exchange_start_ms(exchange) for exchange in exchanges)
-    times = []
-    for own in ranks:
-        starts_ms = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
-        exchange_ms = 0.0
-        for phase in others | common.owner_ms:
-            own_ms = own.owner_ms[phase] + common.owner_ms[phase]
-            exchange_ms += max(own_ms, others[phase] - own.other_ms[phase])
-        starts_ms = starts_ms + exchange_starts_ms + costs.all_reduce_start_ms
-        lookup_ms = own.lookup_ms + common.lookup_ms
-        times.append(StepTime(lookup_ms, exchange_ms, costs.networks_ms, all_reduce_ms, starts_ms))
-    return _sharing_cores(times, cluster)
+class Transfer(NamedTuple):
+    """What a shard has communicated in one phase.
+
+    A rank's phase takes the longer of what it does for its own shards and what it does for those of others::
+
+        max(sum of own shards' owner_ms, sum of all shards' other_ms - sum of own shards' other_ms)
+    """
+
+    owner_ms: float  # milliseconds of the rank that has the shard, to or from all others
+    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner, as if that were any of the others
 
 
-class _Shards:
-    """Costs of some shards: their lookups, their groups, and what is communicated by phase."""
+@dataclass(frozen=True)
+class TableTraffic:
+    """What a rank's batch has of one table."""
 
-    def __init__(self) -> None:
-        self.lookup_ms = 0.0
-        self.groups: dict[Hashable, None] = {}
-        self.owner_ms = defaultdict[Phase, float](float)
-        self.other_ms = defaultdict[Phase, float](float)
+    num_ids: float
+    num_bags: int
+    itemsize: int  # bytes of an id
+    is_pooled: bool  # whether ids of a bag have one vector together; else, in sequences, each has its own
+    exchange: VectorExchange  # in which numbers vectors and gradients are sent
 
-    def add(self, shard: ShardCost) -> None:
-        self.lookup_ms += shard.lookup_ms
-        self.groups[shard.group] = None
-        for phase, transfer in shard.transfers.items():
-            self.owner_ms[phase] += transfer.owner_ms
-            self.other_ms[phase] += transfer.other_ms
+    def id_bytes(self, num_ranks: int) -> float:
+        """Returns the bytes that go to one of several ranks which share the ids, each told how many a bag has."""
+        return self.num_ids * self.itemsize / num_ranks + self.num_bags * _LENGTH_BYTES
+
+    def vector_bytes(self, num_columns: int) -> float:
+        """Returns the bytes in which the batch's composed vectors and their gradients are sent."""
+        numbers = self.num_vectors * num_columns
+        return self.exchange.vector_bytes(numbers) + self.exchange.gradient_bytes(numbers)
+
+    @property
+    def num_vectors(self) -> float:
+        """Number of composed vectors of the batch."""
+        return self.num_bags if self.is_pooled else self.num_ids
+
+    def rounding_bytes(self, num_columns: int) -> float:
+        """Returns the bytes that codecs read and write for the batch's vectors and gradients, on one side of the way.
+
+        What lookups round is not sent through codecs.
+        """
+        if not self.exchange.comms.is_used:
+            return 0.0
+        return 2 * self.num_vectors * num_columns * FLOAT_BYTES + self.vector_bytes(num_columns)
 
 
-def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime]:
-    """Adds the time in which ranks wait for their node's cores: a node takes no less than its cores take for all."""
-    shared: list[StepTime] = []
-    size = cluster.ranks_per_node
-    for first in range(0, len(times), size):
-        node = times[first : first + size]
-        least = sum(time.total for time in node) / cluster.ranks_at_once
-        waits = cluster.ranks_at_once < size and least > max(time.total for time in node)
-        shared += [replace(time, waiting=least - time.total) for time in node] if waits else node
-    return shared
+class Traffic:
+    """Times of what is sent on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
+        self._nodes, self._ranks_per_node, self._world_size = cluster.nodes, ranks_per_node, world_size
+        self._local, self._node = _MS / device.local_bandwidth, _MS / device.node_bandwidth
+        self._reduced = _MS / device.reduce_bandwidth
+        self._sends_while_receiving = device.kind != "cpu"
+        # milliseconds of a byte to each of the other ranks, and of a byte to any of them
+        self._to_all = (ranks_per_node - 1) * self._local + (world_size - ranks_per_node) * self._node
+        self._to_any = self._to_all / max(1, world_size - 1)
+
+    def all_reduce_ms(self, num_bytes: float) -> float:
+        """Returns the milliseconds in which all ranks average some bytes."""
+        within = (self._ranks_per_node - 1) / self._ranks_per_node * self._local
+        between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
+        return 2 * num_bytes * (within + between)
+
+    def transfers(
+        self, table: TableTraffic, exchange: ExchangeKey, num_columns: int, num_with_rows: int
+    ) -> Mapping[Phase, Transfer]:
+        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows.
+
+        Of the ranks that the rows are divided over, so many have any, and get the ids of all others.
+        """
+        sharding_type, share = exchange[1], self._ranks_per_node
+        if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
+            return {}
+        ids, vectors = (exchange, "ids"), (exchange, "vectors")
+        vector_bytes = table.vector_bytes(num_columns)
+        if sharding_type == ShardingType.ROW_WISE.value:
+            vector_bytes /= 1 if table.is_pooled else self._world_size
+            id_bytes = table.id_bytes(num_with_rows)
+            # sums are scattered, and their gradients gathered
+            added = (self._world_size - 1) * self._reduced if table.is_pooled else 0.0
+            return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * (self._to_all + added))}
+        id_bytes = table.id_bytes(num_with_rows)
+        sent_ids = self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any)
+        if sharding_type not in WITHIN_NODES:
+            return sent_ids | self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any)
+        summed = (share - 1) / share * self._world_size * vector_bytes
+        between = vector_bytes * self._node
+        return {
+            **sent_ids,
+            (exchange, "sums"): Transfer(summed * (self._local + self._reduced)),
+            **self._phases(vectors, (self._nodes - 1) * between, between / share),
+        }
+
+    def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> dict[Phase, Transfer]:
+        """Returns the phases of what a shard's owner sends, or receives, and each other rank receives, or sends."""
+        if self._sends_while_receiving:
+            return {phase: Transfer(owner_ms, other_ms)}
+        exchange, part = phase
+        return {phase: Transfer(owner_ms / 2), (exchange, f"{part} of others"): Transfer(0.0, other_ms / 2)}
+
+
+_MS = 1e3
+_SORT_BYTES = 64
+"""Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
+_REPEATED = 0.15
+"""Share of a row's seconds that each lookup of it takes; the row itself takes the seconds once, as it is updated."""
+_ONE_PASS_ROWS = 0.25
+"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass."""
+_DENSE_COPIES = 3
+"""Numbers read or written for each weight that torch trains: its gradient is zeroed, and copied into a bucket."""
+_REPLICATED_LAUNCHES = 11
+"""Further operations of a partition that torch looks up in the place of FBGEMM: stacking, sums and their gradients."""
+_FUNCTION_LAUNCHES = 60
+"""Operations of the functions of one partition of a path."""
+_UPDATE_LAUNCHES = 10
+"""Operations of a replicated weight: adding its gradient to the buffer of all, and torch's row-wise Adagrad."""
+
+
+class _Rows(NamedTuple):
+    """A partition's rows on a rank, and what is looked up of them."""
+
+    num_rows: int  # on the rank
+    dim: int  # numbers of a row
+    row_bytes: int
+    num_ids: float  # how many rows are looked up
+    num_bags: float  # in how many sums
+
+    @property
+    def num_numbers(self) -> int:
+        return self.num_rows * self.dim
+
+    @property
+    def num_distinct(self) -> float:
+        """How many different rows are looked up, were they uniform."""
+        return expected_distinct(self.num_rows, self.num_ids)
+
+
+class LookupTimes:
+    """Times of lookups on one device; with ``bf16`` the functions of paths compute in bf16."""
+
+    def __init__(self, device: Device, optimizers: TableOptimizers, bf16: bool, cache_ratio: float) -> None:
+        self._device, self._optimizers, self._cache_ratio = device, optimizers, cache_ratio
+        self._flops = device.reached_flops(bf16)
+
+    def lookup(self, load: TableLoad, num_shards: int) -> tuple[float, int]:
+        """Returns the milliseconds of a table's lookups on a rank, and how many operations its group starts.
+
+        The milliseconds are those of both passes and of the update, where the rows of the sharded partition are divided
+        over so many ranks. The operations are as many however many tables the group has.
+        """
+        own, table, optimizer = load.slice, load.slice.table, self._optimizers.for_table(load.slice.table).sparse
+        kind = group_type(own, self._device.kind, optimizer)
+        work, started = kind.work(load), kind.launches(load)
+        seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
+        launches = started.group + _FUNCTION_LAUNCHES * len(table.function_tables())
+        for part, lookups in zip(own.partitions, work.lookups, strict=True):
+            kernel = part.kernel
+            num_rows = -(-part.part.num_rows // (num_shards if kernel else 1))
+            rows = _Rows(num_rows, part.num_columns, part.num_columns * table.bytes_per_number, *lookups)
+            launches += started.partition
+            if kernel and kernel != EmbeddingComputeKernel.DENSE.value:
+                seconds += self._fbgemm_seconds(rows, kernel, work.in_one_pass)
+                continue
+            seconds += self._torch_seconds(rows, work.in_one_pass)
+            if kernel:
+                seconds += self._update_seconds(rows.num_numbers, optimizer)
+            elif not work.in_one_pass:
+                launches += _REPLICATED_LAUNCHES
+        return _MS * seconds, launches
+
+    def replicated_update_ms(self, parts: Sequence[PartitionTable]) -> float:
+        """Returns the milliseconds in which torch updates partitions and functions that are on every rank."""
+        vectors, functions = (
+            sum(part.num_parameters for part in parts if part.is_function == is_function)
+            for is_function in (False, True)
+        )
+        return _MS * (_UPDATE_LAUNCHES * len(parts)) * self._device.launch_seconds + _MS * (
+            self._update_seconds(vectors, self._optimizers.sparse)
+            + self._update_seconds(functions, self._optimizers.dense)
+        )
+
+    def _fbgemm_seconds(self, rows: _Rows, compute_kernel: str, in_one_pass: bool) -> float:
+        """Returns the seconds of a lookup by FBGEMM or in one pass, whose backward pass updates the rows that occur."""
+        device, slower = self._device, 1.0
+        if device.kind == "cuda" and rows.dim < FULL_BLOCK_EMB_DIM:  # narrow rows leave threads of a GPU idle
+            slower = HALF_BLOCK_PENALTY if 2 * rows.dim >= FULL_BLOCK_EMB_DIM else QUARTER_BLOCK_PENALTY
+        state_bytes = OPTIMIZERS[self._optimizers.sparse].fused_state_bytes(1, rows.dim)
+        updated = 2 * rows.num_distinct * (rows.row_bytes + state_bytes)
+        if in_one_pass:
+            # forward and backward an id and its row are read, and backward its gradient is added to a sum
+            share, read = _ONE_PASS_ROWS, 2 * rows.num_ids * rows.row_bytes
+            moved = read + updated + 2 * rows.num_ids * (LONG_BYTES + rows.dim * FLOAT_BYTES)
+            moved += 2 * rows.num_bags * rows.dim * FLOAT_BYTES
+            moved += rows.num_ids * _SORT_BYTES if device.kind == "cuda" else 0
+        else:
+            share, read = 1.0, rows.num_ids * rows.row_bytes
+            vectors = (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
+            moved = read + updated + (rows.num_ids * (LONG_BYTES + _SORT_BYTES) + vectors)
+        # share of the rows that are read from the host's memory, and written to it
+        missed = 1 - self._cache_ratio if compute_kernel == CACHED else float(compute_kernel in IN_HOST_MEMORY)
+        return (
+            share * self._row_seconds(rows)
+            + moved / (device.lookup_bandwidth / slower)
+            + missed * (read + updated) / device.host_bandwidth
+        )
+
+    def _torch_seconds(self, rows: _Rows, in_one_pass: bool) -> float:
+        """Returns the seconds of torch's lookup, or of one in one pass, and of a gradient of all rows."""
+        if in_one_pass:
+            seconds = self._fbgemm_seconds(rows, EmbeddingComputeKernel.FUSED.value, in_one_pass)
+        else:
+            looked_up = rows.num_ids * (2 * LONG_BYTES + _SORT_BYTES + 3 * rows.dim * FLOAT_BYTES)
+            sums = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
+            seconds = self._row_seconds(rows) + (looked_up + sums) / self._device.lookup_bandwidth
+        return seconds + _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES / self._device.memory_bandwidth
+
+    def _row_seconds(self, rows: _Rows) -> float:
+        """Returns the seconds of rows beside their bytes: of each that occurs, and of each time that it does."""
+        return (rows.num_distinct + _REPEATED * rows.num_ids) * self._device.row_seconds
+
+    def _update_seconds(self, num_numbers: float, optimizer: str) -> float:
+        """Returns the seconds of torch's optimizer: it reads gradients, and reads and writes weights and states."""
+        states = OPTIMIZERS[optimizer].fused_state_bytes(0, 1) if num_numbers else 0
+        return num_numbers * (3 * FLOAT_BYTES + 2 * states) / self._device.memory_bandwidth

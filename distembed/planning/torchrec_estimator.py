@@ -27,7 +27,7 @@ from distembed.embedding.exchange import CommPrecision, QuantizedCommsConfig
 from distembed.planning.costs import Layout, PlacementCosts
 from distembed.planning.layouts import Layouts
 from distembed.planning.table_problem import PlannedTable, TableProblem, unit_sharding
-from distembed.planning.torchrec_request import constrained_request, planned_cluster, planner_errors
+from distembed.planning.torchrec_planner import constrained_request, planned_cluster, planner_errors
 from distembed.sharding import default_sharders
 from distembed.sharding.exchange import codecs_registry
 from distembed.sharding.placement import place_table

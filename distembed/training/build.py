@@ -27,8 +27,8 @@ from distembed.optim.tables import table_parameters
 from distembed.planning import make_plan
 from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit
-from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
+from distembed.planning.saved_plan import PlanInputs, table_plan_inputs
 from distembed.sharding import default_sharders
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation

@@ -23,7 +23,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.base.ranks import Ranks
 from distembed.data.reader.batch import Batch
 from distembed.models import Model
-from distembed.planning.workload import overlaps
+from distembed.planning.request import overlaps
 from distembed.sharding.lookup import sharded_lookups
 from distembed.tasks import Task
 from distembed.tasks.base import Outputs

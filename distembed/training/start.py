@@ -17,8 +17,7 @@ from distembed.checkpoints.store import checkpoint_names, checkpoint_place
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.graph.prepare.value_ids import require_same_ids
-from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.saved_plan import SavedPlan, read_saved_plan
+from distembed.planning.saved_plan import PlanInputs, SavedPlan, read_saved_plan
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.tasks import batch_schema

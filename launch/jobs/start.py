@@ -14,8 +14,7 @@ from torchx.runner import get_runner
 
 from distembed.base.errors import UserError
 from distembed.planning import describe_plan
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES, find_device
+from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.doctor import Finding
 from distembed.training.config import Config, load_config, require_plugins, with_absolute_paths
 from launch.apps.shape import parse_shape

@@ -6,13 +6,11 @@ from typing import Any
 
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.planned_rank import PlannedRank, SentBytes, StepTime
-from distembed.planning.storage import TableStorage
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
+from distembed.planning.saved_plan import PlanInputs
+from distembed.planning.storage import PlannedRank, SentBytes, StepTime, TableStorage
 from distembed.reports.plan.assessment import AssessedTable, Assessment
 from distembed.reports.plan.remedies import Remedies
 from distembed.reports.plan.report import CapacityReport

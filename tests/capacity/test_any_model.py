@@ -27,8 +27,7 @@ from distembed.embedding.modules import embedding_modules
 from distembed.models import DCNConfig, ModelInputs
 from distembed.optim.tables import table_parameters
 from distembed.planning import load_plan
-from distembed.planning.example_step import ExampleBatch, OnDevice, estimate_own_networks
-from distembed.planning.networks import estimate_network
+from distembed.planning.networks import ExampleBatch, OnDevice, estimate_network, estimate_own_networks
 from distembed.sharding import default_sharders
 from distembed.tasks import ClickTask
 from tests.capacity import own_models

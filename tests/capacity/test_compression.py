@@ -17,8 +17,7 @@ from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.reports.plan.compressible_table import CompressibleTable, CountedIds, ZipfIds
 from distembed.reports.plan.compression import allocate_buckets, compress_config

@@ -12,8 +12,7 @@ import pytest
 
 from distembed.base.units import parse_bytes
 from distembed.commands import cli
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES, find_device
+from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan import remedies
 from distembed.reports.plan.assessment import Assessment, assess_capacity
 from distembed.reports.plan.configured_model import ConfiguredModel

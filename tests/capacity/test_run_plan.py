@@ -17,8 +17,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.commands import cli
 from distembed.commands.shared import errors
 from distembed.data.dataset.schema import CRITEO_TERABYTE_CARDINALITIES
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES, find_device
+from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.training.config import load_config
 

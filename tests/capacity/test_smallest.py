@@ -13,8 +13,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.base.units import parse_bytes
 from distembed.commands import cli
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan import report, smallest
 from distembed.reports.plan.assessment import Assessment, assess_capacity
 from distembed.reports.plan.configured_model import ConfiguredModel

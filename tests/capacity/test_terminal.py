@@ -9,8 +9,7 @@ from rich.console import Console
 
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.other_placements import Alternative
-from distembed.planning.planned_rank import SentBytes, StepTime
-from distembed.planning.storage import TableStorage
+from distembed.planning.storage import SentBytes, StepTime, TableStorage
 from distembed.reports.plan.assessment import Assessment
 from distembed.reports.plan.by_rank import memory_by_rank, time_by_rank
 from distembed.reports.plan.remedies import Remedies

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from distembed.base.errors import UserError
 from distembed.commands import cli
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan.as_json import report_as_json
 from distembed.reports.plan.page import render_capacity_page
 from distembed.reports.plan.report import CapacityReport

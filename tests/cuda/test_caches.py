@@ -19,7 +19,7 @@ from distembed.base.ranks import Collectives, Ranks, process_group
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.planning import make_plan
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
 from distembed.sharding import default_sharders
 from distembed.training import pipeline
 from distembed.training.pipeline import StepPipeline

@@ -19,7 +19,7 @@ from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.dataset.row_groups import verify_dataset
 from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset
 from distembed.data.reader import Batch
-from distembed.planning.typical_batch import typical_batch
+from distembed.planning.fake_batches import typical_batch
 from tests.data.small_dataset import SCHEMA, open_reader
 
 USER, ITEM = CategoricalFeature("user", 100), CategoricalFeature("item", 50, multi_hot=True, mean_ids_per_row=2.5)

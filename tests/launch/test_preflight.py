@@ -11,8 +11,7 @@ import pytest
 from torchx import specs
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.training.config import Config, validate
 from launch.apps.shape import parse_shape

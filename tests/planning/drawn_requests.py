@@ -15,9 +15,8 @@ from distembed.embedding import (
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import MixedRadix, Partition, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.sharding import default_sharders
 from tests.planning.every_plan import EveryPlan, TooManyPlans

@@ -17,8 +17,7 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning import PlanRequest
 from distembed.planning.buffers import Step
 from distembed.planning.costs import Layout, PlacementCosts, ShardCost
-from distembed.planning.planned_rank import PlannedRank
-from distembed.planning.storage import TableStorage, storage_by_rank
+from distembed.planning.storage import PlannedRank, TableStorage, storage_by_rank
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, can_be_placed, place_table
 from distembed.sharding.table_slice import is_pooled, width
@@ -273,7 +272,7 @@ class EveryPlan:
         """Returns the count of a plan; tables that are where they were at the last count are not counted again."""
         plan, request = self._plans[number].tolist(), self.request
         if self._counted is None:
-            counted = request.step(self._placements(number))
+            counted = Step.of(request, self._placements(number))
         else:
             before, counted = self._counted
             for table, (old, new) in enumerate(zip(before, plan, strict=True)):

@@ -5,9 +5,8 @@ from torch import nn
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.planning import PlanRequest, Workload
-from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.local_search import Budget

@@ -37,7 +37,7 @@ from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
 from distembed.sharding import default_sharders
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.tasks import ClickTask

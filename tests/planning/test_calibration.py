@@ -16,11 +16,9 @@ from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibration.calibrate import calibrate
-from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_numbers, fit
-from distembed.planning.calibration.measure import shortest_seconds
-from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
+from distembed.planning.calibrate import BANDWIDTHS, SECONDS, calibrate, count_numbers, fit
 from distembed.planning.devices import DEVICES, Device, MeasuredDevice, find_device, read_device, write_device
+from distembed.planning.probes import ShardedTables, TimedStep, shortest_seconds
 from tests.ranks import run_on_ranks
 
 CPU = DEVICES["cpu-256gb"]

@@ -30,9 +30,8 @@ from distembed.embedding import (
 from distembed.optim.declared import TableOptimizers, declared_optimizer, declared_optimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
-from distembed.planning.plan import find_plan
+from distembed.planning.devices import Cluster, find_device
+from distembed.planning.search import find_plan
 from distembed.planning.storage import storage_by_rank
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.placement import place_table

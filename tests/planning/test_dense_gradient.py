@@ -18,8 +18,8 @@ from distembed.embedding import (
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import make_plan
 from distembed.planning.config import PlanConfig, TablePlanConfig
+from distembed.planning.request import Workload
 from distembed.planning.storage import whole_table_storage
-from distembed.planning.workload import Workload
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_table
 from distembed.sharding.table_slice import unit_size

@@ -8,7 +8,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.planning.devices import DEVICES, device_here, find_device
-from distembed.planning.plan import cluster_here
+from distembed.planning.search import cluster_here
 
 
 def test_devices_are_found_by_their_names_and_have_all_numbers() -> None:

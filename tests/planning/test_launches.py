@@ -17,9 +17,9 @@ from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibration.fit import count_numbers
-from distembed.planning.calibration.sharded_tables import ShardedTables, TimedStep
+from distembed.planning.calibrate import count_numbers
 from distembed.planning.devices import DEVICES
+from distembed.planning.probes import ShardedTables, TimedStep
 from tests.planning.launches import count_started
 from tests.ranks import run_on_ranks
 

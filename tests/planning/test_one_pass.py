@@ -11,10 +11,9 @@ from distembed.embedding.settings import LookupKernel
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.layouts import Layouts
-from distembed.planning.plan import find_plan
+from distembed.planning.search import find_plan
 from distembed.sharding import default_sharders
 
 NUM_IDS = 1000

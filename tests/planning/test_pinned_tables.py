@@ -13,14 +13,12 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
+from distembed.planning.buffers import Step
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.costs import Layout, PlacementCosts
-from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import plan_placements
-from distembed.planning.plan import find_plan
+from distembed.planning.costs import Layout, PlacementCosts, step_times
+from distembed.planning.devices import Cluster, find_device
+from distembed.planning.search import find_plan, plan_placements
 from distembed.planning.table_problem import TableProblem, unit_sharding
-from distembed.planning.times import step_times
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import place_table
 
@@ -62,7 +60,7 @@ def fastest_of_all(request: PlanRequest) -> float:
             for table, rank in zip(tables, ranks, strict=True)
         ]
         placements = [place_table(own, unit, 3, "bags") for own, unit in zip(tables, units, strict=True)]
-        held = [rank.total_bytes for rank in request.step(placements).ranks()]
+        held = [rank.total_bytes for rank in Step.of(request, placements).ranks()]
         if (np.array(held) <= request.plannable_bytes).all():
             best = min(best, max(time.total for time in step_times(placements, costs, cluster)))
     return best

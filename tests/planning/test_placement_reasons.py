@@ -7,9 +7,8 @@ from torch import nn
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import find_device
-from distembed.planning.plan import find_plan
+from distembed.planning.devices import Cluster, find_device
+from distembed.planning.search import find_plan
 from distembed.sharding import default_sharders
 
 LARGE, SMALL = 1_000_000, 8

@@ -10,7 +10,7 @@ from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
 from distembed.sharding.placement import Placement, place_table
 from distembed.sharding.table_slice import unit_size
 

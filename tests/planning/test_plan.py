@@ -14,13 +14,12 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, describe_plan, make_plan, plan_as_json
-from distembed.planning import plan as plan_module
-from distembed.planning.cluster import Cluster
+from distembed.planning import search as plan_module
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.plan import find_plan
+from distembed.planning.search import find_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import place_table
 from tests.ranks import run_on_ranks

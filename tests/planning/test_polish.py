@@ -9,7 +9,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.planning.fastest import polish
 from distembed.planning.fastest.loads import Aim, Loads
-from distembed.planning.plan import find_plan
+from distembed.planning.search import find_plan
 from tests.planning.drawn_requests import draw
 from tests.planning.test_fastest import CAPACITIES, drawn_problem, fastest_of_all
 

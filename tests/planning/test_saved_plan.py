@@ -12,8 +12,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.planning.apply_plan import apply_saved_plan
-from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import read_saved_plan, saved_plan_as_json
+from distembed.planning.saved_plan import PlanInputs, read_saved_plan, saved_plan_as_json, table_plan_inputs
 from distembed.sharding.table_slice import unit_size
 from tests.layouts import tables
 from tests.saved_plans import LAYOUTS, MODULE, Json, apply_file, apply_plan, inputs_now, plan_file, planned, shards

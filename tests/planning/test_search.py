@@ -13,15 +13,13 @@ from distembed.base.errors import InsufficientMemory
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
-from distembed.planning.cluster import Cluster
-from distembed.planning.costs import PlacementCosts
-from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import EstimatedPlan, plan_placements
+from distembed.planning.buffers import Step
+from distembed.planning.costs import PlacementCosts, step_times
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment
-from distembed.planning.plan import find_plan
+from distembed.planning.search import EstimatedPlan, find_plan, plan_placements
 from distembed.planning.table_problem import TableProblem
-from distembed.planning.times import step_times
 from distembed.sharding import default_sharders
 from tests.planning.drawn_requests import draw
 from tests.planning.every_plan import EveryPlan
@@ -40,7 +38,7 @@ def slowest(request: PlanRequest, plan: ShardingPlan) -> float:
 def fullest(request: PlanRequest, plan: ShardingPlan) -> int:
     """Bytes of the fullest rank."""
     placements = plan_placements(request.model, plan, request.cluster.world_size)
-    return max(rank.total_bytes for rank in request.step(placements).ranks())
+    return max(rank.total_bytes for rank in Step.of(request, placements).ranks())
 
 
 def found_plan(request: PlanRequest) -> EstimatedPlan | None:

@@ -16,7 +16,7 @@ from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import Step
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.planned_rank import SentBytes
+from distembed.planning.storage import SentBytes
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.training.pipeline import StepPipeline
 from tests.planning.test_buffers import Case, batches, sharded, workload_of

@@ -15,9 +15,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import ModelInputs, SASRecConfig
-from distembed.planning.known_integers import KnownIntegers
+from distembed.planning.fake_batches import KnownIntegers, typical_batch, typical_lengths
 from distembed.planning.networks import FakeStep, estimate_network, measure_step
-from distembed.planning.typical_batch import typical_batch, typical_lengths
 from distembed.tasks import NextItemConfig, batch_schema
 
 DIM = 8

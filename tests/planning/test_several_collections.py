@@ -30,14 +30,11 @@ from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, make_plan, plan_as_json
-from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.devices import find_device
-from distembed.planning.estimated_plan import EstimatedPlan
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.plan import cluster_here, find_plan
-from distembed.planning.planned_rank import PlannedRank
-from distembed.planning.storage import TableStorage
+from distembed.planning.search import EstimatedPlan, cluster_here, find_plan
+from distembed.planning.storage import PlannedRank, TableStorage
 from distembed.sharding import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,

@@ -16,9 +16,8 @@ from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.config import DataType
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning.cluster import Cluster
 from distembed.planning.costs import Layout, divided_table
-from distembed.planning.devices import find_device
+from distembed.planning.devices import Cluster, find_device
 from distembed.planning.storage import (
     TableStorage,
     replicated_storage,

@@ -18,13 +18,11 @@ from distembed.optim.declared import TableOptimizers
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
-from distembed.planning.cluster import Cluster
-from distembed.planning.costs import Layout, PlacementCosts, layout
-from distembed.planning.devices import Device, find_device
+from distembed.planning.costs import Layout, PlacementCosts, layout, step_times
+from distembed.planning.devices import Cluster, Device, find_device
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.plan import find_plan
-from distembed.planning.planned_rank import StepTime
-from distembed.planning.times import step_times
+from distembed.planning.search import find_plan
+from distembed.planning.storage import StepTime
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import unit_size

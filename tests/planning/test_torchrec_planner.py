@@ -37,7 +37,7 @@ from distembed.embedding import (
 )
 from distembed.partitions import QuotientRemainder
 from distembed.planning import CompositionalShardEstimator, CompositionalShardingPlanner
-from distembed.planning.estimated_plan import plan_placements
+from distembed.planning.search import plan_placements
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from tests.ranks import run_on_ranks
 from tools import example_torchrec_dlrm as example
@@ -155,8 +155,7 @@ def test_estimates_count_optimizer_states_gradients_of_replicated_tables_and_sma
 
 @pytest.mark.parametrize("nodes", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_torchrecs_planner_by_our_estimates_is_nearly_as_fast_as_ours_on_kaggle(nodes: int) -> None:
-    from distembed.planning.cluster import Cluster
-    from distembed.planning.devices import find_device
+    from distembed.planning.devices import Cluster, find_device
     from tools import bench_planner
 
     request = bench_planner.MODELS["kaggle"]()(Cluster(find_device("h100-80gb"), nodes, 8))

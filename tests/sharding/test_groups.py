@@ -15,7 +15,7 @@ from distembed.embedding.settings import POOLINGS
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
-from distembed.planning.workload import Workload
+from distembed.planning.request import Workload
 from distembed.sharding.groups import GroupLoad, TableLoad, group_type, make_group
 from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import LocalTable, unit_size, width

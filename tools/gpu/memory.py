@@ -15,7 +15,7 @@ from distembed.base.ranks import Ranks, process_group
 from distembed.data.reader.batch import Batch
 from distembed.data.single_ids import mark_single_ids
 from distembed.planning.buffers import Step
-from distembed.planning.estimated_plan import plan_placements
+from distembed.planning.search import plan_placements
 from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
 from gpu.results import Results
 from gpu.scale import Scale, empty

@@ -6,11 +6,10 @@ Sizes are in bytes, times in milliseconds.
 import dataclasses
 from typing import Any
 
-from distembed.planning.cluster import Cluster
-from distembed.planning.planned_rank import PlannedRank
+from distembed.planning.devices import Cluster
+from distembed.planning.request import pipeline_depth
 from distembed.planning.saved_plan import saved_plan_as_json
-from distembed.planning.storage import TableStorage
-from distembed.planning.workload import pipeline_depth
+from distembed.planning.storage import PlannedRank, TableStorage
 from distembed.reports.plan.assessment import AssessedTable, Assessment
 from distembed.reports.plan.report import CapacityReport
 

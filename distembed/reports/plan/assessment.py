@@ -15,13 +15,11 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
-from distembed.planning.cluster import Cluster
-from distembed.planning.estimated_plan import EstimatedPlan
+from distembed.planning.devices import Cluster
 from distembed.planning.other_placements import Alternative
-from distembed.planning.plan import find_plan
-from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.planned_rank import PlannedRank
-from distembed.planning.storage import TableStorage, whole_table_storage
+from distembed.planning.saved_plan import PlanInputs
+from distembed.planning.search import EstimatedPlan, find_plan
+from distembed.planning.storage import PlannedRank, TableStorage, whole_table_storage
 from distembed.reports.plan.configured_model import ConfiguredModel
 from distembed.reports.plan.plannable import Plannable
 from distembed.sharding.placement import Placement

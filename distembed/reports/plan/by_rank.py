@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from distembed.base.units import format_bytes, format_ranges
-from distembed.planning.planned_rank import PlannedRank
+from distembed.planning.storage import PlannedRank
 from distembed.reports.plan.assessment import Assessment
 
 LineT = TypeVar("LineT")

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from distembed.base.errors import InsufficientMemory
 from distembed.embedding.settings import TableConfig
-from distembed.planning.cluster import Cluster
+from distembed.planning.devices import Cluster
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.reports.plan.compressible_table import CompressibleTable, load_id_counts
 from distembed.training.build import table_optimizers

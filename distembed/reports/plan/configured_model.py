@@ -7,7 +7,7 @@ import torch
 
 from distembed.embedding import build_tables
 from distembed.planning import PlanConfig, PlanRequest
-from distembed.planning.cluster import Cluster
+from distembed.planning.devices import Cluster
 from distembed.planning.networks import require_networks_fit
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.reports.plan.plannable import ModelOnCluster, Plannable

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from distembed.planning import PlanConfig, PlanRequest
-from distembed.planning.cluster import Cluster
-from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.devices import Cluster
+from distembed.planning.saved_plan import PlanInputs
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 from distembed.base.errors import UserError
 from distembed.base.units import exact_bytes
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
-from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES
+from distembed.planning.devices import DEVICES, Cluster
 from distembed.reports.plan.assessment import Assessment, assess
 from distembed.reports.plan.plannable import Plannable
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distembed.planning.cluster import Cluster
+from distembed.planning.devices import Cluster
 from distembed.reports.plan.assessment import Assessment, assess
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import Remedies, find_remedies

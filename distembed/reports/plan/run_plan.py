@@ -10,7 +10,7 @@ from rich.console import Console
 
 from distembed.base.errors import InsufficientMemory
 from distembed.base.files import write_text
-from distembed.planning.cluster import Cluster
+from distembed.planning.devices import Cluster
 from distembed.reports.plan.as_json import report_as_json
 from distembed.reports.plan.compression import compress_config
 from distembed.reports.plan.configured_model import ConfiguredModel

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from distembed.base.errors import InsufficientMemory, UserError
 from distembed.base.units import enumerate_names
-from distembed.planning.cluster import Cluster
-from distembed.planning.plan import require_room
+from distembed.planning.devices import Cluster
+from distembed.planning.search import require_room
 from distembed.reports.plan.assessment import Assessment, assess
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import MAX_RANKS, least_enough, max_table_bytes

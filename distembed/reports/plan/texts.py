@@ -6,9 +6,9 @@ The texts are plain: a renderer escapes them.
 from collections.abc import Callable
 
 from distembed.base.units import enumerate_names, format_bytes, format_ranges
-from distembed.planning.cluster import Cluster
+from distembed.planning.devices import Cluster
 from distembed.planning.other_placements import Alternative
-from distembed.planning.workload import pipeline_depth
+from distembed.planning.request import pipeline_depth
 from distembed.reports.plan.assessment import AssessedTable, Assessment
 from distembed.reports.plan.by_rank import (
     PlanColumn,

@@ -1,18 +1,34 @@
-"""Measures the machine that this rank is on, with all ranks at once."""
+"""Measures the numbers of this machine from which times are estimated, by real steps of small tables.
 
+An estimate of a step is a sum of counts times numbers of the device: rows, bytes, operations, collectives. The *probes*
+(:mod:`distembed.planning.probes`) are steps of tables that are sharded in different ways, of different widths, batches
+and numbers, on all ranks at once. The fit finds the numbers of the device with which the estimates of the probes have
+the least sum of squared relative errors::
+
+    seconds of probe i  =  sum over numbers j of  count[i, j] * number[j],   number[j] >= 0
+
+A number that cannot be measured, such as the bandwidth between nodes on one node, stays the catalogue's, and the file
+says so.
+"""
+
+import math
 import platform
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from distembed.base.machine import host_memory_bytes, usable_cores
 from distembed.base.ranks import Ranks
 from distembed.base.version import versions
-from distembed.planning.calibration.fit import count_numbers, fit
-from distembed.planning.calibration.measure import (
+from distembed.planning.devices import Device, MeasuredDevice, device_here
+from distembed.planning.probes import (
     COPIED_BYTES,
     NETWORK_OPERATIONS,
     Step,
@@ -22,7 +38,6 @@ from distembed.planning.calibration.measure import (
     probes,
     shortest_seconds,
 )
-from distembed.planning.devices import MeasuredDevice, device_here
 
 _ROUNDS, _STEPS_A_ROUND = 6, 3
 _FULL_SPEED = 0.9
@@ -77,3 +92,55 @@ def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
         "bf16_flops": NETWORK_OPERATIONS / in_bf16,
         "host_bandwidth": COPIED_BYTES / copied,
     }
+
+
+Floats = npt.NDArray[np.float64]
+
+BANDWIDTHS = ("lookup_bandwidth", "memory_bandwidth", "local_bandwidth", "node_bandwidth", "reduce_bandwidth")
+SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
+_GB = 1e9
+
+
+def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
+    """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
+
+    The estimate returns the seconds of a step for a device, which may be any of the kind.
+    """
+    nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
+    free = replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)  # on it nothing takes any time
+    units: dict[str, Any] = dict.fromkeys(SECONDS, 1.0) | dict.fromkeys(BANDWIDTHS, _GB)
+    return {name: estimate(replace(free, **{name: unit})) for name, unit in units.items()}
+
+
+def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the numbers of a device, those that no step counts left out.
+
+    The counts are those of each step, by :func:`count_numbers`; the seconds are those that each step took.
+    """
+    names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
+    matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
+    found = dict(zip(names, _least_squares(matrix).tolist(), strict=True))
+    return {
+        name: _GB / value if name in BANDWIDTHS else value
+        for name, value in found.items()
+        if value > 0 or name in SECONDS
+    }
+
+
+def _least_squares(matrix: Floats) -> Floats:
+    """Returns the numbers of 0 and more whose products with the matrix's rows differ least from ones.
+
+    All sets of numbers that are above 0 are tried: they are few.
+    """
+    num_rows, num_columns = matrix.shape
+    scales, ones = matrix.max(axis=0), np.ones(num_rows)
+    best, least = np.zeros(num_columns), float(num_rows)
+    for chosen in chain.from_iterable(combinations(range(num_columns), count + 1) for count in range(num_columns)):
+        own = list(chosen)
+        scaled = matrix[:, own] / scales[own]
+        values, *_ = np.linalg.lstsq(scaled, ones, rcond=None)
+        error = float(np.square(scaled @ values - ones).sum())
+        if (values > 0).all() and error < least:
+            best, least = np.zeros(num_columns), error
+            best[own] = values / scales[own]
+    return best
