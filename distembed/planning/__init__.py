@@ -1,4 +1,4 @@
-"""Planning: which rank holds which table, what that takes of each rank, and whether it fits."""
+"""Planning: places every table on ranks, and estimates the memory and the time that a step takes of each rank."""
 
 from typing import TYPE_CHECKING
 

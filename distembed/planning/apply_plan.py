@@ -1,8 +1,8 @@
-"""Applies a saved plan: places tables as a file says, if that is a plan for what is to run.
+"""Applies a saved plan: places tables as the file says, if the plan was made for this run.
 
-:func:`apply_saved_plan` refuses a plan whose inputs differ from those of the run, be it in ranks, batch, model,
-optimizers or tables, and a plan that does not place the tables of its own inputs. The error lists everything that is
-wrong. :func:`load_plan` reads and applies a plan for a model of one's own.
+:func:`apply_saved_plan` refuses a plan whose inputs differ from the run's (ranks, batch, model, optimizers, tables),
+    and a
+plan that does not place its own tables. The error lists every difference.
 """
 
 import reprlib
@@ -52,10 +52,11 @@ def load_plan(
     batch_size: int,
     sparse_optimizer: str | None = None,
 ) -> ShardingPlan:
-    """Returns the plan of a file for a model of one's own, as ``DistributedModelParallel`` takes it.
+    """Returns the plan of a file for a model without a config, as ``DistributedModelParallel`` takes it.
 
-    Every rank reads the file. Ranks, rows of a step, tables and their optimizer are compared with what the plan was
-    made for; the networks are not.
+    Every rank reads the file. Ranks, rows of a step, tables and their optimizer are compared with the plan's inputs;
+        the
+    networks are not.
 
     Args:
         path: A file of ``distembed plan --output``.
@@ -63,12 +64,10 @@ def load_plan(
         sharders: Sharders of its collections.
         ranks: This rank among all.
         batch_size: Rows of a step on all ranks.
-        sparse_optimizer: Name of the optimizer of tables that declare none, a key of ``OPTIMIZERS``; FBGEMM's own
-            choice unless given.
+        sparse_optimizer: Optimizer of tables that declare none, a key of ``OPTIMIZERS``; FBGEMM's default unless given.
 
     Raises:
-        UserError: The file cannot be read or holds no plan, the plan was made for something else, or it does not place
-            the tables.
+        UserError: The file cannot be read, holds no plan, or its plan does not suit the model.
     """
     saved = read_saved_plan(Path(path))
     tables = {name: table_configs(module) for name, module in embedding_modules(model).items()}
@@ -94,11 +93,12 @@ def apply_saved_plan(
 ) -> ShardingPlan:
     """Returns a saved plan in TorchRec's form.
 
-    It is compared with the tables of each collection, by its path, and with the plan inputs of this run. Where FBGEMM
-    lacks the tables' optimizer (``fused``), they need dense kernels.
+    The plan is compared with the tables of each collection, by path, and with this run's inputs. Tables need dense
+        kernels
+    where FBGEMM lacks their optimizer (``fused`` is false).
 
     Raises:
-        UserError: The inputs of the plan differ, or it does not place the tables; the error lists every difference.
+        UserError: The plan's inputs differ, or it does not place the tables; the error lists every difference.
     """
     changed = saved.plan_inputs.differences(now)
     if changed:
@@ -136,7 +136,6 @@ def apply_saved_plan(
 
 
 def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
-    """Returns where a table is placed in TorchRec's form."""
     shards = [
         ShardMetadata(shard.offset, shard.size, placement(now.device_kind, shard.rank, now.local_world_size))
         for shard in own.shards
@@ -148,7 +147,7 @@ def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
 def _table_differences(
     table: CompositionalEmbeddingConfig, own: SavedTable, now: PlanInputs, fused: bool
 ) -> Iterator[str]:
-    """Yields a line for each reason why a table cannot be placed where the plan says."""
+    """Yields a line for each reason why a table cannot be placed as planned."""
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:
@@ -173,7 +172,7 @@ def _table_differences(
 
 
 def _wrong_ranks(own: SavedTable, now: PlanInputs) -> Iterator[str]:
-    """Yields what is wrong with the ranks of a table and of its shards."""
+    """Yields each mistake in the ranks of a table and of its shards."""
     kind, shard_ranks, world_size = own.sharding_type, [shard.rank for shard in own.shards], now.world_size
     beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
     there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
@@ -197,7 +196,7 @@ def _wrong_ranks(own: SavedTable, now: PlanInputs) -> Iterator[str]:
 
 
 def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:
-    """Yields where the shards are others than those into which TorchRec divides the table."""
+    """Yields a line where the shards differ from TorchRec's division of the table."""
     kind, size, expected = own.sharding_type, unit_size(table), list[str]()
     if kind != ShardingType.DATA_PARALLEL.value:
         num_columns = own.shards[0].size[1] if own.shards else size[1]
@@ -215,5 +214,5 @@ def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: Pla
 
 
 def _block(offset: Sequence[int], size: Sequence[int]) -> str:
-    """Returns such as ``0:26 x 0:4``, the rows and columns of a shard."""
+    """Returns the rows and columns of a shard, like ``0:26 x 0:4``."""
     return " x ".join(f"{start}:{start + length}" for start, length in zip(offset, size, strict=True))

@@ -1,20 +1,20 @@
-"""What one training step takes of a rank's memory beside weights and states: buffers and activations, in bytes.
+"""Memory of one training step on a rank besides weights and states: buffers and activations, in bytes.
 
-Memory is taken and given back within a step, so what counts is the fullest of its moments. Each is the sum of what is
-alive then, of the networks (:mod:`distembed.planning.networks`) and of lookups (:mod:`distembed.sharding.groups`):
+Memory is allocated and freed within a step, so the fullest of its moments counts. Each moment is the sum of all live
+tensors, of the networks (:mod:`distembed.planning.networks`) and of lookups (:mod:`distembed.sharding.groups`):
 
 =================== =============================================================================================
-lookup              received ids, their rows, the vectors of all partitions, what has been composed so far
-output              what the lookups save for their gradients, vectors on their way to the rows' ranks
-networks            the same, and the fullest moment of the networks' forward and backward
-output gradients    the same, gradients of the networks, gradients of pooled vectors on their way back
-lookup gradients    the same, gradients of all partitions' vectors
-table gradients     the same, and gradients of replicated weights, in one piece
-optimizer           gradients, and what torch's row-wise Adagrad takes for a replicated table
-=================== =============================================================================================
+ookup              received ids, their rows, the vectors of all partitions, the vectors composed so far
+utput              tensors that the lookups save for their gradients, vectors on their way to the rows' ranks
+etworks            saved tensors, and the fullest moment of the networks' forward and backward
+utput gradients    saved tensors, gradients of the networks, gradients of pooled vectors on their way back
+ookup gradients    saved tensors, gradients of all partitions' vectors
+able gradients     saved tensors, gradients of replicated weights, in one piece
+ptimizer           gradients, and the temporaries of torch's row-wise Adagrad for a replicated table
+================== =============================================================================================
 
-Counted from TorchRec's ``comm_ops`` and from its pipelines; B is the rows of a step on all ranks, b on one. What an
-operator takes within itself is not counted, but for the sorting of ids in FBGEMM's CUDA backward.
+Counted from TorchRec's ``comm_ops`` and pipelines; B is the rows of a step on all ranks, b on one. Temporaries within
+an operator are not counted, except for the sorting of ids in FBGEMM's CUDA backward.
 """
 
 import math
@@ -52,7 +52,7 @@ _FLOAT, _LONG, _INT = 4, 8, 4
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """What a rank has in memory at one moment of a step, beside weights and states, in bytes."""
+    """Bytes of a rank at one moment of a step, besides weights and states."""
 
     moment: str
     inputs: int = 0  # batches, and their ids on the way to the rank that owns their tables
@@ -71,7 +71,7 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class _TableShare:
-    """Bytes that one table has of a step, wherever the others are; or all tables together, with the networks."""
+    """Bytes that one table takes of a step wherever other tables lie; or the sum over tables and networks."""
 
     received: Counter[ExchangeKey]  # vectors of a rank's rows
     ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
@@ -85,10 +85,9 @@ class _TableShare:
 
 
 class Step:
-    """One training step on any rank of a plan, whose tables can be placed anew one by one.
+    """One training step on any rank of a plan; tables can be placed again one by one.
 
-    TorchRec's own tables are placed as the full tables that they are. Vectors of collections whose path is not among
-    ``exchanges`` are sent in float32.
+    TorchRec's own tables are placed as full tables. Collections whose path is missing in ``exchanges`` send float32.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Step:
         return cls(placements, world_size, request.workload, optimizers, kind, exchanges, request.cache_ratio)
 
     def place(self, placement: Placement) -> None:
-        """Places one table anew, with all others where they are; it is told by its name."""
+        """Places one table, told by its name, again; all other tables stay."""
         name = placement.table.name
         self._lookups.remove(self._placements[name])
         self._lookups.add(placement)
@@ -137,7 +136,7 @@ class Step:
         return [self.rank(rank) for rank in range(self._world_size)]
 
     def rank(self, rank: int) -> PlannedRank:
-        """Returns the memory of one rank, which is counted when it is asked for."""
+        """Returns the memory of one rank, counted on demand."""
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
         tables, network, step = total(held.values()), self._network, self.buffers(rank)
         memory = {
@@ -163,7 +162,7 @@ class Step:
         return max(self._moments(rank), key=lambda moment: moment.total)
 
     def sent_bytes(self, rank: int) -> SentBytes:
-        """Returns what a rank sends in a step."""
+        """Returns the bytes that a rank sends in a step."""
         # to the owners of all shards; those that this rank owns itself make a difference
         sent = self._sum.sent
         for placement, table_slice in self._lookups.column_slices(rank):
@@ -172,7 +171,7 @@ class Step:
 
     @cached_property
     def _sum(self) -> _TableShare:
-        """The sum of all tables' shares."""
+        """Sum of all tables' shares."""
         shares = list(self._shares.values())
         counts: dict[str, Counter[Any]] = {name: Counter() for name in ("received", "unfused", "widened", "scanned")}
         for share in shares:
@@ -189,12 +188,12 @@ class Step:
 
     @cached_property
     def _common(self) -> dict[ExchangeKey, Exchange]:
-        """The exchanges of tables that are looked up on every rank."""
+        """Exchanges of tables that every rank looks up."""
         loads = self._lookups.loads(None)
         return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
 
     def _share(self, placement: Placement) -> _TableShare:
-        """Returns what one table has of a step, wherever the others are."""
+        """Returns the part of a step that depends on one table's placement only."""
         itemsize, world_size = placement.table.bytes_per_number, self._world_size
         functions = sum(part.num_parameters for part in placement.replicated if part.is_function)
         vectors = [part.num_parameters for part in placement.replicated if not part.is_function]
@@ -219,7 +218,7 @@ class Step:
         )
 
     def _sent(self, placement: Placement) -> SentBytes:
-        """Returns what a rank without shards sends for a table: to the owners of columns, or to all other ranks."""
+        """Returns the bytes that a rank without shards of a table sends for it."""
         sharding_type = placement.unit.sharding_type
         if not is_on_every_rank(sharding_type):
             # where rows are divided within a node, gradients go to one of its ranks
@@ -243,17 +242,18 @@ class Step:
         )
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
-        """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
+        """Returns the bytes sent to the owner of some columns: ids of own rows, gradients of their vectors."""
         batch = self._traffic(placement)
         ids = math.ceil(batch.num_ids / placement.num_row_blocks) * batch.itemsize + batch.num_bags * _INT
         gradients = batch.exchange.gradient_bytes(math.ceil(batch.num_vectors) * columns)
         return SentBytes(ids, gradients=math.ceil(gradients))
 
     def _sent_by_owner(self, placement: Placement, columns: int) -> SentBytes:
-        """Returns what the owner of some columns sends more than a rank that owns none: vectors, but not to itself.
+        """Returns the bytes that an owner of columns sends on top of a rank without any.
 
-        Where rows are divided within a node, its ranks add their sums up among them, a part of all ranks' rows on each,
-        and send these to the other nodes; gradients take the same way back.
+        The owner sends vectors, and nothing to itself. Where rows are divided within a node, its ranks reduce their
+            sums among
+        them and send the results to the other nodes; gradients take the reverse way.
         """
         own, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
         vectors = math.ceil(batch.exchange.vector_bytes(math.ceil(batch.num_vectors) * columns))
@@ -330,7 +330,7 @@ class Step:
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _traffic(self, placement: Placement) -> TableTraffic:
-        """Returns what a rank's batch has of a table."""
+        """Returns the ids and vectors of a table in a rank's batch."""
         table, exchange = placement.table, self._exchanges.get(placement.collection, VectorExchange())
         num_ids, num_bags = self._num_ids(table.feature_names), self._num_rows * len(table.feature_names)
         return TableTraffic(num_ids, num_bags, self._id_bytes[placement.collection], is_pooled(table), exchange)
@@ -339,7 +339,7 @@ class Step:
         return self._num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in features)
 
     def _batch_bytes(self) -> int:
-        """Returns the bytes of a rank's batch: ids, how many of them each row has, dense features and labels."""
+        """Returns the bytes of a rank's batch: ids, lengths, dense features and labels."""
         seen: set[str] = set()
         ids = 0.0
         for placement in self._placements.values():
@@ -351,7 +351,7 @@ class Step:
         return math.ceil(ids) + len(seen) * self._num_rows * _INT + numbers * _FLOAT
 
     def _sent_id_bytes(self, placement: Placement) -> int:
-        """Returns the bytes of the next batch's ids in the order of their ranks; each column shard takes a copy."""
+        """Returns the bytes of the next batch's ids, sorted by rank; each column shard takes a copy."""
         if not self._is_sent(placement.unit.sharding_type):
             return 0
         batch, weight_bytes = self._traffic(placement), self._workload.weight_bytes(placement.table.feature_names)

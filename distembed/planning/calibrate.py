@@ -1,14 +1,14 @@
 """Measures the numbers of this machine from which times are estimated, by real steps of small tables.
 
-An estimate of a step is a sum of counts times numbers of the device: rows, bytes, operations, collectives. The *probes*
-(:mod:`distembed.planning.probes`) are steps of tables that are sharded in different ways, of different widths, batches
-and numbers, on all ranks at once. The fit finds the numbers of the device with which the estimates of the probes have
-the least sum of squared relative errors::
+The estimate of a step is a sum of counts times numbers of the device: rows, bytes, operations, collectives. The
+    *probes*
+(:mod:`distembed.planning.probes`) are steps of tables with different sharding types, widths and batches, on all ranks
+    at
+once. The fit minimises the sum of the estimates' squared relative errors over the device's numbers::
 
     seconds of probe i  =  sum over numbers j of  count[i, j] * number[j],   number[j] >= 0
 
-A number that cannot be measured, such as the bandwidth between nodes on one node, stays the catalogue's, and the file
-says so.
+Numbers that cannot be measured, like the bandwidth between nodes on one node, stay the catalogue's; the file says so.
 """
 
 import math
@@ -41,11 +41,11 @@ from distembed.planning.probes import (
 
 _ROUNDS, _STEPS_A_ROUND = 6, 3
 _FULL_SPEED = 0.9
-"""Share of a lone rank's speed from which on ranks are said not to slow each other down."""
+"""Share of a lone rank's speed from which on ranks count as not slowing each other down."""
 
 
 def calibrate(ranks: Ranks) -> MeasuredDevice:
-    """Returns a rank's device with the numbers that are measured; all ranks call it together."""
+    """Returns a rank's device with the measured numbers; all ranks call it together."""
     is_cuda = ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host_memory_bytes()
     lookups = lookup_probes(ranks)
@@ -72,7 +72,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
 
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
-    """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
+    """Returns the speed of networks, the bandwidth to host memory, and the number of ranks at once."""
     # the first rank of each node alone, while the others wait, and then all at once
     alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
     networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
@@ -104,7 +104,7 @@ _GB = 1e9
 def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
     """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
 
-    The estimate returns the seconds of a step for a device, which may be any of the kind.
+    ``estimate`` returns the seconds of a step on a device.
     """
     nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
     free = replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)  # on it nothing takes any time
@@ -113,9 +113,9 @@ def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mappin
 
 
 def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
-    """Returns the numbers of a device, those that no step counts left out.
+    """Returns a device's numbers that explain the measured seconds; numbers without any count are left out.
 
-    The counts are those of each step, by :func:`count_numbers`; the seconds are those that each step took.
+    ``counts`` has each step's :func:`count_numbers`, ``seconds`` each step's time.
     """
     names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
     matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
@@ -128,10 +128,7 @@ def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict
 
 
 def _least_squares(matrix: Floats) -> Floats:
-    """Returns the numbers of 0 and more whose products with the matrix's rows differ least from ones.
-
-    All sets of numbers that are above 0 are tried: they are few.
-    """
+    """Returns the non-negative numbers whose products with the rows are nearest to 1; tries all subsets."""
     num_rows, num_columns = matrix.shape
     scales, ones = matrix.max(axis=0), np.ones(num_rows)
     best, least = np.zeros(num_columns), float(num_rows)

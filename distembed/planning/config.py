@@ -18,13 +18,14 @@ ComputeKernels = Annotated[list[Literal["fused", "dense", _InHostMemory]], Field
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TablePlanConfig:
-    """Ways in which one table may be placed; null is as for all tables.
+    """How one table may be placed; null takes the setting of all tables.
 
     Attributes:
         sharding_types: Sharding types that the planner chooses from.
-        min_partition: The fewest columns that a rank gets of a table that is divided by columns.
-        ranks: Ranks that the table is pinned to: its shards lie on some of these; null for any.
-        compute_kernels: Compute kernels that look the table up, by TorchRec's name; those in host memory are taken only
+        min_partition: Fewest columns of a rank's range, where the table is divided by columns.
+        ranks: Ranks that may hold the table's shards; null for any.
+        compute_kernels: TorchRec's names of the kernels that may look the table up. Kernels in host memory are chosen
+            only
             where they are named here or ``plan.host_memory`` is set.
     """
 
@@ -36,26 +37,29 @@ class TablePlanConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class PlanConfig:
-    """Ways in which tables may be placed.
+    """How tables may be placed.
 
     Attributes:
-        sharding_types: Sharding types that the planner chooses from. Null for all that the table can have, but for
-            table_column_wise, and for column_wise of sequences, whose tables would all have ranges of one width.
-        min_partition: The fewest columns that a rank gets of a table that is divided by columns. Null for a line of the
-            cache, 32 numbers of fp32 on a GPU and 16 on a CPU; or, where sharding_types are ways by columns alone, for
-            4, the fewest that FBGEMM's kernels read.
-        time_tolerance: Share of a step's time by which the plan may be slower than the fastest that was found, to have
-            fewer bytes on the fullest rank; the search ends where the fastest is known up to this share.
+        sharding_types: Sharding types that the planner chooses from. Null for all that the table can have, except
+            table_column_wise, and column_wise of sequences, whose tables would all need ranges of one width.
+        min_partition: Fewest columns of a rank's range, where a table is divided by columns. Null for a cache line, 32
+            numbers of fp32 on a GPU and 16 on a CPU; or for 4, the fewest that FBGEMM's kernels read, where
+                sharding_types
+            divide by columns only.
+        time_tolerance: Share of a step's time by which the plan may be slower than the fastest found, to use less
+            memory on
+            the fullest rank. The search stops once the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.
-        device: Device that ranks compute like: a name of the catalogue or a device file, with other numbers behind it,
-            as `distembed plan --gpu` takes them; its memory is that of the ranks' own. Null for the catalogue's that is
-            most like theirs.
-        reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
-            gaps, CUDA's context and NCCL's buffers.
-        polish_seconds: Seconds in which HiGHS, of the extra `polish`, looks for a faster plan after the search. It is
-            for tight memory on few ranks; problems of too many tables and ranks are left as they are.
+        device: Device whose speed the ranks have: a catalogue name or a device file, with optional overrides, as
+            `distembed plan --gpu` takes it. Its memory is the ranks' own. Null for the most similar catalogue device.
+        reserve: Share of a device's memory that is kept free for everything a plan does not count: the allocator's
+            rounding
+            and gaps, CUDA's context and NCCL's buffers.
+        polish_seconds: Seconds in which HiGHS, of the extra `polish`, looks for a faster plan after the search. It
+            helps
+            where memory is tight and ranks are few; problems of too many tables and ranks are left as they are.
         tables: Exceptions, by table name.
-        together: Groups of tables that lie on the same ranks, in as many shards each, by table name.
+        together: Groups of table names; the tables of a group lie on the same ranks, in equally many shards.
     """
 
     sharding_types: ShardingTypes | None = None

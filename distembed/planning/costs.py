@@ -1,18 +1,18 @@
-"""What a placement of one table costs each rank in time and memory, piece by piece; estimates are sums of these.
+"""Cost of each placement of a table to each rank, in time and memory, piece by piece; estimates are sums of pieces.
 
-A search adds the pieces up for many plans, :func:`~distembed.planning.times.step_times` for one. Times are milliseconds
-of a training step, forward and backward::
+A search adds the pieces of many plans, :func:`step_times` the pieces of one. Times are milliseconds of a training step,
+forward and backward::
 
-    rank = sum of its shards' lookups                      + what every rank does for each table
-         + start of each group of lookups that it has      + start of each exchange that any table takes part in
-         + for each phase of each exchange: the longer of sending and receiving
-         + all-reduces of what is replicated, with their start                  + networks
+    rank = sum of its shards' lookups                      + work of every rank for each table
+        + start of each group of lookups that it has      + start of each exchange that any table takes part in
+        + for each phase of each exchange: the longer of sending and receiving
+        + all-reduces of replicated weights, with their start                   + networks
 
-On CPUs whose ranks share cores a node takes no less than all of its ranks' times over the number of ranks that its
+On CPUs whose ranks share cores, a node takes at least the sum of its ranks' times over the number of ranks that its
 cores run at once (:attr:`~distembed.planning.devices.Device.ranks_at_once`).
 
-Bytes of a shard are those of its weights, states and gradients, exact, and a guess of the buffers that it needs; what
-the whole plan needs is counted in the end (:mod:`distembed.planning.buffers`).
+Bytes of a shard are its weights, states and gradients, exact, and a guess of its buffers. The memory of a whole plan is
+counted in the end (:mod:`distembed.planning.buffers`).
 """
 
 import math
@@ -39,22 +39,24 @@ _MS = 1e3
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 _ID_COLLECTIVES = 3
-"""TorchRec exchanges how many ids go where, how many each row has, and the ids."""
+"""Collectives of TorchRec's ids: the sizes of messages, the lengths, and the ids."""
 _EXCHANGE_LAUNCHES = 11
 """Operations around the collectives of an exchange: permuting ids and lengths, copies."""
 _ROUTING_LAUNCHES = 8
-"""Further operations of an exchange by rows: mapping ids to rows and sorting them by rank, for all features at once."""
+"""Further operations of an exchange by rows: mapping ids to rows and sorting them by rank."""
 _COLUMN_LAUNCHES = 7
-"""Further operations of an exchange by columns, which put the ranges of a table's columns side by side."""
+"""Further operations of an exchange by columns: joining the ranges of a table's columns."""
 _COPIES = 3
-"""Copies of a rank's vectors: side by side by way of dividing, in the order of features, and of gradients back. As many
-around an exchange: vectors of all ranks side by side, gradients by rank and divided."""
+"""Copies of a rank's vectors: joined by sharding type, in the order of features, and gradients back.
+
+An exchange takes as many: vectors of all ranks joined, gradients sorted by rank, and divided.
+"""
 _PIECE_ROWS = 0.07
-"""Share of a row's seconds that each copy to the order of features takes for a range of columns of one vector."""
+"""Share of a row's seconds of each copy to the order of features, per vector's range of columns."""
 _CODEC_LAUNCHES = 6
-"""Operations of TorchRec's codecs in an exchange: rounding and widening vectors, and their gradients."""
+"""Operations of TorchRec's codecs in an exchange: rounding and widening vectors, and gradients."""
 _VECTOR_COPIES = 3
-"""Composed vectors of a shard at the fullest moment: as they are composed, as they are sent, and gradients."""
+"""Copies of a shard's composed vectors at the fullest moment: composed, sent, and gradients."""
 _ID_COPIES = 3
 
 
@@ -76,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardCost:
-    """What a shard costs the rank that has it."""
+    """Cost of a shard to the rank that has it."""
 
     lookup_ms: float  # of lookups, composing, their gradients and their update, without starting kernels
     group: Hashable  # what the shard is looked up together with, whose kernels a rank starts once; None for no lookup
@@ -90,13 +92,13 @@ class ShardCost:
         return self.storage.total + self.buffer_bytes
 
     def exchange_ms(self, num_others: int) -> float:
-        """Returns the milliseconds of exchanges of a rank that has its share of what so many others exchange too."""
+        """Returns the milliseconds of exchanges of a rank that has its share of the other ranks' work too."""
         return sum((own.owner_ms or num_others * own.other_ms for own in self.transfers.values()), 0.0)
 
 
 @dataclass(frozen=True)
 class PlacementCost:
-    """What one placement of a table costs."""
+    """Cost of one placement of a table."""
 
     # cost of each shard, range of columns after range, in one rank of a node after the other where rows are divided
     # within nodes; none of a table that is on every rank
@@ -109,7 +111,7 @@ class PlacementCost:
 
 
 class PlacementCosts:
-    """Costs of placements on one cluster, for one workload; tables that are alike are computed once."""
+    """Costs of placements on one cluster, for one workload; similar tables are computed once."""
 
     def __init__(self, request: PlanRequest) -> None:
         cluster, workload = request.cluster, request.workload
@@ -130,7 +132,7 @@ class PlacementCosts:
 
     @cached_property
     def networks_ms(self) -> float:
-        """Milliseconds of the networks' forward and backward passes, the same on every rank."""
+        """Milliseconds of the networks' forward and backward passes, equal on all ranks."""
         computing = self._network.flops / self._cluster.device.reached_flops(self._workload.bf16)
         moving = 4 * self._network.peak / self._cluster.device.memory_bandwidth
         return _MS * max(computing, moving)
@@ -142,15 +144,15 @@ class PlacementCosts:
 
     @property
     def all_reduce_start_ms(self) -> float:
-        """Milliseconds that starting to average gradients takes, once a step."""
+        """Milliseconds in which averaging gradients starts, once a step."""
         return 0.0 if self._cluster.world_size == 1 else _MS * self._cluster.device.collective_seconds
 
     def group_start_ms(self, group: Hashable) -> float:
-        """Returns the milliseconds that a rank takes to start the kernels of a shard's group, once a step."""
+        """Returns the milliseconds in which a rank starts a group's kernels, once a step."""
         return self._group_starts[group]
 
     def exchange_start_ms(self, exchange: ExchangeKey) -> float:
-        """Returns the milliseconds that every rank takes to start an exchange, once a step."""
+        """Returns the milliseconds in which every rank starts an exchange, once a step."""
         device, (collection, sharding_type) = self._cluster.device, exchange
         levels = 2 if sharding_type in WITHIN_NODES else 1
         collectives = _ID_COLLECTIVES + 2 * levels
@@ -160,7 +162,7 @@ class PlacementCosts:
         return _MS * (collectives * device.collective_seconds + launches * device.launch_seconds)
 
     def table_class(self, table: CompositionalEmbeddingConfig, collection: str) -> Hashable:
-        """Returns a key that is equal for tables whose costs are equal in every layout."""
+        """Returns a key that is equal for tables with equal costs in every layout."""
         if table.name not in self._classes:
             features = table.feature_names
             self._classes[table.name] = (
@@ -179,7 +181,7 @@ class PlacementCosts:
         return self._classes[table.name]
 
     def cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
-        """Returns what a table of a collection, by its path within the model, costs in a layout."""
+        """Returns the cost of a table in a layout; the collection is its path within the model."""
         key = self.table_class(table, collection), layout
         if key not in self._known:
             self._known[key] = self._cost(table, layout, collection)
@@ -228,15 +230,13 @@ class PlacementCosts:
         return self._cluster.ranks_per_node if sharding_type in WITHIN_NODES else 1
 
     def _is_exchanged(self, sharding_type: str) -> bool:
-        """Returns whether vectors of tables that are divided so are sent to other ranks."""
         return self._cluster.world_size > 1 and sharding_type != _DATA_PARALLEL
 
     def _rounding_ms(self, traffic: TableTraffic, num_columns: int) -> float:
-        """Returns the milliseconds in which codecs round and widen the vectors and gradients of a rank's batch."""
+        """Returns the milliseconds in which codecs round and widen vectors and gradients."""
         return _MS * traffic.rounding_bytes(num_columns) / self._cluster.device.memory_bandwidth
 
     def _shard(self, own: TableSlice, exchange: ExchangeKey, traffic: TableTraffic, is_grid: bool) -> ShardCost:
-        """Returns the cost of a rank's shard."""
         sharding_type, world_size, features = exchange[1], self._cluster.world_size, own.table.feature_names
         num_shards = self._num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == _DATA_PARALLEL else world_size
@@ -269,7 +269,7 @@ class PlacementCosts:
     def _buffer_bytes(
         self, table: CompositionalEmbeddingConfig, num_columns: int, num_rows: int, num_shards: int
     ) -> float:
-        """Returns a guess of the bytes that a rank needs to look up some columns of so many rows of a step."""
+        """Returns a guess of the bytes in which a rank looks up some columns of ``num_rows`` rows."""
         num_ids = num_rows * self._ids_per_row(table) / num_shards
         num_vectors = num_rows * len(table.feature_names) if is_pooled(table) else num_ids
         return num_vectors * num_columns * FLOAT_BYTES * _VECTOR_COPIES + num_ids * LONG_BYTES * _ID_COPIES
@@ -278,7 +278,7 @@ class PlacementCosts:
         return sum(self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
 
     def _table_traffic(self, table: CompositionalEmbeddingConfig, collection: str) -> TableTraffic:
-        """Returns what a rank's batch has of a table."""
+        """Returns the ids and vectors of a table in a rank's batch."""
         features, num_rows = table.feature_names, self._workload.rows_of_rank(self._cluster.world_size)
         itemsize = self._id_bytes.get(collection, LONG_BYTES) + self._workload.weight_bytes(features)
         num_ids, exchange = num_rows * self._ids_per_row(table), self._exchanges[collection]
@@ -286,12 +286,12 @@ class PlacementCosts:
 
 
 def _num_with_rows(num_rows: int, num_shards: int) -> int:
-    """Returns how many of the shards that rows are divided over, as many rows each, have any."""
+    """Returns how many of the shards have rows, where all but the last have equally many."""
     return -(-num_rows // -(-num_rows // num_shards))
 
 
 def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[list[TableSlice], list[PartitionTable]]:
-    """Returns a table's ranges of columns, each with the kernels of what is sharded, and what is replicated."""
+    """Returns a table's ranges of columns, with kernels for sharded partitions, and its replicated partitions."""
     parts, sharded = table.partition_tables(), table.lookup_tables()
     if layout.sharding_type == _DATA_PARALLEL:
         sharded = []
@@ -304,7 +304,7 @@ def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[
 
 
 def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]]:
-    """Returns how a plan divides a table of so many columns, and the rank of each shard."""
+    """Returns the layout of a placed table of so many columns, and the rank of each shard."""
     columns, ranks = [(0, num_columns)], list[int]()
     if not is_on_every_rank(unit.sharding_type):
         shards = column_shards(unit)
@@ -313,7 +313,7 @@ def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]
 
 
 def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
-    """Returns the times of every rank for placements of all tables, TorchRec's own as the full tables that they are."""
+    """Returns the times of every rank for placements of all tables; TorchRec's own count as full tables."""
     common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
     all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
     exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
@@ -343,7 +343,7 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
 
 
 class _Shards:
-    """Costs of some shards: their lookups, their groups, and what is communicated by phase."""
+    """Sum over shards: lookups, groups, and transfers by phase."""
 
     def __init__(self) -> None:
         self.lookup_ms = 0.0
@@ -360,7 +360,7 @@ class _Shards:
 
 
 def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime]:
-    """Adds the time in which ranks wait for their node's cores: a node takes no less than its cores take for all."""
+    """Adds the time in which ranks wait for cores: a node takes at least the time that its cores take for all."""
     shared: list[StepTime] = []
     size = cluster.ranks_per_node
     for first in range(0, len(times), size):

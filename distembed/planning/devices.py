@@ -1,10 +1,11 @@
-"""Devices to plan for: memory as the driver reports it, bandwidths and operations a second as the vendors state them.
+"""Devices to plan for: memory as the driver reports it, bandwidths and operations a second as vendors state them.
 
-Bandwidths count one direction; that between nodes is one 400 Gbit/s port a GPU (200 for A100 and L4), as cloud
-machines of this kind have. Operations are those of dense matrices. What vendors do not state is a guess, the same for
-all GPUs: that rows reach 60% of the memory's bandwidth and networks 40% of the operations, that an operation takes the
-host 5 microseconds to start, with autograd, and a collective 30. A device file has what was measured instead
-(:mod:`distembed.planning.calibrate`), as JSON; ``distembed plan --gpu FILE`` takes it in the catalogue's place.
+Bandwidths count one direction; between nodes it is one 400 Gbit/s port per GPU (200 for A100 and L4), as cloud machines
+have. Operations are dense matrix products. Numbers that vendors do not state are guesses, equal for all GPUs: rows
+    reach
+60% of the memory's bandwidth and networks 40% of the operations; an operation takes the host 5 microseconds to start,
+with autograd, and a collective 30. A device file has measured numbers instead (:mod:`distembed.planning.calibrate`), as
+JSON; ``distembed plan --gpu FILE`` reads it.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 _FORMAT, _VERSION = "distembed device", 1
 _REMEDY = "write one with `distembed plan --calibrate FILE`"
 _LOOKUP_SHARE = 0.6
-"""Share of the memory's bandwidth that rows of 64 bytes and more reach which lie anywhere."""
+"""Share of the memory's bandwidth that scattered rows of 64 bytes and more reach."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,15 @@ _BYTES_A_SECOND = [f"{name}_bandwidth" for name in ("memory", "local", "node", "
 _SIZES = {name: name for name in (*_BYTES_A_SECOND, "fp32_flops", "bf16_flops")} | {"memory": "memory_bytes"}
 _MAY_BE_ZERO = ("row_seconds", "launch_seconds", "collective_seconds")
 _NUMBERS = ("utilisation", "ranks_at_once", "error", *_MAY_BE_ZERO)
-"""Numbers that are no sizes; seconds are given as ``launch_seconds=4e-6``."""
+"""Numbers that are not sizes; seconds are given like ``launch_seconds=4e-6``."""
 
 
 def find_device(text: str, field: str = "--gpu") -> Device:
-    """Returns the device of a name, with the numbers behind it in place of its own.
+    """Returns the device of a name or of a device file (``.json``), with optional numbers that override its own.
 
-    An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``; a device file (``.json``) may stand in the place of
-    the name. Numbers alone, memory among them, make a device of their own; those that are missing are taken from the
-    known device whose memory is nearest.
+    An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``. Numbers alone, memory among them, make a custom
+        device;
+    missing numbers come from the known device with the nearest memory.
 
     Raises:
         UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.
@@ -151,7 +152,7 @@ def find_device(text: str, field: str = "--gpu") -> Device:
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """A device whose numbers were measured."""
+    """A device with measured numbers."""
 
     device: Device
     measured: Sequence[str]  # names of these numbers; the others are those of the catalogue's nearest device
@@ -159,11 +160,7 @@ class MeasuredDevice:
 
 
 def write_device(path: Path, measured: MeasuredDevice) -> None:
-    """Writes a device file.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Writes a device file; raises a ``RunError`` where it cannot be written."""
     write_json(path, {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(measured)})
 
 
@@ -171,8 +168,8 @@ def read_device(path: Path) -> Device:
     """Returns the device of a file.
 
     Raises:
-        UserError: The file cannot be read, is of another format or version, or a number of the device is missing,
-            unknown or impossible.
+        UserError: The file cannot be read, has another format or version, or a number is missing, unknown or
+            impossible.
     """
     content = read_json(path, _REMEDY)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -210,7 +207,7 @@ def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
 
 
 def device_here(device: "torch.device", memory_bytes: int) -> Device:
-    """Returns the device of this process with so much memory; a GPU that the catalogue lacks computes as an A100."""
+    """Returns this process's device with ``memory_bytes``; a GPU missing in the catalogue counts as an A100."""
     name = "cpu"
     if device.type == "cuda":
         import torch
@@ -223,7 +220,7 @@ def device_here(device: "torch.device", memory_bytes: int) -> Device:
 
 
 MAX_RANKS = 2**16
-"""Number of ranks up to which a plan is made; its time and memory grow with each of them."""
+"""Most ranks of a plan; its time and memory grow with each of them."""
 
 
 @dataclass(frozen=True)
@@ -259,19 +256,19 @@ class Cluster:
 
     @property
     def ranks_at_once(self) -> float:
-        """Number of ranks of a node whose steps its cores compute at once, each as fast as if it were alone."""
+        """Number of a node's ranks that its cores run at once, each as fast as if it were alone."""
         return min(self.ranks_per_node, self.device.ranks_at_once or math.inf)
 
     @property
     def rank_bytes(self) -> int:
-        """Memory of a rank's device, or a rank's share of the machine's where that is a CPU; the most of any rank."""
+        """Most memory of any rank: its device's, or its share of the machine's on a CPU."""
         if self.memory_by_rank:
             return max(self.memory_by_rank)
         return self.device.memory_bytes // (self.ranks_per_node if self.device.kind == "cpu" else 1)
 
     @property
     def host_bytes_per_rank(self) -> int:
-        """Bytes of a rank's share of the machine's memory, beside a CUDA device, at most; 0 for ranks on CPUs."""
+        """Most bytes of a rank's share of host memory besides a CUDA device; 0 on CPUs."""
         if self.host_memory_by_rank:
             return max(self.host_memory_by_rank)
         return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.ranks_per_node
@@ -283,5 +280,5 @@ class Cluster:
 
     @property
     def host_bytes_by_rank(self) -> tuple[int, ...]:
-        """Each rank's share of its machine's memory beside a CUDA device."""
+        """Each rank's share of host memory besides a CUDA device."""
         return self.host_memory_by_rank or (self.host_bytes_per_rank,) * self.world_size

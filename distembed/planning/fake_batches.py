@@ -1,10 +1,10 @@
-"""Batches for a step on fake tensors: a model's networks run on them without memory or a GPU.
+"""Batches for a step on fake tensors, on which a model's networks run without memory or a GPU.
 
 A step on fake tensors stops where a model reads a value. Networks read lengths, ids and integers computed from them, so
-:class:`KnownIntegers` keeps the values of integers and of truth values; all other tensors have shapes alone. Torch does
-this for integers of one element; here they have any number.
+:class:`KnownIntegers` keeps the values of integers and booleans; other tensors have shapes only. Torch does this for
+integers of one element; here they have any number.
 
-:func:`typical_batch` has lists a little longer than on average, since the fullest of many steps counts: the total
+Lists of a :func:`typical_batch` are a little longer than on average, since the fullest of many steps counts: the total
 length of a batch's lists varies by ``mean / sqrt(rows)`` where lengths vary as much as their mean.
 """
 
@@ -29,16 +29,16 @@ from distembed.data.dataset.schema import SPARSE_FEATURES, BatchField, Schema
 from distembed.data.reader.batch import Batch
 
 MOST_KNOWN = 2**26
-"""Integers of a tensor up to which they are kept: half a gigabyte."""
+"""Largest number of integers in a tensor whose values are kept: half a gigabyte."""
 _LEAVES = (Tensor, JaggedTensor, KeyedJaggedTensor, KeyedTensor)
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
 class KnownIntegers(FakeTensorMode):
-    """A mode in which tensors are fake, and those of integers and truth values have values for as long as they can."""
+    """A mode with fake tensors in which integers and booleans keep their values where possible."""
 
     def fake(self, value: Any) -> Any:
-        """Returns the value with fake :func:`leaves` of the same shapes; integers keep their values."""
+        """Returns the value with fake :func:`leaves` of equal shapes; integers keep their values."""
 
         def changed(node: Any) -> Any:
             if isinstance(node, _LEAVES):
@@ -74,18 +74,18 @@ class KnownIntegers(FakeTensorMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes tensors fake within the block, and known integers those of numpy's arrays and back."""
+        """Makes tensors fake within the block, and converts known integers to numpy arrays and back."""
         with self, _ThroughNumpy(self):
             yield
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Returns whether a tensor's values are kept; torch asks."""
+        """Returns whether a tensor's values are kept; torch calls it."""
         is_integer = not (t.is_floating_point() or t.is_complex())
         is_kept = is_integer and t.layout == torch.strided and t.device.type == "cpu" and t.numel() <= MOST_KNOWN
         return (is_kept and not isinstance(t, FakeTensor)) or super().may_turn_const(t)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator; integers that it makes of none, such as a range, are known as well."""
+        """Runs an operator; integers from an operator without inputs, like a range, are known as well."""
         made = super().dispatch(func, types, args, kwargs)
         if not isinstance(made, FakeTensor) or made.constant is not None or made.is_floating_point():
             return made
@@ -101,7 +101,7 @@ class KnownIntegers(FakeTensorMode):
 
 
 def leaves(value: Any) -> list[Any]:
-    """Returns the tensors, plain and jagged, of a value: within tuples, lists, dicts and dataclasses."""
+    """Returns all plain and jagged tensors within tuples, lists, dicts and dataclasses."""
     found: list[Any] = []
     for node in tree_leaves(value, is_leaf=lambda node: isinstance(node, _LEAVES)):
         if isinstance(node, _LEAVES):
@@ -112,12 +112,12 @@ def leaves(value: Any) -> list[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Returns all tensors of a value, those of jagged ones apart."""
+    """Returns all tensors of a value; a jagged tensor gives its parts."""
     return [own for leaf in leaves(value) for own in tree_leaves(leaf) if isinstance(own, Tensor)]
 
 
 class _ThroughNumpy(TorchFunctionMode):
-    """Makes arrays of numpy's of known integers, and known integers of such arrays, which torch would not."""
+    """Converts known integers to numpy arrays and back, which torch refuses."""
 
     def __init__(self, mode: KnownIntegers) -> None:
         super().__init__()
@@ -136,22 +136,23 @@ class _ThroughNumpy(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """Returns a fake tensor in the place of a real one of integers, which comes from an array of numpy's."""
+        """Returns a fake tensor in place of a real one of integers, which comes from a numpy array."""
         is_real = not isinstance(tensor, FakeTensor) and not tensor.is_floating_point()
         return self._mode._fake_tensor(tensor) if is_real else tensor
 
 
 _DEVIATIONS, _MOST_LONGER = 2.0, 0.2
-"""By how many standard deviations a batch is longer than on average, and by which share of it at most."""
+"""Standard deviations by which a batch is longer than the mean, and the largest share of it."""
 _LARGEST_MULTIPLE = 10_000
-"""Ids of a feature to each id of another up to which they are taken for a multiple of it."""
+"""Largest ratio of two features' ids at which one counts as a multiple of the other."""
 
 
 def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Batch:
-    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are in many steps.
+    """Returns a batch of the schema's fields with about as many ids and numbers as the fullest of many steps.
 
-    Where it pads lists, those that have a greatest length are all of that, as networks lay them out that cannot wait
-    for a device to tell how long they are.
+    With ``pads_lists``, lists with a greatest length all have it: networks on CUDA lay lists out so, since they cannot
+        wait
+    for a device to tell the lengths.
     """
     longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
     lists = {feature.name for feature in schema.categorical if feature.multi_hot} | {*schema.dense_sequences}
@@ -178,7 +179,7 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
 
 
 def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
-    """Returns a batch of the same shapes, without values, where tensors are fake: one that is too large to be made."""
+    """Returns a batch without values, of typical shapes, where tensors are fake and too large to make."""
     means = _ids_per_row(schema)
 
     def jagged(field: BatchField) -> KeyedJaggedTensor:
@@ -207,10 +208,11 @@ def _batch(schema: Schema, num_rows: int, jagged: Callable[[BatchField], KeyedJa
 
 
 def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[Tensor, " rows"]]:
-    """Returns how many ids each row has of each list feature, of which a row has ``means`` on average.
+    """Returns the number of ids of each row of each list feature, ``means`` on average.
 
-    Rows differ by one at most where the mean is no whole number. Features with the same mean have the same lengths,
-    and one with a multiple of another's has this multiple in each row, such as the negative items of sequences.
+    Rows differ by one at most where the mean is no whole number. Features with one mean have equal lengths. A mean that
+        is
+    a multiple of another has this multiple in each row, as negative items of sequences have.
     """
     lengths: dict[float, Tensor] = {}
     for mean in sorted(set(means.values())):

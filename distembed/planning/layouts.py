@@ -1,19 +1,19 @@
-"""The ways in which a table may be divided on a cluster, as its composition, the config and the ranks allow.
+"""The layouts of a table on a cluster, as its composition, the config and the ranks allow.
 
 ==================== ======================================================== ==========================================
-sharding type        ways                                                     unless the config says otherwise
-==================== ======================================================== ==========================================
-``table_wise``       whole, on one rank                                       always
-``column_wise``      in 2 or more equal ranges of columns, on as many ranks   with several ranks; not of sequences
-``row_wise``         by rows, over all ranks                                  with several ranks
-``table_row_wise``   by rows, over the ranks of a node                        with several nodes of several ranks
-``grid_shard``       in ranges of columns, each on a node                     with several nodes of several ranks
-``data_parallel``    a copy on every rank                                     with several ranks
-==================== ======================================================== ==========================================
+harding type        layouts                                                  unless the config says otherwise
+=================== ======================================================== ==========================================
+`table_wise``       whole, on one rank                                       always
+`column_wise``      in 2 or more equal ranges of columns, on as many ranks   with several ranks; not of sequences
+`row_wise``         by rows, over all ranks                                  with several ranks
+`table_row_wise``   by rows, over the ranks of a node                        with several nodes of several ranks
+`grid_shard``       in ranges of columns, each on a node                     with several nodes of several ranks
+`data_parallel``    a copy on every rank                                     with several ranks
+=================== ======================================================== ==========================================
 
-``table_column_wise``, in a range of columns for each rank of a node, is one where the config says so.
+``table_column_wise``, a range of columns for each rank of a node, needs the config's permission.
 
-Sequences of one collection have ranges of one width in TorchRec, so that the widest that divides all of them is taken.
+TorchRec divides all sequences of a collection into ranges of one width: the widest that divides all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,12 +38,12 @@ from distembed.sharding.table_slice import is_pooled, partition_slices, width
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
 _LINE_BYTES = {"cuda": 128, "cpu": 64}
-"""Bytes that a cache reads at once: the narrowest range, unless the config names a width or ways by columns alone."""
+"""Bytes of a cache line: the narrowest range, unless the config names a width or only types by columns."""
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 
 class Layouts:
-    """Ways to divide the tables of a request; raises a ``UserError`` where the config allows none."""
+    """Layouts of the tables of a request; raises a ``UserError`` where the config allows none."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._config, self._cluster = request, request.config, request.cluster
@@ -64,9 +64,9 @@ class Layouts:
         }
 
     def of_unit(self, members: Sequence[tuple[CompositionalEmbeddingConfig, str]]) -> list[list[Layout]]:
-        """Returns the ways to divide tables that lie together, or a table alone: way after way of each table.
+        """Returns the layouts of each table of a unit, one or several tables that lie together.
 
-        Each of the members is a table with the path of its collection within the model.
+        The n-th layouts of all tables go together. Each member is a table with its collection's path within the model.
         """
         ranks = self.ranks(table for table, _ in members)
         by_key = [{_shape(layout): layout for layout in self._of(table, path, ranks)} for table, path in members]
@@ -83,7 +83,7 @@ class Layouts:
         return [[own[key] for key in common] for own in by_key]
 
     def ranks(self, tables: Iterable[CompositionalEmbeddingConfig]) -> tuple[int, ...]:
-        """Returns the ranks that tables of one unit are pinned to, in order; none where they may lie anywhere."""
+        """Returns the sorted ranks that tables of one unit are pinned to; none where they may lie anywhere."""
         pinned = {table.name: own for table in tables if (own := self.own(table).ranks) is not None}
         for name, own in pinned.items():
             if max(own) >= self._cluster.world_size:
@@ -101,7 +101,7 @@ class Layouts:
         return tuple(sorted(common))
 
     def together_with(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        """Returns the names of the tables that lie where a table does, itself among them."""
+        """Returns the names of the tables of a table's unit, itself included."""
         return self._together.get(table.name, [table.name])
 
     def own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
@@ -117,7 +117,7 @@ class Layouts:
         return "there is one rank" if self._cluster.world_size == 1 else ""
 
     def in_one_pass(self, table: CompositionalEmbeddingConfig, layouts: Sequence[Layout]) -> Sequence[Layout]:
-        """Returns the layouts that every rank can look up in one pass, where the table is to be looked up so."""
+        """Returns the layouts that every rank can look up in one pass, where the table requires it."""
         if table.kernel != "fused":
             return layouts
         kind, optimizer = self._cluster.device.kind, self._request.table_optimizers.for_table(table).sparse
@@ -132,7 +132,7 @@ class Layouts:
         return possible
 
     def _of(self, table: CompositionalEmbeddingConfig, collection: str, ranks: Sequence[int]) -> list[Layout]:
-        """Returns all ways to divide a table on some ranks; on all where none are named."""
+        """Returns all layouts of a table on some ranks; on all ranks where none are named."""
         types, columns, own = self._allowed_types(table, collection), width(table), f"plan.tables.{table.name}"
         layouts = [
             Layout(name, kernel, tuple((start, start + wide) for start in range(0, columns, wide)))
@@ -160,7 +160,7 @@ class Layouts:
         return possible
 
     def _has_places(self, layout: Layout, ranks: Sequence[int]) -> bool:
-        """Returns whether all shards of a layout have places on some ranks."""
+        """Returns whether some ranks have places for all shards of a layout."""
         cluster, num_places = self._cluster, len(layout.columns)
         if not ranks or len(ranks) == cluster.world_size:
             return True
@@ -207,7 +207,7 @@ class Layouts:
         return sent
 
     def _default_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        """Returns the sharding types of a table of which the config says nothing."""
+        """Returns the sharding types of a table without settings."""
         if self._cluster.world_size == 1:
             # one that FBGEMM cannot look up is left to torch
             return ["table_wise"] if can_be_placed(table, "table_wise") else [_DATA_PARALLEL]
@@ -226,7 +226,7 @@ class Layouts:
     def _widths_of_ranges(
         self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str
     ) -> Sequence[int]:
-        """Returns the numbers of columns that the ranges of a table may have, from the widest on."""
+        """Returns the widths of column ranges that a table may have, the widest first."""
         cluster, columns = self._cluster, width(table)
         most_ranges = {
             ShardingType.COLUMN_WISE.value: cluster.world_size,
@@ -255,7 +255,7 @@ class Layouts:
         return widths or ([columns] if sharding_type in chosen else [])
 
     def _possible_widths(self, table: CompositionalEmbeddingConfig, collection: str) -> list[int]:
-        """Returns the widths of equal ranges of columns that kernels read and codecs send, the widest first."""
+        """Returns the widths of equal ranges that kernels read and codecs send, the widest first."""
         columns, sent_together = width(table), INT8_NUMBERS if self._request.exchanges[collection].has_int8 else 1
         widths = [columns // number for number in range(1, columns // _VECTOR + 1) if columns % number == 0]
         return [
@@ -266,7 +266,7 @@ class Layouts:
         ]
 
     def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig], collection: str) -> int:
-        """Returns the width of the ranges of all sequences of a collection that may be divided by columns."""
+        """Returns the width of the column ranges of all sequences of a collection."""
         allowed = [table for table in tables if "column_wise" in self._allowed_types(table, collection)]
         if not allowed:
             return 1
@@ -280,7 +280,7 @@ class Layouts:
 
 
 def _shape(layout: Layout) -> tuple[str, int, str]:
-    """Returns what layouts of tables that lie together have in common."""
+    """Returns the part of a layout that tables of a unit share."""
     in_host_memory = layout.compute_kernel if layout.compute_kernel in IN_HOST_MEMORY else ""
     return layout.sharding_type, len(layout.columns), in_host_memory
 

@@ -1,4 +1,4 @@
-"""What each rank looks up in a step of a plan: groups of :mod:`distembed.sharding.groups`, without their tensors."""
+"""The lookups of each rank in a step of a plan: groups of :mod:`distembed.sharding.groups` without their tensors."""
 
 import math
 from collections import defaultdict
@@ -16,12 +16,12 @@ from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import TableSlice, width
 
 ExchangeKey = tuple[str, str]
-"""Collection and sharding type, which a table shares with those that are communicated together."""
+"""Collection path and sharding type: tables with equal keys are sent together."""
 PlacedSlice = tuple[Placement, TableSlice]
 
 
 class RankLookups:
-    """What each rank looks up, where all tables have placements."""
+    """The lookups of each rank under the placements of all tables."""
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
@@ -32,22 +32,22 @@ class RankLookups:
             self.add(placement)
 
     def add(self, placement: Placement) -> None:
-        """Adds the lookups of a table, which has none yet."""
+        """Adds the lookups of a table that has none yet."""
         for start, stop, rank in _shards(placement):
             own, position = placement.slice(start, stop), self._position[placement.table.name]
             self._slices[rank].setdefault(position, []).append(((placement, own), group_key(own)))
 
     def remove(self, placement: Placement) -> None:
-        """Removes the lookups of a table that is placed so."""
+        """Removes the lookups of a placed table."""
         for *_, rank in _shards(placement):
             self._slices[rank].pop(self._position[placement.table.name], None)
 
     def column_slices(self, rank: int) -> list[PlacedSlice]:
-        """Returns slices of the tables of which this rank has a range of columns, or all columns to itself."""
+        """Returns the slices of tables with a range of columns, or all columns, on one rank alone."""
         return [placed for slices in self._slices[rank].values() for placed, _ in slices]
 
     def loads(self, rank: int | None) -> dict[ExchangeKey, list[GroupLoad]]:
-        """Returns what one rank looks up beside what all ranks do; of None, what is looked up on every rank alike."""
+        """Returns a rank's own lookups; for None, the lookups that all ranks do alike."""
         groups: dict[ExchangeKey, dict[Hashable, list[PlacedSlice]]] = {}
         for _, slices in sorted(self._slices[rank].items()):
             for placed, key in slices:
@@ -78,12 +78,12 @@ def exchange_key(placement: Placement) -> ExchangeKey:
 
 
 def is_on_every_rank(sharding_type: str) -> bool:
-    """Returns whether tables of a sharding type are looked up on every rank, and alike."""
+    """Returns whether every rank looks up the tables of a sharding type, in equal shares."""
     return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 
 
 def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
-    """Returns first column, last column + 1, and rank of each shard of a table that is divided by columns."""
+    """Returns first column, last column + 1, and rank of each shard of a table divided by columns."""
     spec: Any = unit.sharding_spec
     return [
         (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1], shard.placement.rank())
@@ -92,7 +92,7 @@ def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
 
 
 def _shards(placement: Placement) -> Sequence[tuple[int, int, int | None]]:
-    """Returns the column shards of a table; one of no rank where the table is on every rank."""
+    """Returns the column shards of a table; one without a rank where the table is on every rank."""
     if is_on_every_rank(placement.unit.sharding_type):
         return [(0, width(placement.table), None)]
     return column_shards(placement.unit)
@@ -103,7 +103,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tables of one collection and one sharding type on a rank; bytes of vectors are those of float32 unless told."""
+    """Tables of one collection and sharding type on a rank; vectors count as float32 unless stated otherwise."""
 
     output: int  # bytes of all vectors that the lookups compose
     sent: int  # bytes of a copy of these that is sent
@@ -119,23 +119,23 @@ class Exchange:
         return self.numbers.output_itemsize < _FLOAT
 
     def rounded(self, num_bytes: int) -> int:
-        """Returns the bytes of vectors as lookups give them, before they are widened."""
+        """Returns the bytes of vectors as lookups return them, before they are widened."""
         return num_bytes * self.numbers.output_itemsize // _FLOAT
 
     def travelling(self, num_bytes: int) -> int:
-        """Returns the bytes of vectors as they travel."""
+        """Returns the bytes of vectors on their way to another rank."""
         return ceil(self.numbers.vector_bytes(num_bytes / _FLOAT))
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of this rank's vectors when they are put into one tensor: as received, and the tensor."""
+        """Bytes of this rank's received vectors while they are joined into one tensor."""
         if self.numbers.comms.is_used:  # and as decoded
             return self.travelling(self.received) + 2 * self.received
         return self.rounded(self.received) + (self.received if self.is_rounded else self.rounded(self.received))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that gradients of this rank's vectors take on their way back, beside themselves and what arrives."""
+        """Bytes in which this rank's gradients are prepared for sending, besides the gradients."""
         if not self.is_sent:
             return 0
         if self.numbers.comms.is_used:  # put in the ranks' order, and encoded
@@ -144,7 +144,7 @@ class Exchange:
 
 
 def fullest_lookup(exchanges: Sequence[Exchange]) -> int:
-    """Returns the most bytes that lookups, one exchange's after the other's, have in memory with their outputs."""
+    """Returns the most bytes that the lookups hold at once, one exchange after the other."""
     waiting, fullest, saved = 0, 0, 0
     for exchange in exchanges:
         saved += sum(lookup.saved_bytes for lookup in exchange.lookups)

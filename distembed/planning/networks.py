@@ -1,7 +1,7 @@
-"""Estimates the memory and the computation of a model's networks on a rank, by a step on fake tensors.
+"""Estimates memory and computation of a model's networks on a rank, by a step on fake tensors.
 
-Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU. Only integers are known
-(:mod:`distembed.planning.fake_batches`): networks over sequences look at lengths.
+Fake tensors have shapes and no values, so a step of any size takes no memory and no GPU. Only integers have values
+(:mod:`distembed.planning.fake_batches`), since networks over sequences read lengths.
 """
 
 import copy
@@ -39,7 +39,7 @@ _IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(l
 
 @dataclass(frozen=True)
 class NetworkEstimate:
-    """The memory, in bytes, and the computation of the networks on a rank; every rank has all of them."""
+    """Memory, in bytes, and computation of the networks on a rank; every rank has all of them."""
 
     parameters: int = 0
     buffers: int = 0  # tensors that are not trained, such as an order of pairs
@@ -54,7 +54,7 @@ class NetworkEstimate:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators return for as long as these are alive."""
+    """Counts the bytes of live storages that operators returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class _LiveBytes(TorchDispatchMode):
         return returned
 
     def count(self, tensor: Tensor) -> None:
-        """Adds the bytes of a tensor's storage, if it is not known yet, until it is freed."""
+        """Adds the bytes of a tensor's storage, unless it is known, until it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known[storage._cdata] = storage.nbytes()
@@ -82,7 +82,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _EmptyVectors(torch.autograd.Function):
-    """Returns vectors [num_rows, num_columns] that depend on no weights, so that their gradient is dropped."""
+    """Returns vectors [num_rows, num_columns] that depend on no weights, so their gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, origin: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -95,7 +95,7 @@ class _EmptyVectors(torch.autograd.Function):
 
 @dataclass
 class _Scan:
-    """How networks go through the vectors of a whole table, chunk by chunk, all of which are alike."""
+    """How networks go through the vectors of a whole table, in equal chunks."""
 
     world_size: int = 1  # number of ranks that share the table
     most_chunks: int = 1  # number of chunks that are gone through; all others are left out
@@ -103,7 +103,7 @@ class _Scan:
 
 
 class _ShareOfNothing(TableShare):
-    """Stands in for a rank's share of a table: has few chunks of ids, whose vectors have no values, and no weights."""
+    """Stands in for a rank's share of a table: few chunks of ids, vectors without values, no weights."""
 
     def __init__(self, table: CompositionalEmbeddingConfig, scan: _Scan) -> None:
         num_ids = math.ceil(table.num_embeddings / scan.world_size)
@@ -127,7 +127,7 @@ class _ShareOfNothing(TableShare):
 
 
 class _Vectors(nn.Module):
-    """Stands in for an embedding collection: returns vectors of the same shapes, without tables."""
+    """Stands in for an embedding collection: returns vectors of equal shapes, without tables."""
 
     def __init__(self, tables: Any, scan: _Scan) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Vectors(nn.Module):
         self._origin = torch.empty(0, requires_grad=True)
 
     def share(self, table_name: str) -> TableShare:
-        """Returns a stand-in for the table's share, whose vectors depend on no weights either."""
+        """Returns a stand-in for the table's share."""
         return _ShareOfNothing(self._tables[table_name], self._scan)
 
     def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
@@ -151,7 +151,7 @@ class _Vectors(nn.Module):
 
 
 class _PooledVectors(_Vectors):
-    """One vector a row and feature."""
+    """One vector per row and feature."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         dims = {name: dim for _, name, dim in self._vectors}
@@ -159,7 +159,7 @@ class _PooledVectors(_Vectors):
 
 
 class _SequenceVectors(_Vectors):
-    """One vector an id."""
+    """One vector per id."""
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         outputs = {}
@@ -171,7 +171,7 @@ class _SequenceVectors(_Vectors):
 
 @dataclass(frozen=True)
 class _VectorInputs(ModelInputs):
-    """Gives a model stand-ins in the place of embedding collections."""
+    """Gives a model stand-ins in place of embedding collections."""
 
     scan: _Scan
 
@@ -183,14 +183,14 @@ class _VectorInputs(ModelInputs):
 
 
 def _build_networks(model_config: ModelConfig, inputs: ModelInputs, scan: _Scan) -> Model:
-    """Returns a model with stand-ins in the place of its collections; called where tensors are fake."""
+    """Returns a model with stand-ins in place of its collections; called where tensors are fake."""
     model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim, scan))
     replace_collections(model, scan)
     return model
 
 
 def replace_collections(model: nn.Module, scan: _Scan | None = None) -> None:
-    """Puts stand-ins in the place of a model's collections, such as TorchRec's."""
+    """Puts stand-ins in place of a model's collections, TorchRec's among them."""
     for path, module in embedding_modules(model).items():
         stand_in = _PooledVectors if isinstance(module, EmbeddingBagCollectionInterface) else _SequenceVectors
         model.set_submodule(path, stand_in(table_configs(module), scan or _Scan()))
@@ -208,7 +208,7 @@ def estimate_network(
 ) -> NetworkEstimate:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
-    Its step is not known of a model that looks at numbers other than integers, which fake tensors do not have.
+    The step stays unknown where a model reads values other than integers, which fake tensors lack.
 
     Args:
         model_config: The config's section ``model``.
@@ -264,9 +264,9 @@ class FakeStep:
 
 
 def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: bool) -> NetworkEstimate:
-    """Counts the parameters of networks without collections, and what a step takes; called where tensors are fake.
+    """Counts the parameters of networks without collections, and a step's memory; called where tensors are fake.
 
-    Where gradients are averaged over ranks, they are in buckets. An error of the step is raised.
+    With ``averages``, gradients are averaged over ranks, in buckets. Errors of the step are raised.
     """
     hooks = [
         # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
@@ -295,7 +295,7 @@ def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: boo
 
 
 def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
-    """Returns what networks, without their collections, take from step to step; their step is not known."""
+    """Returns the permanent memory of networks without collections; their step is unknown."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return NetworkEstimate(
         parameters=sum(each.nbytes for each in model.parameters()),
@@ -307,7 +307,7 @@ def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
 
 
 def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_copies: int) -> None:
-    """Makes sure, without making them, that this machine can hold the weights of networks in some processes.
+    """Checks, without making them, that this machine can hold the weights of networks in some processes.
 
     Raises:
         InsufficientMemory: The weights take more memory than the machine has.
@@ -327,7 +327,7 @@ _FLOAT_BYTES = 4
 
 
 class OnDevice(TorchFunctionMode):
-    """Makes every tensor of the block one of a device, whatever device is asked for, which need not be there."""
+    """Puts every tensor of the block on one device, whichever device the code names."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class OnDevice(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """What a model is called with, for one rank's rows."""
+    """Arguments of a model's call, for one rank's rows."""
 
     value: Any  # a tuple of the positional arguments, a mapping of the named ones, or the only argument
     num_rows: int
@@ -361,11 +361,11 @@ class ExampleBatch:
         return {feature: float(lengths.float().mean()) for feature, lengths in self._lengths()}
 
     def multi_hot(self) -> frozenset[str]:
-        """Returns the features of which a row has several ids."""
+        """Returns the features with several ids in some row."""
         return frozenset(feature for feature, lengths in self._lengths() if int(lengths.max()) > 1)
 
     def dense_numbers_per_row(self) -> int:
-        """Returns how many float32 numbers a row has beside its ids, labels included."""
+        """Returns the float32 numbers of a row besides its ids, labels included."""
         num_bytes = sum(leaf.nbytes for leaf in leaves(self.value) if isinstance(leaf, Tensor))
         return num_bytes // (_FLOAT_BYTES * self.num_rows)
 
@@ -379,10 +379,10 @@ class ExampleBatch:
 def estimate_own_networks(
     model: nn.Module, batch: ExampleBatch | None, optimizer: str, bf16: bool, averages: bool
 ) -> tuple[NetworkEstimate, str]:
-    """Counts the networks of a model: all of it but its collections; the model stays as it is.
+    """Counts the networks of a model without a config: all of it but its collections; the model is unchanged.
 
-    The model is not sharded, and on the meta device; where ranks average gradients, these are in buckets. The estimate
-    comes with why its step is not known; empty where it is.
+    The model is not sharded, and on the meta device. With ``averages``, ranks average gradients, in buckets. The second
+    value is the reason why the step is unknown, else empty.
     """
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
@@ -404,7 +404,7 @@ def estimate_own_networks(
 
 
 def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
-    """Returns a model with fake tensors of the same shapes, and with stand-ins in the place of its collections."""
+    """Returns a model with fake tensors of equal shapes, and with stand-ins in place of its collections."""
     fakes: dict[int, Any] = {}  # by the tensors' ids: a copy takes what is there for the tensor's copy
     with mode.active():
         for part in model.modules():
@@ -420,7 +420,7 @@ def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
 
 
 def _run(model: nn.Module, value: Any, bf16: bool) -> int:
-    """Runs the forward and backward passes of a batch, which is as :class:`ExampleBatch` says."""
+    """Runs the forward and backward passes of an :class:`ExampleBatch`'s value."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             outputs = model(*value)

@@ -1,4 +1,4 @@
-"""Why each table of a plan lies where it does: what other places would cost, with all other tables where they are."""
+"""Why each table lies where it does: the cost of its other placements, with all other tables in place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
 
 _PER_TABLE = 2
 _TRIED = 4
-"""Options of a table that are tried, those that take ranks least together; beside the whole table."""
+"""Options of a table that are tried, with the least work of all ranks together; besides the whole table."""
 _ROUNDING_MS = 1e-9
-"""Milliseconds up to which two times are equal."""
+"""Milliseconds up to which two times count as equal."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another placement of one table, with what it would add; negative numbers where it would save."""
+    """Another placement of one table, and the cost that it would add; negative numbers are savings."""
 
     sharding_type: str
     compute_kernel: str
@@ -40,8 +40,6 @@ class Alternative:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Another placement of a table that was tried."""
-
     layout: Layout
     cost: PlacementCost
     alternative: Alternative
@@ -51,7 +49,7 @@ class _Tried:
 def explain(
     request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim
 ) -> tuple[dict[str, str], Mapping[str, Sequence[Alternative]]]:
-    """Returns the reason of each table's place in a plan, and its best other places, the best first; by table."""
+    """Returns the reason of each table's place in a plan, and its best other placements, best first; by table."""
     others = _OtherPlacements(request, tables, assignment, aim)
     why, alternatives = {}, {}
     for number, planned in enumerate(tables.tables):
@@ -71,7 +69,7 @@ class _OtherPlacements:
         self._num_bytes = float(self._loads.num_bytes.max())
 
     def why(self, table: int, tried: Sequence[_Tried]) -> str:
-        """Returns such as ``in 4 ranges of columns: whole it would not fit``."""
+        """Returns a reason like ``in 4 ranges of columns: whole it would not fit``."""
         planned = self._tables.tables[table]
         only = self._tables.layouts.only_type_because(planned.table)
         if len({layout.sharding_type for layout in planned.layouts}) == 1 and only:
@@ -79,14 +77,13 @@ class _OtherPlacements:
         return f"{_in_words(self._tables.layout(table, self._option(table)))}: {self._because(table, tried)}"
 
     def _exchange_ms(self, cost: PlacementCost) -> float:
-        """Returns the milliseconds that a rank with a shard of a table exchanges ids, vectors and gradients for it."""
+        """Returns the milliseconds of exchanges of a rank with a shard of the table."""
         return max(own.exchange_ms(self._problem.world_size - 1) for own in (*cost.shards, cost.everywhere))
 
     def _because(self, table: int, tried: Sequence[_Tried]) -> str:
-        """Returns the reason of a placement that the figures of others bear out.
+        """Returns a reason that the tried placements support.
 
-        The plan may be slower within its tolerance, to have fewer bytes on the fullest rank. Where one of the tried
-        placements leaves the table whole, it is among the others.
+        The plan may be slower within its tolerance, to use fewer bytes on the fullest rank.
         """
         layout, cost = self._tables.layout(table, self._option(table)), self._tables.cost(table, self._option(table))
         if not tried:
@@ -117,7 +114,7 @@ class _OtherPlacements:
         return "no other is faster"
 
     def note(self, table: int) -> str:
-        """Returns how FBGEMM or the memory of devices decides a table's kernel, and where the config has the table."""
+        """Returns how FBGEMM or memory decides a table's kernel, and the config's pins and groups."""
         optimizers, own = self._request.table_optimizers, self._tables.tables[table].table
         layout = self._tables.layout(table, self._option(table))
         members = [self._tables.tables[each].table for each in self._tables.tables_of[self._tables.unit_of[table]]]
@@ -130,7 +127,7 @@ class _OtherPlacements:
         return note + (f"; together with {names}" if names else "")
 
     def tried(self, table: int) -> list[_Tried]:
-        """Returns other placements, the best first."""
+        """Returns other placements, the best first; the whole table is among them."""
         loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
         others = (option for option in self._problem.options_of(unit) if option != own)
         options = sorted(others, key=lambda option: self._problem.mean_ms[option])
@@ -179,7 +176,6 @@ def _is_whole(layout: Layout) -> bool:
 
 
 def _in_words(layout: Layout) -> str:
-    """Returns how a table is divided."""
     if layout.sharding_type == "data_parallel":
         return "replicated"
     if is_on_every_rank(layout.sharding_type):

@@ -1,8 +1,7 @@
-"""The steps that calibration measures: sharded tables, networks, copies from host memory, and ranks that share cores.
+"""The steps that calibration measures: sharded tables, networks, copies from host memory, and ranks sharing cores.
 
-A step of tables is forward, backward and update with all exchanges: row-wise Adagrad within the backward pass. Every
-measurement is taken in rounds, each of all measurements in turn, and its shortest round counts: disturbances make steps
-longer, never shorter.
+A step of tables is forward, backward and update with all exchanges: row-wise Adagrad within the backward pass. All
+steps are measured in turn, in rounds, and the shortest round counts: disturbances make steps longer, never shorter.
 """
 
 import math
@@ -50,9 +49,9 @@ _MS = 1e3
 
 
 class ShardedTables:
-    """Tables on all ranks of the process group, which make it together, with the same places.
+    """Tables sharded over all ranks of the process group; all ranks construct it, with the same places.
 
-    A place is TorchRec's generator of it, such as ``table_wise(rank=0, compute_kernel="fused")``.
+    A place is TorchRec's generator of a table's sharding, like ``table_wise(rank=0, compute_kernel="fused")``.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ShardedTables:
         )
 
     def step(self, ids: Int64[Tensor, " ids"], gradient: Float[Tensor, "rows columns"]) -> None:
-        """Takes a step, of ``ids_per_bag`` ids for each row and feature, feature after feature; all ranks call it."""
+        """Takes a step of ``ids_per_bag`` ids per row and feature, feature by feature; all ranks call it."""
         names = [name for table in self.tables for name in table.feature_names]
         lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
         # new features: those of an earlier step have their offsets already
@@ -91,7 +90,7 @@ class ShardedTables:
         vectors.backward(gradient)
 
     def estimate(self, num_rows: int, device: Device) -> list[StepTime]:
-        """Returns the estimated times of every rank for a batch of so many rows each, as if on this device."""
+        """Returns every rank's estimated times for batches of ``num_rows`` each on a device."""
         ranks = self.ranks
         cluster = Cluster(device, ranks.world_size // ranks.local_world_size, ranks.local_world_size)
         ids_per_row = {name: float(self.ids_per_bag) for table in self.tables for name in table.feature_names}
@@ -121,7 +120,7 @@ class TimedStep:
         return max(time.total for time in self._tables.estimate(self._num_rows, device)) / _MS
 
     def _draw_ids(self, generator: torch.Generator) -> Int64[Tensor, " ids"]:
-        """Draws ids that are skewed like those of clicks, log-uniform over each table, feature after feature."""
+        """Draws ids log-uniformly over each table, as skewed as clicks, feature by feature."""
         sizes = [table.num_embeddings for table in self._tables.tables for _ in table.feature_names]
         drawn = torch.rand(
             len(sizes), self._num_rows * self._tables.ids_per_bag, generator=generator, dtype=torch.float64
@@ -132,9 +131,9 @@ class TimedStep:
 
 
 class LookupStep(TimedStep):
-    """Steps of the lookups of a rank's own tables, with gradients and update and without exchanges.
+    """Steps of lookups of a rank's own tables, with gradients and update and without exchanges.
 
-    The tables are of one size and kind, placed whole, as many on every rank, which looks them up for all ranks' rows.
+    Tables are alike and whole, equally many on every rank, which looks them up for all ranks' rows.
     """
 
     def __init__(self, tables: ShardedTables, num_rows: int) -> None:
@@ -143,19 +142,17 @@ class LookupStep(TimedStep):
         self._names = [table.name for table in tables.tables[: len(tables.tables) // tables.ranks.world_size]]
 
     def __call__(self) -> None:
-        """Takes a step of this rank alone."""
         ids = next(self._batches)  # of all tables, which are alike: they serve as those of all ranks
         vectors = self._lookup(KeyedJaggedTensor(self._names, ids, lengths=torch.ones_like(ids, dtype=torch.int32)))
         vectors.backward(self._gradient.view_as(vectors))
 
     def estimated_seconds(self, device: Device) -> float:
-        """Returns the estimated seconds of the slowest rank's lookups."""
         slowest = max(time.lookup for time in self._tables.estimate(self._num_rows, device)) / _MS
         return slowest * max(1.0, self._tables.ranks.local_world_size / (device.ranks_at_once or math.inf))
 
 
 class _Embedding(nn.Module):
-    """A model of nothing but its tables, all trained within the backward pass."""
+    """A model of tables alone, all trained within the backward pass."""
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> None:
         super().__init__()
@@ -178,17 +175,14 @@ _NETWORK = (512, 512, 256, 1)
 _NETWORK_ROWS = 1024
 _PRODUCTS = [width * next_width for width, next_width in pairwise(_NETWORK)]
 NETWORK_OPERATIONS = 2 * _NETWORK_ROWS * (3 * sum(_PRODUCTS) - _PRODUCTS[0])
-"""Floating-point operations of a step of the network, whose first layer has no gradient of its inputs."""
+"""Floating-point operations of a step of the network, whose inputs need no gradient."""
 COPIED_BYTES = 2**26
 _REPLICATED = 24
-"""Number of small replicated tables in a probe, whose steps are nearly all starts of operations."""
+"""Number of small replicated tables in a probe whose steps mostly start operations."""
 
 
 def probes(ranks: Ranks) -> list[TimedStep]:
-    """Returns steps of tables that are sharded in different ways, of different widths, numbers and batches.
-
-    Every rank has as many as every other. All ranks call it.
-    """
+    """Returns steps of tables of different sharding types, widths, numbers and batches; all ranks call it."""
     world_size = ranks.world_size
     ways: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda i: table_wise(rank=i % world_size, compute_kernel="fused"),
@@ -210,10 +204,7 @@ def probes(ranks: Ranks) -> list[TimedStep]:
 
 
 def lookup_probes(ranks: Ranks) -> list[LookupStep]:
-    """Returns steps of lookups without exchanges, as many on every rank; the first is of the largest tables.
-
-    All ranks call it.
-    """
+    """Returns steps of lookups without exchanges, the largest tables first; all ranks call it."""
     steps = []
     for num_ids, dim, is_product in product((_LARGE, _SMALL), _WIDTHS, (True, False)):
         tables = [_table(i, num_ids, dim, is_product) for i in range(_LOOKED_UP * ranks.world_size)]
@@ -224,7 +215,7 @@ def lookup_probes(ranks: Ranks) -> list[LookupStep]:
 
 
 def _tables(count: int, repeats: int, dim: int) -> list[CompositionalEmbeddingBagConfig]:
-    """Returns tables of which half are full and half products, half of either large; each as often as said."""
+    """Returns ``count`` tables, full or products, small or large by turns; each one ``repeats`` times."""
     kinds = [i // repeats for i in range(count * repeats)]
     return [_table(i, _LARGE if kind % 4 in (0, 3) else _SMALL, dim, kind % 2 == 0) for i, kind in enumerate(kinds)]
 
@@ -235,9 +226,9 @@ def _table(i: int, num_ids: int, dim: int, is_product: bool) -> CompositionalEmb
 
 
 def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device: torch.device) -> list[float]:
-    """Returns the shortest mean of ``num_steps`` of each step, over rounds in which all take turns.
+    """Returns the shortest mean of ``num_steps`` of each step, over rounds in which all steps take turns.
 
-    All ranks call it, with as many steps.
+    All ranks call it, with equally many steps.
     """
     shortest = [math.inf] * len(steps)
     for _ in range(rounds):
@@ -259,7 +250,7 @@ def _wait_for_all(device: torch.device) -> None:
 
 
 def network_step(device: torch.device, bf16: bool) -> Step:
-    """Returns forward and backward of a network of the size of a click model's."""
+    """Returns forward and backward of a network of a click model's size."""
     layers = [nn.Linear(width, next_width) for width, next_width in pairwise(_NETWORK)]
     network = nn.Sequential(*[module for layer in layers for module in (layer, nn.ReLU())]).to(device)
     inputs = torch.randn(_NETWORK_ROWS, _NETWORK[0], device=device)

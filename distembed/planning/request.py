@@ -1,4 +1,4 @@
-"""A plan request: the model, its sharders, the cluster, the workload of a step, and what the config allows."""
+"""A plan request: the model, its sharders, the cluster, the workload of a step, and the config."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -52,13 +52,13 @@ class Workload:
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
 
     def weight_bytes(self, features: Iterable[str]) -> int:
-        """Returns the bytes of the weight that each id of some features has; 0 where ids have none."""
+        """Returns the bytes of each id's weight, by which the features' ids are scaled; 0 without weights."""
         return 4 if not self.weighted.isdisjoint(features) else 0
 
     def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
-        """Returns the bytes of a rank beside tables and their exchange, by item, at the networks' fullest moment.
+        """Returns the bytes of a rank without tables and exchanges, by item, at the networks' fullest moment.
 
-        On one rank gradients are counted among the activations, as they come.
+        On one rank gradients are part of the activations, as they arise.
         """
         network = self.network or NetworkEstimate()
         return {
@@ -70,7 +70,7 @@ class Workload:
         }
 
     def on_machines_like_this(self, ranks_per_node: int) -> "Workload":
-        """Returns the step where as many ranks divide the threads of a machine, of which this process has all."""
+        """Returns the workload where the ranks of a node share this machine's threads evenly."""
         return replace(self, num_threads=max(1, torch.get_num_threads() // ranks_per_node))
 
     def rows_of_rank(self, world_size: int) -> int:
@@ -79,22 +79,22 @@ class Workload:
 
 
 def pipeline_depth(device_kind: str, world_size: int) -> int:
-    """Returns the number of batches on a device: 3 of TorchRec's ``TrainPipelineSparseDist``, 2 of its base."""
+    """Returns the number of batches on a device: 3 in TorchRec's ``TrainPipelineSparseDist``, else 2."""
     return 3 if overlaps(device_kind, world_size) else 2
 
 
 def overlaps(device_kind: str, world_size: int) -> bool:
-    """Returns whether sending ids is worth overlapping with the step before."""
+    """Returns whether sending ids is worth overlapping with the previous step."""
     return world_size > 1 or device_kind == "cuda"
 
 
 _UNKNOWN_NETWORKS = 0.1
-"""Share of a device's memory left to networks and activations of which nothing is known."""
+"""Share of a device's memory that is kept for networks and activations of unknown size."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model to be planned for a cluster; several collections, plain ones of TorchRec among them, share one plan.
+    """A model to plan for a cluster; all its collections share one plan, TorchRec's own among them.
 
     Raises:
         UserError: Two tables of the model have one name, or no sharder takes a compositional collection.
@@ -140,7 +140,7 @@ class PlanRequest:
 
     @cached_property
     def tables_by_collection(self) -> dict[str, Sequence[CompositionalEmbeddingConfig]]:
-        """Tables of all collections, those of TorchRec's own as the full tables that they are, by collection's path."""
+        """Tables by collection path; TorchRec's own tables are described as full tables."""
         return {
             path: table_configs(module)
             for path, module, _ in _sharded_modules(self.model, self.sharders)
@@ -149,19 +149,19 @@ class PlanRequest:
 
     @cached_property
     def exchanges(self) -> dict[str, VectorExchange]:
-        """How the vectors of each collection are sent, as its sharder says, by collection's path."""
+        """The precision in which each collection's sharder sends vectors, by collection path."""
         return {path: exchange_of(sharder) for path, _, sharder in _sharded_modules(self.model, self.sharders)}
 
     @cached_property
     def table_optimizers(self) -> TableOptimizers:
-        """Optimizers of the tables: as given, or of those that tables declare the one with the largest states."""
+        """The given optimizers, else the declared one with the largest states."""
         if self.optimizers is not None:
             return self.optimizers
         return TableOptimizers(largest_optimizer(declared_optimizers(self.model, self.sharders).values()))
 
     @property
     def reserved_share(self) -> float:
-        """Share of each device's memory that nothing is planned into."""
+        """Share of each device's memory that stays unplanned."""
         network = self.workload.network
         is_known = network is not None and network.is_step_known
         return min(self.config.reserve + (0.0 if is_known else _UNKNOWN_NETWORKS), 1.0)
@@ -174,12 +174,12 @@ class PlanRequest:
 
     @cached_property
     def host_bytes(self) -> Floats:
-        """Bytes of the machines' memory beside CUDA devices that a plan may fill, by rank."""
+        """Bytes of host memory, besides CUDA devices, that a plan may fill, by rank."""
         return np.array(self.cluster.host_bytes_by_rank, np.float64)
 
     @property
     def cache_ratio(self) -> float:
-        """Cached rows of a table in host memory, as a share of its rows: as given, or what the first sharder says."""
+        """Cached rows of a table in host memory per row: as given, or the first sharder's setting."""
         settings = (getattr(sharder, "fused_params", None) or {} for sharder in self.sharders)
         ratios = [self.cache_load_factor, *(own.get("cache_load_factor") for own in settings), DEFAULT_CACHE_RATIO]
         return next(ratio for ratio in ratios if ratio is not None)
@@ -188,7 +188,7 @@ class PlanRequest:
 def _sharded_modules(
     model: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
-    """Yields path, module and sharder of what is planned; as TorchRec does, looks inside of other modules only."""
+    """Yields path, module and sharder of each planned module; like TorchRec, enters no sharded module."""
     sharder_of_type = {sharder.module_type: sharder for sharder in sharders}
     waiting, seen = [("", model)], set[int]()
     while waiting:

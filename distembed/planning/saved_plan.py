@@ -1,8 +1,8 @@
-"""Plans that are saved as JSON and applied in a later run, so that what was reported is what runs.
+"""Plans saved as JSON and applied by a later run, so that the reported plan is the plan that runs.
 
-A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``, as :func:`saved_plan_as_json` makes
-them. :func:`read_saved_plan` refuses a file that has not the form of a plan, and needs no torch for it;
-:mod:`distembed.planning.apply_plan` applies what was read.
+A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``. :func:`read_saved_plan` refuses
+    files
+of another form without torch; :mod:`distembed.planning.apply_plan` applies the plan.
 """
 
 import dataclasses
@@ -65,17 +65,16 @@ class PlanInputs:
 
     @property
     def command(self) -> str:
-        """The command that plans for such inputs, without what it says of ranks and files."""
+        """The command that makes a plan for these inputs, without its options for ranks and files."""
         if "function" not in self.model:
             return "distembed plan CONFIG"
         return f"distembed plan --model {self.model['function']} --batch-size {self.batch_size}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the inputs in plain values."""
         return dataclasses.asdict(self)
 
     def differences(self, now: "PlanInputs") -> list[str]:
-        """Returns a line for each value that differs now, with both values; tables that differ alike share a line."""
+        """Returns a line for each changed value, with both values; tables with equal changes share a line."""
         own, others = self.as_json(), now.as_json()
         tables, tables_now = own.pop("tables"), others.pop("tables")
         lines = [f"{path}: {values}" for path, values in _changed(own, others)]
@@ -92,7 +91,7 @@ class PlanInputs:
 
 
 def table_plan_inputs(tables: "Sequence[CompositionalEmbeddingConfig]") -> dict[str, TablePlanInputs]:
-    """Returns the inputs of tables, by their names."""
+    """Returns the inputs of tables, by name."""
     return {
         table.name: TablePlanInputs(
             scheme=table.scheme.name,
@@ -136,7 +135,7 @@ class SavedPlan:
 
 
 def saved_plan_as_json(plan_inputs: PlanInputs, plan: "ShardingPlan | None") -> dict[str, Any]:
-    """Returns the values of a file that :func:`read_saved_plan` reads, and refuses where there is no plan."""
+    """Returns the values of a plan's file; ``plan`` is null where there is no plan."""
     return {"plan": None if plan is None else plan_as_json(plan), "made_for": plan_inputs.as_json()}
 
 
@@ -163,7 +162,7 @@ def plan_as_json(plan: "ShardingPlan") -> dict[str, dict[str, Any]]:
 
 
 def describe_plan(plan: "ShardingPlan") -> str:
-    """Returns one line: how many tables have each sharding type, and how many shards each rank has."""
+    """Returns one line: the number of tables by sharding type, and the number of shards by rank."""
     shardings = [sharding for module_plan in plan.plan.values() for sharding in module_plan.values()]
     counts = Counter(sharding.sharding_type for sharding in shardings)
     num_shards = Counter(rank for sharding in shardings for rank in sharding.ranks or [])

@@ -1,9 +1,9 @@
-"""Finds a plan for the memory that a cluster has and a training step takes: the fastest of those that fit.
+"""Finds the fastest plan that fits the memory of a cluster and of a training step.
 
-The tables become a problem in numbers (:mod:`distembed.planning.table_problem`), which is solved by the estimate of
-time (:mod:`distembed.planning.fastest`). Bytes of shards add up there, while a step's fullest moment is no sum: each
-solution is counted as it will be reported (:mod:`distembed.planning.buffers`), and where a rank has too much the search
-continues with as much less capacity.
+The tables become a problem in numbers (:mod:`distembed.planning.table_problem`), which the estimate of time solves
+(:mod:`distembed.planning.fastest`). That search adds up the bytes of shards, but a step's fullest moment is not a sum.
+So each solution's memory is counted exactly (:mod:`distembed.planning.buffers`); where a rank has too much, the search
+continues with less capacity.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from distembed.planning.table_problem import TableProblem
 from distembed.sharding.placement import Placement, place_table, place_tables
 
 _TRIES = 6
-"""Capacities that are tried where solutions have too many bytes by the count of a whole step."""
+"""Capacities that are tried where the exact count of a solution exceeds the memory."""
 
 
 @dataclass(frozen=True)
 class EstimatedPlan:
-    """The fastest plan that was found to fit; where none was, one with few bytes on the fullest rank."""
+    """The fastest plan found that fits; where none fits, a plan with few bytes on the fullest rank."""
 
     plan: ShardingPlan
     placements: Sequence[Placement]  # of all tables, TorchRec's own as the full tables that they are
@@ -70,15 +70,16 @@ def make_plan(
     Args:
         model: Module that holds the collections, on the meta device.
         sharders: TorchRec's sharders of the collections to place.
-        ranks: This rank among those that are planned for.
+        ranks: This rank and all ranks of the cluster.
         workload: Rows, ids and networks of a training step, or a function that returns them, called on rank 0 alone.
-        config: Ways in which tables may be placed; the default config's unless given.
-        optimizers: Optimizers of the compositional tables; those that the tables declare unless given.
+        config: How tables may be placed; the default config unless given.
+        optimizers: Optimizers of the compositional tables; the declared ones unless given.
 
     Raises:
         InsufficientMemory: The tables, or the step that trains them, do not fit.
-        UserError: The config names a table that does not exist or allows no way for one that does, two tables have one
-            name, or the config's device cannot be found.
+        UserError: The config names an unknown table or allows no way for a table, two tables have one name, or the
+            config's
+            device cannot be found.
     """
 
     def plan_here() -> ShardingPlan:
@@ -91,9 +92,9 @@ def make_plan(
 
 
 def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
-    """Returns the cluster that this process is part of, as if all its machines were like this one.
+    """Returns the cluster of this process, as if all its machines were like this one.
 
-    Ranks compute like the named device, or like the most similar one of the catalogue, with their own memory.
+    Ranks compute like the named device, or like the most similar catalogue device, with their own memory.
     """
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
@@ -115,11 +116,11 @@ def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
 def find_plan(request: PlanRequest) -> EstimatedPlan:
     """Plans for any cluster, without its devices and without other ranks.
 
-    Where no plan that fits is found, one with few bytes on the fullest rank is returned, which does not fit.
+    Where no plan fits, returns one that does not, with few bytes on the fullest rank.
 
     Raises:
-        InsufficientMemory: The tables do not fit, or a rank has no room beside them.
-        UserError: The config names a table that does not exist, or allows no way for one that does.
+        InsufficientMemory: The tables do not fit, or a rank has no room besides them.
+        UserError: The config names an unknown table, or allows no way for a table.
     """
     return _Search(request).best()
 
@@ -130,7 +131,7 @@ def require_room(request: PlanRequest) -> None:
 
 
 def require_fit(estimated: EstimatedPlan) -> ShardingPlan:
-    """Returns the plan; raises an ``InsufficientMemory`` where tables have room and their step has not."""
+    """Returns the plan; raises an ``InsufficientMemory`` where the tables fit and their step does not."""
     if estimated.fits:
         return estimated.plan
     fullest = max(estimated.ranks, key=lambda rank: rank.total_bytes)
@@ -147,7 +148,7 @@ def require_fit(estimated: EstimatedPlan) -> ShardingPlan:
 
 
 def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
-    """Returns where the parameters of all tables of a model go, collection after collection."""
+    """Returns where the parameters of a model's tables go, collection by collection."""
     return [
         placement
         for path, module in embedding_modules(model).items()
@@ -195,7 +196,7 @@ class _Search:
         )
 
     def require_room(self) -> None:
-        """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed."""
+        """Raises an ``InsufficientMemory`` where weights and states fit in no placement."""
         problem, capacity = self._tables.problem, np.maximum(self._capacity, 0)
         world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
         for unit, number in enumerate(problem.class_of):
@@ -225,7 +226,7 @@ class _Search:
                 )
 
     def _fitting(self) -> Solution | None:
-        """Returns the fastest solution that was found to fit, or None."""
+        """Returns the fastest fitting solution that was found, or None."""
         first, capacity, fitting = self._solver.fastest(self._capacity), self._capacity, None
         if self._fits(first.assignment):
             fitting = first
@@ -251,7 +252,7 @@ class _Search:
     def _tightened(
         self, solution: Solution, again: Callable[[Solution, Floats], Solution]
     ) -> tuple[Solution, Floats] | None:
-        """Returns the first solution that fits with less and less capacity, and its capacity; None if there is none."""
+        """Returns the first solution that fits with less and less capacity, and its capacity; or None."""
         capacity = self._capacity
         for _ in range(_TRIES):
             excess, lower = self._counted.excess(solution.assignment)
@@ -265,7 +266,7 @@ class _Search:
         return None
 
     def _improved(self, solution: Solution, capacity: Floats) -> Solution:
-        """Returns the solution that a fitting one in tight memory is improved to, if that fits too; else itself."""
+        """Returns a faster fitting solution in tight memory, where one is found; else the given one."""
         for _ in range(_TRIES):
             faster = self._solver.improved(solution.assignment, capacity)
             excess, lower = self._counted.excess(faster.assignment)
@@ -277,7 +278,7 @@ class _Search:
         return solution
 
     def _emptiest(self, capacity: Floats) -> Solution | None:
-        """Returns a solution with few bytes on the fullest rank, as fast as it gets from there, if it fits."""
+        """Returns a solution with few bytes on the fullest rank, improved in time, if it fits."""
         solution = self._solver.emptiest(capacity)
         excess, _ = self._counted.excess(solution.assignment)
         self._keep(solution, excess)
@@ -291,7 +292,7 @@ class _Search:
         return self._counted.excess(assignment)[0] <= 0
 
     def _timed_ranks(self, placements: Sequence[Placement], counted: Sequence[PlannedRank]) -> list[PlannedRank]:
-        """Returns ranks whose memory was counted with their times, the allocator's share and their capacity."""
+        """Adds times, the allocator's share and capacities to ranks with counted memory."""
         request, cluster = self._request, self._request.cluster
         times = step_times(placements, self._costs, cluster)
         memory, host, plannable = cluster.bytes_by_rank, cluster.host_bytes_by_rank, request.plannable_bytes.tolist()
@@ -308,7 +309,7 @@ class _Search:
 
 
 class CountedMemory:
-    """Counts the memory of assignments; after the first, of the tables alone that are placed anew."""
+    """Counts the memory of assignments; after the first one, only the tables that were placed again."""
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
         self._request, self._tables, self._world_size = request, tables, request.cluster.world_size
@@ -320,7 +321,6 @@ class CountedMemory:
         self.capacity: Floats = request.plannable_bytes - sum(beside[name] for name in resting)
 
     def ranks(self, assignment: Assignment) -> list[PlannedRank]:
-        """Returns the memory of every rank."""
         before, self._assignment = self._assignment, assignment.copy()
         placements = [
             place_table(planned.table, self._tables.sharding(assignment, table), self._world_size, planned.collection)
@@ -336,10 +336,11 @@ class CountedMemory:
         return self._counted.ranks()
 
     def excess(self, assignment: Assignment) -> tuple[float, Floats]:
-        """Returns the bytes that the fullest rank lacks, and the capacities at which it would not, by rank.
+        """Returns the bytes that the fullest rank lacks, and the capacities by rank at which it would fit.
 
-        Bytes, on the device or in host memory, are negative where there is room. The capacities are for the sums of
-        shards' bytes that a search adds up, infinite where there is room.
+        Bytes, on the device or in host memory, are negative where there is room. Capacities are for the sums of shards'
+            bytes
+        that a search adds up, infinite where there is room.
         """
         request, ranks = self._request, self.ranks(assignment)
         totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)

@@ -1,18 +1,17 @@
-"""Storage of tables on each rank under a plan: their weights, and what optimizers keep of them.
+"""Storage of tables on each rank under a plan: weights and optimizer states, exact to the byte.
 
-Exact to the byte: counted from where the parameters go (:mod:`distembed.sharding.placement`), as the sharded module
-will make them, and from the optimizer that will train each of them:
+The bytes follow from where the parameters go (:mod:`distembed.sharding.placement`) and from each one's optimizer:
 
 ================================ ==========================================================
-sharded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
-replicated partitions            torch's form of the sparse optimizer
-functions of path-based tables   the dense optimizer
-tables with gradients in all     the dense optimizer
-rows (``dense_gradient``)
-================================ ==========================================================
+harded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
+eplicated partitions            torch's form of the sparse optimizer
+unctions of path-based tables   the dense optimizer
+ables with gradients in all     the dense optimizer
+ows (``dense_gradient``)
+=============================== ==========================================================
 
-Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory; the device keeps what an optimizer
-has of each row as a whole, and the cache with what FBGEMM notes of it.
+Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory. The device keeps the optimizer's
+numbers per row, and the cache with FBGEMM's notes on it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from distembed.sharding.placement import IN_HOST_MEMORY, Placement, rows_in_bloc
 from distembed.sharding.table_slice import TableSlice
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
-"""Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
+"""Slots of a cache per row of its table unless set: the default of TorchRec and FBGEMM."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _FUNCTION_ITEMSIZE = 4  # functions are float32
 _Part = tuple[str, tuple[tuple[int, int], ...]]
@@ -39,7 +38,7 @@ _Part = tuple[str, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class TableStorage:
-    """Bytes of one table on one rank; on its device, but for the last two."""
+    """Bytes of one table on one rank: on its device, except for the last two."""
 
     weights: int = 0  # vectors and functions
     optimizer_state: int = 0
@@ -50,12 +49,12 @@ class TableStorage:
 
     @property
     def total(self) -> int:
-        """Bytes on the device; on a CPU that is the machine's memory."""
+        """Bytes on the device; a CPU's device memory is the machine's."""
         return self.weights + self.optimizer_state + self.gradients + self.cache
 
     @property
     def host(self) -> int:
-        """Bytes in host memory beside a device."""
+        """Bytes in host memory, besides the device's."""
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
@@ -70,7 +69,7 @@ def total(storage: Iterable[TableStorage]) -> TableStorage:
 def storage_by_rank(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> dict[int, TableStorage]:
-    """Returns the storage of one table on each rank that has a part of it; ranks with equal parts share one value."""
+    """Returns a table's storage on each rank that has a part of it; ranks with equal parts share a value."""
     table, replicated = placement.table, replicated_storage(placement.table, placement.replicated, optimizers)
     parts: dict[int, list[_Part]] = {}
     for sharding in placement.sharded.values():
@@ -91,9 +90,9 @@ def storage_by_rank(
 def slice_storage(
     own: TableSlice, num_row_blocks: int, optimizers: TableOptimizers, cache_ratio: float, is_grid: bool = False
 ) -> TableStorage:
-    """Returns the storage of a rank's columns of a table, beside what is replicated.
+    """Returns the storage of a rank's columns of a table, without replicated partitions.
 
-    Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the first, with most, counts.
+    Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the first rank, with the most rows, counts.
     """
     parts = [
         (part.kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
@@ -106,7 +105,7 @@ def slice_storage(
 def replicated_storage(
     table: CompositionalEmbeddingConfig, parts: Iterable[PartitionTable], optimizers: TableOptimizers
 ) -> TableStorage:
-    """Returns the storage of partitions and functions of a table that every rank has."""
+    """Returns the storage of a table's partitions and functions that every rank has."""
     optimizers = optimizers.for_table(table)
     return total(
         _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, optimizers.dense, is_fused=False)
@@ -117,7 +116,7 @@ def replicated_storage(
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
-    """Returns the storage of a table of any size that one rank holds whole; no weights are allocated."""
+    """Returns the storage of a table that one rank holds whole, without allocating it."""
     functions, own = replicated_storage(table, table.function_tables(), optimizers), optimizers.for_table(table)
     vectors = [
         _parameter([(part.num_rows, part.dim)], table.bytes_per_number, own.sparse, own.is_fused)
@@ -148,7 +147,7 @@ def _sharded_storage(
 
 
 def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
-    """Returns the storage of one parameter on one rank, in shards of these rows and columns."""
+    """Returns the storage of one parameter, in shards of these rows and columns."""
     rows, numbers = sum(rows for rows, _ in shards), sum(rows * columns for rows, columns in shards)
     kind, num_bytes = OPTIMIZERS[optimizer], numbers * itemsize
     if is_fused:
@@ -158,7 +157,7 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
 
 @dataclass(frozen=True)
 class SentBytes:
-    """What a rank sends to others in a step, in bytes."""
+    """Bytes that a rank sends to other ranks in a step."""
 
     ids: int = 0  # with the number of them in each row
     vectors: int = 0  # composed, to the ranks that have the rows
@@ -211,12 +210,12 @@ class PlannedRank:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Sum of all bytes on the device."""
+        """Bytes on the device."""
         return sum(self.memory.values())
 
     @property
     def excess_bytes(self) -> tuple[int, int]:
-        """Bytes that the device and the host lack; negative where they have room."""
+        """Bytes that the device and the host lack; negative where there is room."""
         return self.total_bytes - self.capacity_bytes, self.storage.host - self.host_capacity_bytes
 
     @property

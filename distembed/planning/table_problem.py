@@ -1,6 +1,6 @@
-"""The tables of a request as a problem in numbers, and a plan of the numbers' answer.
+"""The tables of a request as a problem in numbers, and the plan of the problem's solution.
 
-Tables that differ in names alone are one class, whose options are costed once (:mod:`distembed.planning.costs`).
+Tables that differ in names only form one class, whose options are costed once (:mod:`distembed.planning.costs`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -32,7 +32,7 @@ from distembed.sharding.table_slice import unit_size
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table of a request; one of TorchRec's own is described as the full table that it is."""
+    """A table of a request; TorchRec's own tables are described as full tables."""
 
     table: CompositionalEmbeddingConfig
     collection: str  # path of the collection within the model
@@ -40,7 +40,7 @@ class PlannedTable:
 
 
 class TableProblem:
-    """The tables of a request as a problem; tables that lie together are one table of the problem, a unit.
+    """The tables of a request as a problem, in which each unit of tables that lie together is one table.
 
     ``unit_of`` has the number of each table's unit, ``tables_of`` the numbers of each unit's tables.
     """
@@ -104,15 +104,14 @@ class TableProblem:
         )
 
     def layout(self, table: int, option: int) -> Layout:
-        """Returns the way that is an option of a table."""
+        """Returns the layout of a table's option."""
         return self.tables[table].layouts[option - self.problem.options_of(self.unit_of[table]).start]
 
     def cost(self, table: int, option: int) -> PlacementCost:
-        """Returns what an option of a table costs."""
+        """Returns the cost of a table's option."""
         return self._cost(self.tables[table], self.layout(table, option))
 
     def plan(self, assignment: Assignment) -> ShardingPlan:
-        """Returns TorchRec's plan of an assignment."""
         modules: dict[str, EmbeddingModuleShardingPlan] = {}
         for table, planned in enumerate(self.tables):
             module = modules.setdefault(planned.collection, EmbeddingModuleShardingPlan())
@@ -120,7 +119,7 @@ class TableProblem:
         return ShardingPlan(dict(modules))
 
     def sharding(self, assignment: Assignment, table: int) -> ParameterSharding:
-        """Returns TorchRec's answer for one table of an assignment."""
+        """Returns TorchRec's form of one table's place in an assignment."""
         unit, cluster = self.unit_of[table], self._request.cluster
         option = int(assignment.option[unit])
         layout, blocks = self.layout(table, option), self.problem.options[option].blocks
@@ -163,10 +162,11 @@ class TableProblem:
 def unit_sharding(
     table: CompositionalEmbeddingConfig, layout: Layout, ranks: Sequence[int], cluster: Cluster
 ) -> ParameterSharding:
-    """Returns the answer for a table's unit.
+    """Returns TorchRec's sharding of a table's unit.
 
-    The ranks are those of its shards, range of columns after range, and block of rows after block; or all ranks of a
-    table that every rank has.
+    ``ranks`` has the rank of each shard, by range of columns and then by block of rows; or all ranks, of a table that
+        every
+    rank has.
     """
     if layout.sharding_type == ShardingType.DATA_PARALLEL.value:
         return ParameterSharding(layout.sharding_type, layout.compute_kernel, list(ranks), None)

@@ -1,24 +1,25 @@
-"""How long one table keeps a rank busy in a step: sending it takes, and looking it up.
+"""Time of one table on a rank in a step: sending its ids and vectors, and looking it up.
 
-**Sending.** Bytes within a node and between nodes have bandwidths of their own, and their times are added. B is the
-rows of a step on all ranks, b on one; W ranks lie on N nodes of L::
+**Sending.** Bytes within a node and between nodes have separate bandwidths; their times are added. B is the rows of a
+step on all ranks, b on one; W ranks lie on N nodes of L::
 
     by columns      each rank sends its ids to the owner of the columns, who sends their vectors back
-    row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
-    two levels      each rank sends its ids to the L ranks of a node that have their rows; these add their sums of all
-                    B rows up among them, B / L for each, and send them to the other nodes
-    data_parallel   nothing but gradients of the weights, which are averaged
+   row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
+   two levels      each rank sends its ids to the L ranks of a node that have their rows; these reduce their sums of
+                   all B rows among them, B / L for each, and send them to the other nodes
+   data_parallel   only gradients of the weights, which are averaged
 
 A GPU sends while it receives: a phase takes the longer of the two. A CPU's ranks copy all messages with their own
-cores: a phase takes half of both, for the bandwidth is that of a rank that sends as much as it receives.
+cores: a phase takes half of both, since the bandwidth is measured on ranks that send as much as they receive.
 
-Gradients go the way back. An average adds the gradients of P bytes up within nodes, then between them, each rank
-``2 P (L - 1) / L`` and ``2 P (N - 1) / (N L)``, which is what a ring sends.
+Gradients take the reverse way. A ring averages P bytes of gradients within nodes, then between them: each rank sends
+``2 P (L - 1) / L`` and ``2 P (N - 1) / (N L)``.
 
 **Looking up** is bytes over bandwidths. Of each partition a lookup reads n rows of d numbers and writes m sums. The
 backward pass reads n gradients, sorts the n rows, and reads and writes each distinct row with its optimizer states.
 Replicated weights are looked up by torch, whose gradients and updates cover all rows. GPUs read rows of fewer than 128
-numbers more slowly, as TorchRec's planner has it. :mod:`distembed.sharding.groups` says how many bytes composing moves.
+numbers more slowly, by the factors of TorchRec's planner. :mod:`distembed.sharding.groups` counts the bytes of
+    composing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,14 +45,16 @@ _MS = 1e3
 _LENGTH_BYTES = 4
 
 Phase = tuple[ExchangeKey, str]
-"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``; sums and vectors with their gradients. On
-CPUs the ranks that are not the owner have parts of their own, ``ids of others`` and ``vectors of others``."""
+"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with gradients.
+
+CPU ranks that are not the owner have parts of their own: ``ids of others`` and ``vectors of others``.
+"""
 
 
 class Transfer(NamedTuple):
-    """What a shard has communicated in one phase.
+    """Milliseconds that a shard is communicated in one phase.
 
-    A rank's phase takes the longer of what it does for its own shards and what it does for those of others::
+    A rank's phase takes the longer of its work for its own shards and its work for shards of other ranks::
 
         max(sum of own shards' owner_ms, sum of all shards' other_ms - sum of own shards' other_ms)
     """
@@ -62,7 +65,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class TableTraffic:
-    """What a rank's batch has of one table."""
+    """Ids and vectors of one table in a rank's batch."""
 
     num_ids: float
     num_bags: int
@@ -71,7 +74,7 @@ class TableTraffic:
     exchange: VectorExchange  # in which numbers vectors and gradients are sent
 
     def id_bytes(self, num_ranks: int) -> float:
-        """Returns the bytes that go to one of several ranks which share the ids, each told how many a bag has."""
+        """Returns the bytes of ids and lengths that go to one of the ranks that share the ids."""
         return self.num_ids * self.itemsize / num_ranks + self.num_bags * _LENGTH_BYTES
 
     def vector_bytes(self, num_columns: int) -> float:
@@ -85,9 +88,9 @@ class TableTraffic:
         return self.num_bags if self.is_pooled else self.num_ids
 
     def rounding_bytes(self, num_columns: int) -> float:
-        """Returns the bytes that codecs read and write for the batch's vectors and gradients, on one side of the way.
+        """Returns the bytes that codecs read and write for vectors and gradients, on one side of the way.
 
-        What lookups round is not sent through codecs.
+        Vectors that lookups round pass through no codec.
         """
         if not self.exchange.comms.is_used:
             return 0.0
@@ -95,7 +98,7 @@ class TableTraffic:
 
 
 class Traffic:
-    """Times of what is sent on one cluster."""
+    """Times of sending on one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
@@ -116,10 +119,7 @@ class Traffic:
     def transfers(
         self, table: TableTraffic, exchange: ExchangeKey, num_columns: int, num_with_rows: int
     ) -> Mapping[Phase, Transfer]:
-        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows.
-
-        Of the ranks that the rows are divided over, so many have any, and get the ids of all others.
-        """
+        """Returns the transfers of a rank that owns columns of a table, or a share of their rows."""
         sharding_type, share = exchange[1], self._ranks_per_node
         if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
             return {}
@@ -144,7 +144,7 @@ class Traffic:
         }
 
     def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> dict[Phase, Transfer]:
-        """Returns the phases of what a shard's owner sends, or receives, and each other rank receives, or sends."""
+        """Returns the phases of a shard's owner, which sends or receives, and of each other rank."""
         if self._sends_while_receiving:
             return {phase: Transfer(owner_ms, other_ms)}
         exchange, part = phase
@@ -153,23 +153,23 @@ class Traffic:
 
 _MS = 1e3
 _SORT_BYTES = 64
-"""Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
+"""Bytes that FBGEMM's backward pass reads and writes per id to sort them by row."""
 _REPEATED = 0.15
-"""Share of a row's seconds that each lookup of it takes; the row itself takes the seconds once, as it is updated."""
+"""Share of a row's seconds that each lookup of it takes; its update takes the seconds once."""
 _ONE_PASS_ROWS = 0.25
-"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass."""
+"""Share of FBGEMM's seconds of a row that a row takes in one pass."""
 _DENSE_COPIES = 3
-"""Numbers read or written for each weight that torch trains: its gradient is zeroed, and copied into a bucket."""
+"""Numbers moved per weight that torch trains: its gradient is zeroed, and copied into a bucket."""
 _REPLICATED_LAUNCHES = 11
-"""Further operations of a partition that torch looks up in the place of FBGEMM: stacking, sums and their gradients."""
+"""Further operations of a partition that torch looks up: stacking, sums and their gradients."""
 _FUNCTION_LAUNCHES = 60
 """Operations of the functions of one partition of a path."""
 _UPDATE_LAUNCHES = 10
-"""Operations of a replicated weight: adding its gradient to the buffer of all, and torch's row-wise Adagrad."""
+"""Operations of a replicated weight: copying its gradient into a bucket, and torch's row-wise Adagrad."""
 
 
 class _Rows(NamedTuple):
-    """A partition's rows on a rank, and what is looked up of them."""
+    """A partition's rows on a rank, and the lookups of them."""
 
     num_rows: int  # on the rank
     dim: int  # numbers of a row
@@ -183,7 +183,7 @@ class _Rows(NamedTuple):
 
     @property
     def num_distinct(self) -> float:
-        """How many different rows are looked up, were they uniform."""
+        """Expected number of distinct rows, were the ids uniform."""
         return expected_distinct(self.num_rows, self.num_ids)
 
 
@@ -195,10 +195,11 @@ class LookupTimes:
         self._flops = device.reached_flops(bf16)
 
     def lookup(self, load: TableLoad, num_shards: int) -> tuple[float, int]:
-        """Returns the milliseconds of a table's lookups on a rank, and how many operations its group starts.
+        """Returns the milliseconds of a table's lookups on a rank, and the number of operations its group starts.
 
-        The milliseconds are those of both passes and of the update, where the rows of the sharded partition are divided
-        over so many ranks. The operations are as many however many tables the group has.
+        The milliseconds cover both passes and the update; rows of the sharded partition are divided over ``num_shards``
+            ranks.
+        The operations do not depend on the number of tables in the group.
         """
         own, table, optimizer = load.slice, load.slice.table, self._optimizers.for_table(load.slice.table).sparse
         kind = group_type(own, self._device.kind, optimizer)
@@ -221,7 +222,7 @@ class LookupTimes:
         return _MS * seconds, launches
 
     def replicated_update_ms(self, parts: Sequence[PartitionTable]) -> float:
-        """Returns the milliseconds in which torch updates partitions and functions that are on every rank."""
+        """Returns the milliseconds in which torch updates partitions and functions on every rank."""
         vectors, functions = (
             sum(part.num_parameters for part in parts if part.is_function == is_function)
             for is_function in (False, True)
@@ -232,7 +233,7 @@ class LookupTimes:
         )
 
     def _fbgemm_seconds(self, rows: _Rows, compute_kernel: str, in_one_pass: bool) -> float:
-        """Returns the seconds of a lookup by FBGEMM or in one pass, whose backward pass updates the rows that occur."""
+        """Returns the seconds of a lookup by FBGEMM or in one pass; the backward pass updates the rows."""
         device, slower = self._device, 1.0
         if device.kind == "cuda" and rows.dim < FULL_BLOCK_EMB_DIM:  # narrow rows leave threads of a GPU idle
             slower = HALF_BLOCK_PENALTY if 2 * rows.dim >= FULL_BLOCK_EMB_DIM else QUARTER_BLOCK_PENALTY
@@ -267,10 +268,10 @@ class LookupTimes:
         return seconds + _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES / self._device.memory_bandwidth
 
     def _row_seconds(self, rows: _Rows) -> float:
-        """Returns the seconds of rows beside their bytes: of each that occurs, and of each time that it does."""
+        """Returns the seconds per distinct row and per lookup, besides the seconds of bytes."""
         return (rows.num_distinct + _REPEATED * rows.num_ids) * self._device.row_seconds
 
     def _update_seconds(self, num_numbers: float, optimizer: str) -> float:
-        """Returns the seconds of torch's optimizer: it reads gradients, and reads and writes weights and states."""
+        """Returns the seconds of torch's optimizer: reads gradients, reads and writes weights and states."""
         states = OPTIMIZERS[optimizer].fused_state_bytes(0, 1) if num_numbers else 0
         return num_numbers * (3 * FLOAT_BYTES + 2 * states) / self._device.memory_bandwidth

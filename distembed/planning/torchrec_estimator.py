@@ -1,6 +1,6 @@
 """Our milliseconds and bytes of a shard as estimates for TorchRec's own planner.
 
-Trade-off: :class:`~distembed.planning.CompositionalShardingPlanner` sees which lookups share a group and counts the
+Trade-off: :class:`~distembed.planning.CompositionalShardingPlanner` knows which lookups share a group and counts the
 memory of a whole step. The estimator leaves the search to TorchRec, which adds up shards one by one.
 """
 
@@ -41,14 +41,15 @@ _REFUSED_MS, _REFUSED_BYTES = 1e12, 2**60
 class CompositionalShardEstimator(ShardEstimator):
     """Estimates milliseconds and bytes of each shard for ``EmbeddingShardingPlanner``.
 
-    It takes the place of both of TorchRec's estimators: ``EmbeddingEnumerator(topology, batch_size, constraints,
-    estimator=CompositionalShardEstimator(topology, constraints))``. Composing, replicated partitions and the gradients
-    of what is replicated are counted. A layout that sharding would refuse has an estimate that no plan can hold.
+    It replaces both of TorchRec's estimators: ``EmbeddingEnumerator(topology, batch_size, constraints,
+    estimator=CompositionalShardEstimator(topology, constraints))``. Composing, replicated partitions and their
+        gradients
+    count too. A layout that sharding would refuse has an estimate that no plan can hold.
 
     Args:
         topology: Ranks, their memory and bandwidths.
-        constraints: The constraints that the planner has, of which ids are read, by table name.
-        device: As :class:`CompositionalShardingPlanner` has it.
+        constraints: The planner's constraints, by table name; only the ids are read.
+        device: As in :class:`CompositionalShardingPlanner`.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class CompositionalShardEstimator(ShardEstimator):
     def _estimates(
         self, layouts: Layouts, costs: PlacementCosts, planned: PlannedTable, sharding: ShardingOption
     ) -> Iterator[tuple[Perf, Storage]]:
-        """Yields the estimates of an option's shards."""
         columns = dict.fromkeys((own.offset[1], own.offset[1] + own.size[1]) for own in sharding.shards)
         layout = Layout(sharding.sharding_type, sharding.compute_kernel, tuple(columns))
         cluster, numbers = self._cluster, range(len(sharding.shards))
@@ -109,11 +109,11 @@ class CompositionalShardEstimator(ShardEstimator):
             yield perf, Storage(0, num_bytes) if cluster.device.kind == "cpu" else Storage(num_bytes, host_bytes)
 
     def _add_starts(self, options: Sequence[ShardingOption], start_ms: Mapping[str, float]) -> None:
-        """Adds the start of an exchange to the shards that need it beside the exchange that most tables take part in.
+        """Adds the start of an exchange to the shards that need another one than most tables.
 
-        A step starts the exchange of each sharding type in use once, however many tables take part, and TorchRec adds
-        up shards. So the type by which a collection would be fastest alone is taken as used. Each table of another type
-        pays the start of its exchange, as the first table of it would.
+        A step starts the exchange of each sharding type in use once, but TorchRec adds up shards. So the type by which
+            a
+        collection alone would be fastest counts as used, and a table of another type pays the start of its exchange.
         """
         by_table = defaultdict[str, list[ShardingOption]](list)
         for option in options:

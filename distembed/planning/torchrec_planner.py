@@ -98,7 +98,7 @@ def constrained_request(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> PlanRequest:
-    """Returns the request for steps of ``batch_size`` rows a rank, with the ids and caches that constraints give."""
+    """Returns the request for ``batch_size`` rows a rank, with the ids and caches that constraints give."""
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give the rows of one rank's batch, 1 or more.")
     request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
@@ -138,15 +138,17 @@ class CompositionalShardingPlanner(ShardingPlanner):
     """Plans as ``distembed plan`` does, wherever TorchRec takes a planner or its plan.
 
     Args:
-        topology: Ranks, their memory, which may differ from rank to rank, and bandwidths; the multipliers of TorchRec's
-            own estimates are not read.
-        batch_size: Rows of a step on one rank, as TorchRec's planner takes them.
-        constraints: Ways in which a table may be placed, and its ids, by table name.
-        storage_reservation: What is kept free of each rank's memory; unless given, 15% of it.
+        topology: Ranks, their memory, which may differ by rank, and bandwidths; multipliers of TorchRec's own estimates
+            are
+            not read.
+        batch_size: Rows of a step on one rank, as in TorchRec's planner.
+        constraints: How tables may be placed, and their ids, by table name.
+        storage_reservation: Memory of each rank that is kept free; 15% unless given.
         ranks: Ranks that a table is pinned to, by table name.
-        together: Groups of tables, by name, that lie on the same ranks in as many shards.
-        device: Device of the catalogue, or device file, that ranks compute like, bandwidths included. Unless given,
-            the catalogue's with the memory nearest to theirs, with the topology's bandwidths.
+        together: Groups of table names; the tables of a group lie on the same ranks, in equally many shards.
+        device: Catalogue device or device file that gives speeds and bandwidths. Unless given, the catalogue device
+            with
+            the nearest memory, with the topology's bandwidths.
 
     Attributes:
         estimated: The last plan with each rank's memory and time, and the reasons for it; None before the first.
@@ -192,7 +194,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
         sharders: list[ModuleSharder[Any]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plans on rank 0 and returns the same plan, or raises the same error, on every rank; all ranks call it."""
+        """Plans on rank 0 and returns its plan, or raises its error, on every rank; all ranks call it."""
         return Collectives(pg).on_first(lambda: self.plan(module, default_sharders() if sharders is None else sharders))
 
     def _request(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRequest:
@@ -227,7 +229,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
     def _table_config(
         self, table: CompositionalEmbeddingConfig, sharder: ModuleSharder[Any], cluster: Cluster
     ) -> TablePlanConfig:
-        """Returns the ways in which a table may be placed, as its constraints and its sharder have it."""
+        """Returns the settings of a table by its constraints and its sharder."""
         own, kind = self._constraints.get(table.name, ParameterConstraints()), cluster.device.kind
         _refuse_unread(table, own, self._batch_size, kind)
         possible = [name for name in sharder.sharding_types(kind) if name in SHARDING_TYPES]
@@ -270,7 +272,7 @@ def _refuse_unread(
 
 
 def _common(name: str, field: str, wanted: Sequence[str], possible: Sequence[str]) -> list[str]:
-    """Returns the values of a table's constraint that its sharder allows; raises a ``UserError`` where it has none."""
+    """Returns the values of a table's constraint that its sharder allows, or raises a ``UserError``."""
     if common := [value for value in dict.fromkeys(wanted) if value in possible]:
         return common
     raise UserError(

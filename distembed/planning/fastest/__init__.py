@@ -1,1 +1,1 @@
-"""Assignments of tables to ranks by numbers alone: the fastest that fits, and a bound of what any could reach."""
+"""Assigns tables to ranks by numbers alone: the fastest assignment that fits, and a lower bound of its time."""

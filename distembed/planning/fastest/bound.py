@@ -1,17 +1,20 @@
 """A lower bound of the slowest rank's milliseconds, over all plans that fit.
 
-Suppose that no rank takes more than T. A rank that starts a group's kernels has at most ``T - start`` for the group's
-shards, so all shards of the group together, of ``load`` milliseconds, start it at least ``load / (T - start)`` times:
-each millisecond of them costs ``T / (T - start)``. The same holds of exchanges. Of two shards of more than half of that
-room no rank has both. So T cannot be unless options exist, one a table, with::
+Suppose that no rank takes more than T. A rank that starts a group's kernels has at most ``T - start`` left for the
+group's shards, so all shards of the group, of ``load`` milliseconds, start it at least ``load / (T - start)`` times:
+    each
+of their milliseconds costs ``T / (T - start)``. Exchanges count alike. No rank has two shards of more than half of that
+room. So T is impossible unless options exist, one per table, with::
 
     sum of milliseconds, starts included   <= world_size x (T - base)
-    sum of bytes                           <= sum of capacities
-    number of large shards                 <= world_size
+   sum of bytes                           <= sum of capacities
+   number of large shards                 <= world_size
 
-and no shard alone takes longer, or more bytes. For any weights of these three sums the least weighted cost of each
-table can be taken by itself (Lagrange's relaxation): where the sum of these is more than the weighted right sides, T is
-disproved. The bound is the largest T that was disproved.
+and no shard alone exceeds the time or the bytes. For any weights of these three sums, each table takes its least
+    weighted
+cost by itself (Lagrange's relaxation): where their sum exceeds the weighted right sides, T is disproved. The bound is
+    the
+largest T that was disproved.
 """
 
 import itertools
@@ -23,21 +26,21 @@ import numpy as np
 from distembed.planning.fastest.problem import NO_GROUP, Floats, Ints, Mask, Problem
 
 _MAX_EXCHANGES = 5
-"""Exchanges up to which each set of those in use has its own bound."""
+"""Most exchanges for which each subset in use has its own bound."""
 _HALVINGS = 30
 _SAME = 1e-8
-"""Share of a time up to which another is the same, but for rounding."""
+"""Relative difference up to which two times count as equal."""
 _LONGEST_MS = 1e12
 """Milliseconds from which on nothing is proved."""
 _ROUNDS = 12
 """Rounds in which weights are refined."""
 _IMPOSSIBLE = 1e30
-"""Cost of an option that cannot be."""
+"""Cost of an impossible option."""
 
 
 @dataclass(frozen=True)
 class _Restriction:
-    """The options that take part in some exchanges alone, and what every rank starts then."""
+    """Options that take part in no exchange outside a set, and the starts of every rank then."""
 
     allowed: Mask  # by option
     started_ms: float  # starts of the exchanges, and of the groups that no rank can be without
@@ -49,7 +52,7 @@ class LowerBound:
 
     Args:
         problem: The problem.
-        capacity: Bytes of weights and optimizer state of a rank at most, one number for all ranks or an array by rank.
+        capacity: Most bytes of weights and optimizer state of a rank, one number for all ranks or an array by rank.
     """
 
     def __init__(self, problem: Problem, capacity: Floats | float) -> None:
@@ -72,11 +75,7 @@ class LowerBound:
             self._groups_of_all_ranks[self._option_of[:, None], self._groups] = True
 
     def milliseconds(self, upper: float) -> float:
-        """Returns the bound.
-
-        Args:
-            upper: Milliseconds of a plan that is known: the bound is no more.
-        """
+        """Returns the bound; it is at most ``upper``, the milliseconds of a known plan."""
         almost = best = upper * (1 - _SAME)
         for restriction in self._restrictions():
             if self._is_disproved(min(best, _LONGEST_MS), restriction):
@@ -97,7 +96,7 @@ class LowerBound:
         return upper if best == almost else best
 
     def _restrictions(self) -> Iterator[_Restriction]:
-        """Yields sets of exchanges of which every assignment has one."""
+        """Yields sets of exchanges that cover all assignments."""
         every = np.ones(len(self._exchanges), bool)
         needed = self._common_to_options(self._exchanges, every)
         if len(needed) > _MAX_EXCHANGES:
@@ -110,7 +109,7 @@ class LowerBound:
                 yield self._restriction(~(self._exchanges & ~used).any(1), used)
 
     def _restriction(self, allowed: Mask, used: Mask) -> _Restriction:
-        """Returns what is left where tables have the allowed options, and some take part in these exchanges."""
+        """Returns the restriction to options without exchanges outside ``used``, which all start."""
         start_ms = np.array([*self._problem.group_start_ms, 0.0])
         everywhere = self._common_to_options(self._groups_of_all_ranks, allowed)
         started_ms = np.array(self._problem.exchange_start_ms, np.float64)[used].sum() + start_ms[everywhere].sum()
@@ -127,9 +126,9 @@ class LowerBound:
         return costs is None or self._largest_excess(costs) > 1e-9
 
     def _costs(self, milliseconds: float, restriction: _Restriction) -> Floats | None:
-        """Returns what options cost for one T, as shares of what all ranks have; None where a class has no option left.
+        """Returns the options' costs for one T, as shares of all ranks' room; None where a class has no option left.
 
-        Milliseconds, bytes and large shards, by sum and option.
+        Rows are milliseconds, bytes and large shards; columns are options.
         """
         problem, world_size = self._problem, self._problem.world_size
         # base and starts are of every rank, of which so many at a time have cores
@@ -186,6 +185,6 @@ class LowerBound:
 
 
 def _starts(restriction: _Restriction, groups: Ints) -> tuple[Floats, Floats]:
-    """Returns the milliseconds in which all groups of each block start, and those of the group that starts fastest."""
+    """Returns the milliseconds in which all groups of each block start, and of its fastest group."""
     starts = restriction.start_ms[groups]
     return starts.sum(1), np.where(groups == NO_GROUP, starts[:, :1], starts).min(1)

@@ -1,7 +1,8 @@
-"""Every assignment of a small problem, but those that cannot be better than the best found so far.
+"""Every assignment of a small problem, except for assignments that cannot improve on the best found so far.
 
-Tables are placed one after the other, the largest first, in each way that differs: of ranks with equal loads one stands
-for all. What is placed so far says how long ranks take at least, and all tables together how long they take on average.
+Tables are placed one by one, the largest first, in each way that differs: one rank stands for all ranks with equal
+    loads.
+The placed tables give the least time of each rank, and all tables together its mean: branch and bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ _EQUAL = 9
 
 
 class Outcome(NamedTuple):
-    """What an exact search ended with."""
+    """The result of an exact search."""
 
     found: Found | None  # the best assignment; None where none is better than what was known
     is_complete: bool  # whether all assignments were tried or cannot be better
@@ -29,9 +30,9 @@ class ExactSearch:
 
     Args:
         problem: The problem.
-        aim: Bytes of each rank; milliseconds are made small.
+        aim: Bytes of each rank; milliseconds are minimised.
         budget: Work that is allowed.
-        accepts: Tells whether an assignment may be taken; asked only of those that are better than all before.
+        accepts: Tells whether an assignment may be taken; only assignments better than all before are asked for.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class ExactSearch:
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
     def better_than(self, score: float) -> Outcome:
-        """Returns the best assignment whose largest score is less than another."""
+        """Returns the best assignment whose largest score is less than ``score``."""
         self._score = score
         is_complete = self._place(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
         return Outcome(self._best, is_complete)
 
     def _place(self, loads: Loads, depth: int) -> bool:
-        """Tries all ways to place the remaining tables; returns whether it came to the end."""
+        """Tries all ways to place the remaining tables; returns whether it tried all."""
         if depth == len(self._order):
             exact = Loads(self._problem, loads.assignment)
             score = float(exact.scores(self._aim).max())
@@ -74,7 +75,7 @@ class ExactSearch:
         return not self._budget.is_spent
 
     def _least_score(self, loads: Loads, left_ms: float) -> float:
-        """Returns what the largest score is at least, with so many milliseconds of all ranks still to place."""
+        """Returns a lower bound of the largest score, with ``left_ms`` of all ranks still to place."""
         self._budget.spend(1, self._problem.world_size)
         # what a node's ranks take together, its cores take at least; waiting for what others exchange is none of it,
         # since tables that are still to come may be exchanged meanwhile
@@ -82,7 +83,7 @@ class ExactSearch:
         return max(float(loads.scores(self._aim).max()), (float(loads.own_milliseconds().mean()) + left_ms) / speed)
 
     def _ways(self, loads: Loads, table: int) -> list[tuple[int, Ints, float]]:
-        """Returns options and places of a table, the best first; of ranks alike with one that stands for all."""
+        """Returns options and places of a table, the best first; one rank stands for all equal ones."""
         ways = []
         for option in self._problem.options_of(table):
             for places in self._places(loads, option):
@@ -94,7 +95,7 @@ class ExactSearch:
         return sorted((way for way in ways if way[2] < self._score), key=lambda way: way[2])
 
     def _places(self, loads: Loads, option: int) -> Iterator[Ints]:
-        """Yields the places of an option's blocks, one of all that are alike; of a node only where it counts."""
+        """Yields the distinct places of an option's blocks; nodes differ only where a node counts."""
         problem, blocks, size = self._problem, self._problem.option_blocks[option], self._problem.ranks_per_node
         ranks_of_place = size if len(blocks) and problem.blocks.fills_node[blocks[0]] else 1
         has_nodes = ranks_of_place == 1 and (problem.ranks_at_once < size or problem.blocks.fills_node.any())
@@ -109,12 +110,12 @@ class ExactSearch:
 
 
 def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int = 0) -> Iterator[list[int]]:
-    """Yields different places of blocks, of places alike the first that are left, and of blocks alike in one order.
+    """Yields distinct places of blocks; equal places are used in order, and equal blocks in one order.
 
     Args:
-        blocks: The blocks, those that are alike one after the other.
-        kinds: Places that are left, those that are alike together.
-        first: The kind from which on the first block may go.
+        blocks: The blocks, equal ones adjacent.
+        kinds: Remaining places, by kind of equal places.
+        first: The first kind that the first block may go to.
     """
     if not blocks:
         yield []

@@ -1,4 +1,4 @@
-"""Loads of all ranks under an assignment, kept in arrays, and what they would be with one table placed elsewhere."""
+"""Loads of all ranks under an assignment, kept in arrays, and the loads with one table placed elsewhere."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ import numpy as np
 from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _PENALTY = 1e6
-"""Weight of what is beyond a limit, against what is minimised."""
+"""Weight of a load's excess over a limit, against the minimised load."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a search makes small for the rank where it is largest: milliseconds, or bytes where these are limited."""
+    """The minimised load of the worst rank: milliseconds; or bytes, where milliseconds are limited."""
 
     capacity: Floats | float  # bytes of each rank, one number for all or an array by rank
     host_capacity: Floats | float = 0.0  # bytes of each rank's share of the machine's memory beside a device, likewise
     limit_ms: float | None = None  # that no rank should take, where bytes are to be few; None where time is to be short
 
     def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
-        """Returns each rank's score: milliseconds, or the share of its capacity; far more where it exceeds a limit."""
+        """Returns each rank's score: milliseconds, or the filled share of its capacity; far more beyond a limit."""
         fullness: Floats = num_bytes / np.maximum(self.capacity, 1.0)
         excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / np.maximum(self.host_capacity, 1.0)
         if self.limit_ms is None:
@@ -42,12 +42,12 @@ class Loads:
 
     Args:
         problem: The problem.
-        assignment: Where tables go; it is changed as tables are put and taken.
+        assignment: Where tables go; it changes as tables are put and taken.
 
     Attributes:
         num_bytes: Bytes of each rank.
-        host_bytes: Bytes of each rank in the machine's memory beside a device.
-        tables_of: Tables of which each rank has a shard.
+        host_bytes: Bytes of each rank in host memory, besides a device's.
+        tables_of: Each rank's tables.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
@@ -80,14 +80,14 @@ class Loads:
         self._start_ms = self._starts(slice(None))
 
     def put(self, table: int, option: int, places: Ints) -> None:
-        """Places a table, which is taken from where it is before."""
+        """Places a table; it is taken from its old place before."""
         if self.assignment.option[table] >= 0:
             self.take(table)
         self._change(table, option, places, 1)
         self.assignment.option[table], self.assignment.places[table] = option, places
 
     def take(self, table: int) -> None:
-        """Takes a table from where it is."""
+        """Takes a table from its place."""
         self._change(table, int(self.assignment.option[table]), self.assignment.places[table], -1)
         self.assignment.option[table] = -1
 
@@ -104,15 +104,15 @@ class Loads:
         return np.maximum(alone, np.repeat(alone.reshape(-1, size).sum(1) / at_once, size))
 
     def own_milliseconds(self) -> Floats:
-        """Returns the milliseconds of every rank without those in which it waits for exchanges of others.
+        """Returns the milliseconds of every rank without waiting for other ranks' exchanges.
 
-        A table more adds to their sum what its shards take, whatever else is placed.
+        Placing one more table adds the time of its shards to their sum, wherever other tables lie.
         """
         own: Floats = self._ms + self._own_ms.sum(0) + self._start_ms
         return own
 
     def try_option(self, option: int, aim: Aim) -> tuple[Ints, Floats]:
-        """Returns the best places for a table's option one by one, and the scores of all ranks with it there."""
+        """Returns the best places for an option's blocks, one by one, and the scores of all ranks with them."""
         self._change_everywhere(option, 1)
         blocks, places = self.problem.option_blocks[option].tolist(), list[int]()
         for block in blocks:
@@ -137,7 +137,7 @@ class Loads:
         return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
 
     def scores_after(self, ranks: Ints, without: Ints, with_: Ints, aim: Aim) -> Floats:
-        """Returns the score of each of some ranks if it gave up a shard of one block for a shard of another."""
+        """Returns the score of each of some ranks if it gave up a shard of one block for one of another."""
         blocks = self._blocks
         own = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
         rest = self._rest_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
@@ -173,7 +173,7 @@ class Loads:
                 (self.tables_of[rank].add if sign > 0 else self.tables_of[rank].discard)(table)
 
     def _change_everywhere(self, option: int, sign: int) -> None:
-        """Adds what an option takes of every rank, as if its shards were all on other ranks."""
+        """Adds an option's cost to every rank, as if its shards were all on other ranks."""
         self._sums += sign * self.problem.option_sums[option, :, None]
         if (self._blocks.groups[self.problem.option_everywhere[option]] != NO_GROUP).any():
             self._start_ms = self._starts(slice(None))

@@ -1,11 +1,12 @@
-"""Search for an assignment that makes the largest score of all ranks small: largest first, then moves and swaps.
+"""Search for an assignment with a small largest score of all ranks: largest tables first, then moves and swaps.
 
 Tables are placed longest first, and again with the most bytes first, each where the largest score stays least. Then the
-rank with the largest score gives up shards: one goes elsewhere, one is exchanged for another, or a table is placed in
-another way. Where nothing helps, some tables are placed anew at random and the same begins again.
+rank with the largest score gives up shards: one moves, one is swapped for another, or a table is divided differently.
+Where nothing helps, random tables are placed again and the improvement is repeated.
 
-Trade-off: no assignment is tried twice the same way, but nothing says that the best was among them; the bound
-(:mod:`distembed.planning.fastest.bound`) does. Work is counted, not timed, so that equal problems have equal outcomes.
+Trade-off: nothing says that the best assignment was found; the bound (:mod:`distembed.planning.fastest.bound`) limits
+    the
+loss. Work is counted, not timed, so equal problems have equal results.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 _TRIES_PER_STEP = 24
 """Tables of the rank with the largest score that are tried in one step."""
 _MAX_REPLACED = 6
-"""Tables that are placed anew at once, at most."""
+"""Most tables that are placed again at once."""
 _GAIN = 1e-9
 """Least share of the largest score by which a step makes it smaller."""
 
@@ -37,7 +38,6 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no unit is left."""
         return self.units <= 0
 
 
@@ -54,10 +54,10 @@ class LocalSearch:
 
     Args:
         problem: The problem.
-        aim: What is made small.
-        budget: Work that is allowed, of all calls together.
+        aim: The minimised load.
+        budget: Work of all calls together.
         keeps_options: Whether tables stay divided as they are.
-        seed: Seed of the choices at random.
+        seed: Seed of random choices.
     """
 
     def __init__(self, problem: Problem, aim: Aim, budget: Budget, keeps_options: bool = False, seed: int = 0) -> None:
@@ -66,11 +66,7 @@ class LocalSearch:
         self._numbers = problem.world_size * (problem.num_phases + len(problem.group_start_ms) + 2)
 
     def construct(self, options: Sequence[Sequence[int]]) -> Found:
-        """Returns the better of two assignments: one places tables longest first, the other largest first.
-
-        Args:
-            options: Options that each table may have.
-        """
+        """Returns the better of two assignments: one places tables longest first, the other largest first."""
         found = self._construct(options, self._problem.longest_ms)
         if self._budget.is_spent:
             return found
@@ -87,19 +83,14 @@ class LocalSearch:
         return self._found(loads)
 
     def improve(self, assignment: Assignment) -> Found:
-        """Returns an assignment that no step makes better, or the last one before the budget was spent."""
+        """Returns an assignment that no step improves, or the last one when the budget is spent."""
         loads = Loads(self._problem, assignment.copy())
         while not self._budget.is_spent and self._step(loads):
             pass
         return self._found(loads)
 
     def shake(self, found: Found, enough: float) -> Found:
-        """Returns the best assignment after placing tables anew, again and again.
-
-        Args:
-            found: The assignment to begin with.
-            enough: Score at which the search ends; else it does when the budget is spent.
-        """
+        """Returns the best assignment after placing random tables again until ``enough`` or the budget's end."""
         while not self._budget.is_spent and found.score > enough:
             loads = Loads(self._problem, found.assignment.copy())
             tables = self._tables_to_replace(loads)
@@ -126,7 +117,7 @@ class LocalSearch:
         return loads.scores(self._aim)
 
     def _best_option(self, loads: Loads, options: Sequence[int]) -> tuple[int, Ints, Floats]:
-        """Returns the best of some options of a table that is nowhere, its places, and the scores with it."""
+        """Returns the best of an unplaced table's options, its places, and the scores with it."""
         best: tuple[int, Ints, Floats] | None = None
         for option in options:
             places, scores = loads.try_option(option, self._aim)
@@ -137,7 +128,7 @@ class LocalSearch:
         return best
 
     def _step(self, loads: Loads) -> bool:
-        """Makes the largest score smaller, if one of the steps does."""
+        """Makes the largest score smaller, if a move or a swap does."""
         scores = self._scores(loads)
         worst = int(scores.argmax())
         tables = sorted(loads.tables_of[worst])
@@ -156,10 +147,11 @@ class LocalSearch:
         return self._replace(loads, others, scores)
 
     def _replace(self, loads: Loads, tables: Sequence[int], scores: Floats, keeps_option: bool = False) -> bool:
-        """Places the table anew that makes the largest score least; tells whether one makes it smaller.
+        """Places the table again that makes the largest score least; tells whether one makes it smaller.
 
-        Where options may change, each other table that made it smaller takes its best option too, if that still does:
-        trying all options of all tables again for each of these tables would spend the budget.
+        Where options may change, each other table that made it smaller takes its best option too, if that still helps:
+            trying
+        all options of all tables again for each of these tables would spend the budget.
         """
         improving: list[tuple[Floats, int, int, Ints]] = []
         tried: set[tuple[int, bytes]] = set()
@@ -191,7 +183,7 @@ class LocalSearch:
         return True
 
     def _swap(self, loads: Loads, tables: Sequence[int], worst: int, scores: Floats) -> bool:
-        """Exchanges a shard of the worst rank for one of another rank, if that makes both smaller than it was."""
+        """Swaps a shard of the worst rank for one of another rank, if both get less than the worst score."""
         shards, before = _Shards(self._problem, loads.assignment), loads.assignment.copy()
         best, exchanged = float(scores[worst]) * (1 - _GAIN), None
         tried: set[tuple[int, int]] = set()
@@ -220,7 +212,7 @@ class LocalSearch:
         return False
 
     def _tables_to_replace(self, loads: Loads) -> list[int]:
-        """Returns tables at random, some of them of the rank with the largest score, in an order at random."""
+        """Returns random tables, some of them of the rank with the largest score, in random order."""
         worst = sorted(loads.tables_of[int(self._scores(loads).argmax())])
         count = int(self._random.integers(2, _MAX_REPLACED + 1))
         drawn = self._random.permutation(worst)[: (count + 1) // 2].tolist()
@@ -228,16 +220,16 @@ class LocalSearch:
         return [int(table) for table in self._random.permutation(list(dict.fromkeys(drawn)))]
 
     def _some_options(self, table: int) -> list[int]:
-        """Returns a table's options, without each with a chance of a third."""
+        """Returns a table's options; each is left out with a chance of a third."""
         options = np.array(self._problem.options_of(table))
         kept: list[int] = options[self._random.random(len(options)) > 1 / 3].tolist()
         return kept or options.tolist()
 
 
 class _Shards:
-    """Shards of an assignment that may be exchanged, those of blocks for one rank: each one's table, block, rank, ...
+    """Shards that may be swapped, by column: table, block, rank; ``index`` is a block's place within its table.
 
-    ``index`` is the number of the shard's block among those of its table.
+    Blocks that fill a node are left out.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
@@ -250,7 +242,7 @@ class _Shards:
         self._allowed, self._option = problem.allowed, assignment.option[self.table]
 
     def scores_if_swapped(self, loads: Loads, position: int, aim: Aim) -> Floats:
-        """Returns the larger score of both ranks if a shard is exchanged for each of the others."""
+        """Returns the larger score of both ranks if a shard is swapped for each of the others."""
         table, block, rank = self.table[position], self.block[position], self.rank[position]
         mine = np.full(len(self.block), block)
         there = loads.scores_after(self.rank, self.block, mine, aim)
@@ -265,7 +257,7 @@ class _Shards:
 
 
 def _is_less(scores: Floats, others: Floats) -> bool:
-    """Returns whether the largest score is less, or as large on fewer ranks, or all of them together are less."""
+    """Returns whether the largest score is less, else on fewer ranks, else the sum of scores is less."""
     largest, other = float(scores.max()), float(others.max())
     if abs(largest - other) > _GAIN * abs(other):
         return largest < other

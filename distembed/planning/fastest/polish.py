@@ -1,11 +1,11 @@
-"""A faster assignment, and a tighter bound, by HiGHS: a mixed-integer program that begins with a known assignment.
+"""A faster assignment and a tighter bound by HiGHS: a mixed-integer program that begins with a known assignment.
 
-The program has a binary for each option of a table; for each place and each kind of shard of an option; for each group
-of lookups on each rank; for each exchange. Milliseconds of a phase are no less than what a rank does for its own shards
-and for those of others, and the objective is no less than the milliseconds of any rank.
+The program has a binary for each option of a table, for each place and kind of shard of an option, for each group of
+lookups on each rank, and for each exchange. The milliseconds of a phase are at least a rank's work for its own shards
+and for other ranks' shards; the objective is at least the milliseconds of any rank.
 
 Trade-off: HiGHS proves optima of tens of tables on a node, while a program of many ranks outgrows any time. Where the
-time ends first, the answer depends on the machine's speed.
+time ends first, the result depends on the machine's speed.
 """
 
 import time
@@ -20,7 +20,7 @@ from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _MOST_PLACES = 200_000
-"""Places of shards up to which a program is written down."""
+"""Most places of shards for which a program is built."""
 
 
 class Program:
@@ -86,7 +86,7 @@ class Program:
         return len(self.uppers) - 1
 
     def _add_ranks(self) -> None:
-        """Adds what ranks take without any table; what every rank has of all tables is one variable for all of them."""
+        """Adds the sums of ranks; the cost of all tables to every rank is one variable shared by all ranks."""
         problem = self._problem
         common = {column: self._variable(np.inf) for column in self._columns}
         for column, total in common.items():
@@ -158,7 +158,7 @@ def solve(
     accepts: Callable[[Assignment], bool] = lambda _: True,
     gap: float = 1e-4,
 ) -> tuple[Assignment | None, float]:
-    """Returns the fastest assignment that HiGHS found and that is accepted, and the milliseconds none goes below.
+    """Returns the fastest accepted assignment that HiGHS found, and a lower bound of the milliseconds.
 
     Args:
         problem: The problem.
@@ -211,7 +211,6 @@ def solve(
 
 
 def _model(highspy: Any, program: Program) -> Any:
-    """Returns HiGHS's model of a program."""
     model = highspy.HighsLp()
     uppers, (rows, lower, upper) = np.array(program.uppers), zip(*program.rows, strict=True)
     model.num_col_, model.num_row_ = len(uppers), len(rows)

@@ -1,14 +1,16 @@
-"""The search's problem in numbers alone: tables, their options, what each takes of ranks in time and bytes.
+"""The search's problem in numbers alone: tables, their options, and each option's time and bytes.
 
-A table has one of several *options*. An option has *blocks*: one shard, which goes to any rank, or as many shards as a
-node has ranks, which go to a node together. Blocks of one table go to different places. What an option takes of every
-rank, wherever its blocks go, is its block *everywhere*. Milliseconds of a rank are then::
+A table has one of several *options*. An option has *blocks*: one shard, which goes to any rank, or a shard for each
+    rank
+of a node, which go to a node together. Blocks of one table go to different places. The block *everywhere* is the cost
+    of
+an option to every rank, wherever its blocks go. Milliseconds of a rank are then::
 
-    base + sum of its blocks and of those everywhere + starts of its groups + starts of all exchanges in use
-         + for each phase: the longer of   sum of its own_ms   and   sum of all other_ms - sum of its other_ms
+    base + sum of its blocks and of all blocks everywhere + starts of its groups + starts of all exchanges in use
+        + for each phase: the longer of   sum of its own_ms   and   sum of all other_ms - sum of its other_ms
 
-and no less than those of all ranks of its node over the number of ranks that the node's cores compute at once. This
-is the estimate of :mod:`distembed.planning.costs`.
+and at least the sum over its node's ranks divided by the number of ranks that the node's cores compute at once. This is
+the estimate of :mod:`distembed.planning.costs`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,7 +29,7 @@ NO_GROUP = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Shards that go together; all numbers are those of one rank that has a shard."""
+    """Shards that go together; all numbers are of one rank that has a shard."""
 
     lookup_ms: float
     num_bytes: float  # of weights, optimizer state and, as far as they add up, buffers
@@ -50,14 +52,14 @@ class Option:
     num_ranges: int = 1  # of columns
 
     def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
-        """Returns the bytes of weights and states of all ranks together, and those that some rank has at least."""
+        """Returns the bytes of weights and states of all ranks together, and the least of the fullest rank."""
         shards = [(block.stored_bytes, ranks_per_node if block.fills_node else 1) for block in self.blocks]
         in_all = world_size * self.everywhere.stored_bytes + sum(num_bytes * count for num_bytes, count in shards)
         return in_all, self.everywhere.stored_bytes + max((num_bytes for num_bytes, _ in shards), default=0.0)
 
     @classmethod
     def together(cls, options: Sequence["Option"]) -> "Option":
-        """Returns the option of tables that lie together: the first blocks on one place, then the second ones."""
+        """Returns the option of tables that lie together: their first blocks on one place, then their second ones."""
         if len(options) == 1:
             return options[0]
         return replace(
@@ -103,7 +105,7 @@ class Problem:
         return len(self.class_of)
 
     def with_stored_bytes(self) -> "Problem":
-        """Returns the problem whose bytes are those of weights and states alone."""
+        """Returns the problem whose bytes are only weights and states."""
 
         def stored(block: Block) -> Block:
             return replace(block, num_bytes=block.stored_bytes)
@@ -121,7 +123,7 @@ class Problem:
 
     @cached_property
     def first_option(self) -> Ints:
-        """Number of each class's first option, and behind them the number of all."""
+        """Number of each class's first option; last, the number of all options."""
         return np.concatenate([[0], np.cumsum([len(options) for options in self.classes], dtype=np.int64)])
 
     def options_of(self, table: int) -> range:
@@ -152,13 +154,13 @@ class Problem:
 
     @cached_property
     def placed_blocks(self) -> tuple[Ints, Ints]:
-        """The blocks of all options, option after option: the number of the option and the number of the block."""
+        """The number of the option and of the block, for all blocks of all options in order."""
         option_of = np.repeat(np.arange(len(self.options)), [len(blocks) for blocks in self.option_blocks])
         return option_of, np.concatenate([np.empty(0, np.int64), *self.option_blocks])
 
     @cached_property
     def option_everywhere(self) -> Ints:
-        """Number of the block that every rank has, of each option."""
+        """Number of each option's block on every rank."""
         return np.array([self.blocks.number[option.everywhere] for option in self.options], np.int64)
 
     @cached_property
@@ -168,10 +170,9 @@ class Problem:
 
     @cached_property
     def block_sums(self) -> Floats:
-        """What a shard of each distinct block adds to the sums of its rank: milliseconds, bytes, host's bytes, ...
+        """Numbers that a shard of each distinct block adds to the sums of its rank.
 
-        Behind these stand what it has in each phase, what it spares its rank of the others' in each phase, and a 1 for
-        its groups, by group; the last is that of no group.
+        Columns: lookup ms | bytes | host bytes | own_ms by phase | -other_ms by phase | 1 per group | no group
         """
         blocks = self.blocks
         in_group = np.zeros((len(blocks.groups), len(self.group_start_ms) + 1))
@@ -181,7 +182,7 @@ class Problem:
 
     @cached_property
     def option_sums(self) -> Floats:
-        """What each option adds to the sums of every rank, as if its shards were all on other ranks."""
+        """Numbers that each option adds to the sums of every rank, as if its shards were on other ranks."""
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
         others += 2 * self.blocks.other_ms[self.option_everywhere]  # every rank has what the others do for each other's
@@ -190,14 +191,14 @@ class Problem:
 
     @cached_property
     def mean_sums(self) -> Floats:
-        """Mean over all ranks of what each option adds to their sums (columns of :attr:`block_sums`)."""
+        """Mean over all ranks of each option's part in their sums (columns of :attr:`block_sums`)."""
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         np.add.at(sums, option_of, self.block_sums[blocks] * (self.num_shards[blocks] / self.world_size)[:, None])
         return sums
 
     @cached_property
     def mean_ms(self) -> Floats:
-        """Milliseconds that each option takes of all ranks together, without starts, over their number."""
+        """Milliseconds of each option, without starts, over all ranks together, divided by their number."""
         ms: Floats = self.mean_sums[:, 0] + self.mean_sums[:, 3 : 3 + self.num_phases].sum(1)
         return ms
 
@@ -216,7 +217,7 @@ class Problem:
 class BlockNumbers:
     """Columns of distinct blocks' numbers, named as in :class:`Block`; ``number`` has the number of each block.
 
-    Groups are filled up with -1 to as many columns as a block has groups at most.
+    Groups are padded with -1 to the most groups of any block.
     """
 
     def __init__(self, blocks: Sequence[Block], num_phases: int) -> None:
@@ -243,9 +244,7 @@ class Assignment:
 
     @classmethod
     def empty(cls, num_tables: int) -> "Assignment":
-        """Returns the assignment of no table."""
         return cls(np.full(num_tables, -1), [np.empty(0, np.int64)] * num_tables)
 
     def copy(self) -> "Assignment":
-        """Returns a copy that may be changed."""
         return Assignment(self.option.copy(), list(self.places))

@@ -1,7 +1,9 @@
-"""First guesses: every table in one way, and the largest tables in one way with the rest in another.
+"""Solves a problem: first guesses, local search, an exact search of small problems, and HiGHS on demand.
 
-A good plan seldom mixes many ways, since each exchange and each group of lookups in use has to be started. Guesses are
-sorted by an estimate that spreads all work evenly over the ranks: most are worse than others before a table is placed.
+First guesses give every table one way, or the largest tables one way and the rest another: a good plan seldom mixes
+    many
+ways, since each exchange and each group of lookups in use has to be started. Guesses are sorted by an estimate that
+spreads all work evenly over the ranks: most are worse than others before a table is placed.
 """
 
 import itertools
@@ -19,11 +21,11 @@ from distembed.planning.fastest.local_search import Budget, Found, LocalSearch
 from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _SHARES = (0.1, 0.25, 0.5, 0.75)
-"""Shares of all tables that the largest are."""
+"""Shares of all tables that count as the largest ones."""
 
 
 def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
-    """Returns options by table, the best guess first by the estimate."""
+    """Returns options by table, the best guess by the estimate first."""
     tables = np.asarray(problem.class_of, np.int64)
     ways = {(option.kind, option.num_ranges): None for option in problem.options}
     by_way = [np.array([_nearest(problem, own, *way) for own in range(len(problem.classes))], np.int64) for way in ways]
@@ -42,7 +44,7 @@ def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
 
 
 def _nearest(problem: Problem, number: int, kind: object, num_ranges: int) -> int:
-    """Returns the option of a class that is a way or nearest to it, else the one with the least work."""
+    """Returns the option of a class that is nearest to a way, else the option with the least work."""
     own = range(int(problem.first_option[number]), int(problem.first_option[number + 1]))
     alike = [option for option in own if problem.options[option].kind == kind]
     if alike:
@@ -51,7 +53,7 @@ def _nearest(problem: Problem, number: int, kind: object, num_ranges: int) -> in
 
 
 def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
-    """Returns the score of a rank that has its share of everything; at least the longest shard takes its rank."""
+    """Returns the score of a rank with an even share of all work; the longest shard is a lower limit."""
     sums = problem.mean_sums[options].sum(0)
     exchanges = {exchange for option in options for exchange in problem.options[option].exchanges}
     starts = sum(problem.exchange_start_ms[exchange] for exchange in exchanges)
@@ -61,18 +63,18 @@ def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
 
 
 _SMALL = 8
-"""Tables up to which all assignments are searched."""
+"""Most tables of an exact search."""
 _GUESSES = 24
-"""First guesses of which tables are placed."""
+"""Number of first guesses that are placed."""
 _CONSTRUCTING = 2_000_000
-"""Units to place guesses, beside those of the whole search, over the number of tables: few tables are placed fast."""
+"""Units to place guesses besides the search's units, over the number of tables: few tables are placed fast."""
 _IMPROVING = 60
-"""Times the usual work in which a solution that fits in tight memory is improved."""
+"""Times the usual work to improve a solution that fits in tight memory."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search ended with."""
+    """The result of a search."""
 
     assignment: Assignment
     milliseconds: float  # of the slowest rank
@@ -86,8 +88,8 @@ class Solver:
 
     Args:
         problem: The problem.
-        host_capacity: Bytes of each rank's share of the machine's memory beside a device, for all or by rank.
-        bound_capacity: Bytes that weights and states of a rank do not exceed in a plan that fits, for all or by rank.
+        host_capacity: Bytes of each rank's share of host memory besides a device, for all or by rank.
+        bound_capacity: Most bytes of weights and states of a rank in a plan that fits, for all or by rank.
         tolerance: Share by which a plan may be slower than the best that is known.
     """
 
@@ -99,13 +101,13 @@ class Solver:
         self._bound = LowerBound(problem, bound_capacity)
 
     def fastest(self, capacity: Floats | float) -> Solution:
-        """Returns the fastest assignment of which no rank has more bytes, as far as these add up."""
+        """Returns the fastest assignment within a capacity, as far as bytes add up."""
         aim = Aim(capacity, self._host_capacity)
         best = self._from_guesses(aim, self._bound.milliseconds(np.inf) * (1 + self._tolerance / 2))
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def repaired(self, solution: Solution, capacity: Floats | float) -> Solution:
-        """Returns a solution changed so that no rank has more bytes, as far as they add up."""
+        """Returns a solution changed to lie within a capacity, as far as bytes add up."""
         aim = Aim(capacity, self._host_capacity)
         best = LocalSearch(self._problem, aim, self._budget()).improve(solution.assignment)
         best = min(best, self._from_all_options(aim), key=_score)
@@ -113,13 +115,13 @@ class Solver:
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
 
     def emptiest(self, capacity: Floats | float) -> Solution:
-        """Returns a solution with few bytes on the fullest rank, whatever its time."""
+        """Returns a solution with few bytes on the fullest rank, at any time."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(self._from_all_options(aim), 0.0)
         return self._solution(best.assignment, replace(aim, limit_ms=None), self._bound.milliseconds(np.inf))
 
     def improved(self, assignment: Assignment, capacity: Floats | float) -> Solution:
-        """Returns a solution that an assignment of which no rank has more bytes is improved to."""
+        """Returns the solution to which an assignment within its capacity is improved."""
         aim, total = Aim(capacity, self._host_capacity), self._budget(_IMPROVING)
         best = Found(assignment, float(Loads(self._problem, assignment).scores(aim).max()))
         for seed in range(3):
@@ -127,10 +129,10 @@ class Solver:
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
-        """Returns the fastest of all assignments that are accepted, where they are few enough; else what it was given.
+        """Returns the fastest accepted assignment of all, where tables are few enough; else the given solution.
 
         Args:
-            solution: An assignment that is accepted; None where none is known.
+            solution: An accepted assignment; None where none is known.
             accepts: Tells whether an assignment fits.
         """
         if self._problem.num_tables > _SMALL:
@@ -152,13 +154,13 @@ class Solver:
         seconds: float,
         excess: Callable[[Assignment], tuple[float, Floats]],
     ) -> Solution | None:
-        """Returns the fastest solution that HiGHS finds within some seconds, or the one that it begins with.
+        """Returns the fastest solution that HiGHS finds within some seconds, else the given one.
 
         Args:
             solution: A solution that fits; None where none is known.
             capacity: Bytes of each rank, as far as these add up.
             seconds: Seconds that may be taken.
-            excess: Counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would not.
+            excess: Counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would fit.
 
         Raises:
             UserError: highspy is not installed.
@@ -192,7 +194,7 @@ class Solver:
         return replace(best, lower_bound_ms=low, is_complete=best.is_complete or self._is_near(best.milliseconds, low))
 
     def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
-        """Returns an assignment within the tolerance of a solution's time with fewer bytes on the fullest rank."""
+        """Returns an assignment within the tolerance of a solution's time, with fewer bytes on the fullest rank."""
         limit_ms = solution.milliseconds * (1 + self._tolerance)
         aim, budget = Aim(capacity, self._host_capacity, limit_ms), Budget(1_000 + self._problem.num_tables)
         found = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment).assignment
@@ -218,7 +220,7 @@ class Solver:
         return search.improve(search.construct([self._problem.options_of(table) for table in tables]).assignment)
 
     def _from_guesses(self, aim: Aim, enough: float) -> Found:
-        """Returns the best assignment grown from the first guesses: fewer of them at each stage, with more work."""
+        """Returns the best assignment grown from first guesses: fewer at each stage, with more work."""
         num_tables, placed = self._problem.num_tables, list[Found]()
         total = Budget(60_000 + 200 * num_tables)
         constructing = Budget(total.units / 3 + _CONSTRUCTING / num_tables)
@@ -235,7 +237,7 @@ class Solver:
         return best[0]
 
     def _grown(self, found: Found, aim: Aim, enough: float, total: Budget, times: int, seed: int | None) -> Found:
-        """Returns the assignment after improving it, or shaking it by a seed, with a part of all work that is left."""
+        """Returns the assignment after improving it, or shaking it by a seed, with a part of the work left."""
         if found.score <= enough or total.is_spent:
             return found
         budget = self._budget(times)
