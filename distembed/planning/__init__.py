@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from distembed.planning.request import PlanRequest, Workload
     from distembed.planning.saved_plan import describe_plan, plan_as_json
     from distembed.planning.search import make_plan
-    from distembed.planning.torchrec_estimator import CompositionalShardEstimator
-    from distembed.planning.torchrec_planner import CompositionalShardingPlanner
+    from distembed.planning.torchrec_planner import CompositionalShardEstimator, CompositionalShardingPlanner
 
 __all__ = [
     "CompositionalShardEstimator",

@@ -25,18 +25,19 @@ from functools import cached_property
 from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import common_id_dtype
 from distembed.embedding.exchange import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.lookups import (
+    LENGTH_BYTES,
     Exchange,
     ExchangeKey,
     RankLookups,
     column_shards,
     exchange_key,
     fullest_lookup,
+    is_exchanged,
     is_on_every_rank,
 )
 from distembed.planning.networks import NetworkEstimate
@@ -44,10 +45,9 @@ from distembed.planning.request import PlanRequest, Workload, pipeline_depth
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, TableStorage, storage_by_rank, total
 from distembed.planning.times import TableTraffic
 from distembed.sharding.groups import GroupLoad, group_type
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled, width
-
-_FLOAT, _LONG, _INT = 4, 8, 4
 
 
 @dataclass(frozen=True)
@@ -202,18 +202,18 @@ class Step:
             for sharding in placement.sharded.values():
                 for shard in sharding.sharding_spec.shards:
                     unfused[shard.placement.rank()] += math.prod(shard.shard_sizes) * itemsize
-        halved = range(world_size if itemsize < _FLOAT else 0)
+        halved = range(world_size if itemsize < FLOAT_BYTES else 0)
         dense = range(world_size if placement.table.dense_gradient else 0)
         num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
         return _TableShare(
-            received=Counter({exchange_key(placement): num_received * _FLOAT}),
+            received=Counter({exchange_key(placement): num_received * FLOAT_BYTES}),
             ranks_per_node=placement.num_row_blocks if placement.unit.sharding_type in WITHIN_NODES else 1,
             sent_ids=self._sent_id_bytes(placement),
-            replicated=functions * _FLOAT + sum(vectors) * itemsize,
+            replicated=functions * FLOAT_BYTES + sum(vectors) * itemsize,
             largest_replicated=max(vectors, default=0),
             unfused=unfused,
-            widened=Counter({rank: 2 * _FLOAT * (sum(vectors) + unfused[rank] // itemsize) for rank in halved}),
-            scanned=Counter({rank: unfused[rank] + _FLOAT * (functions + sum(vectors)) for rank in dense}),
+            widened=Counter({rank: 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize) for rank in halved}),
+            scanned=Counter({rank: unfused[rank] + FLOAT_BYTES * (functions + sum(vectors)) for rank in dense}),
             sent=self._sent(placement),
         )
 
@@ -229,14 +229,14 @@ class Step:
                 ),
                 SentBytes(),
             )
-        if not self._is_sent(sharding_type):
+        if not is_exchanged(sharding_type, self._world_size):
             return SentBytes()
         batch, others = self._traffic(placement), self._world_size - 1
         ids = round(batch.num_ids * (1 - 1 / self._world_size))
         # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
         numbers = width(placement.table) * (batch.num_bags * others if batch.is_pooled else ids)
         return SentBytes(
-            ids * batch.itemsize + batch.num_bags * _INT * others,
+            ids * batch.itemsize + batch.num_bags * LENGTH_BYTES * others,
             math.ceil(batch.exchange.vector_bytes(numbers)),
             math.ceil(batch.exchange.gradient_bytes(numbers)),
         )
@@ -244,7 +244,7 @@ class Step:
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns the bytes sent to the owner of some columns: ids of own rows, gradients of their vectors."""
         batch = self._traffic(placement)
-        ids = math.ceil(batch.num_ids / placement.num_row_blocks) * batch.itemsize + batch.num_bags * _INT
+        ids = math.ceil(batch.num_ids / placement.num_row_blocks) * batch.itemsize + batch.num_bags * LENGTH_BYTES
         gradients = batch.exchange.gradient_bytes(math.ceil(batch.num_vectors) * columns)
         return SentBytes(ids, gradients=math.ceil(gradients))
 
@@ -263,7 +263,7 @@ class Step:
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> Exchange:
         output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
-        is_sent, device_kind = self._is_sent(sharding_type), self._device_kind
+        is_sent, device_kind = is_exchanged(sharding_type, self._world_size), self._device_kind
         optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
         groups = [group_type(load.slices[0], device_kind, own) for load, own in zip(loads, optimizers, strict=True)]
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
@@ -275,14 +275,13 @@ class Step:
             output=output,
             sent=sent,
             received=received,
-            arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
+            arriving_ids=sum(load.num_ids * LONG_BYTES + load.num_bags * LENGTH_BYTES for load in loads)
+            if is_sent
+            else 0,
             lookups=[group.memory(load, device_kind) for group, load in zip(groups, loads, strict=True)],
             is_sent=is_sent,
-            numbers=self._exchanges.get(collection, VectorExchange()) if is_sent else VectorExchange(),
+            numbers=self._exchange_of(collection) if is_sent else VectorExchange(),
         )
-
-    def _is_sent(self, sharding_type: str) -> bool:
-        return self._world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
         """Yields all moments of a step on one rank, in order."""
@@ -326,17 +325,16 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        updating = totals.largest_replicated * _FLOAT + totals.widened[rank]
+        updating = totals.largest_replicated * FLOAT_BYTES + totals.widened[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _traffic(self, placement: Placement) -> TableTraffic:
         """Returns the ids and vectors of a table in a rank's batch."""
-        table, exchange = placement.table, self._exchanges.get(placement.collection, VectorExchange())
-        num_ids, num_bags = self._num_ids(table.feature_names), self._num_rows * len(table.feature_names)
-        return TableTraffic(num_ids, num_bags, self._id_bytes[placement.collection], is_pooled(table), exchange)
+        exchange, itemsize = self._exchange_of(placement.collection), self._id_bytes[placement.collection]
+        return TableTraffic.of(placement.table, self._workload, self._world_size, itemsize, exchange)
 
-    def _num_ids(self, features: Sequence[str]) -> float:
-        return self._num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in features)
+    def _exchange_of(self, collection: str) -> VectorExchange:
+        return self._exchanges.get(collection, VectorExchange())
 
     def _batch_bytes(self) -> int:
         """Returns the bytes of a rank's batch: ids, lengths, dense features and labels."""
@@ -345,17 +343,17 @@ class Step:
         for placement in self._placements.values():
             # several collections may read one feature
             new = [name for name in placement.table.feature_names if name not in seen]
-            ids += self._num_ids(new) * (_LONG + self._workload.weight_bytes(new))
+            ids += self._num_rows * self._workload.mean_ids(new) * (LONG_BYTES + self._workload.weight_bytes(new))
             seen.update(new)
         numbers = (self._workload.num_dense + 1) * self._num_rows
-        return math.ceil(ids) + len(seen) * self._num_rows * _INT + numbers * _FLOAT
+        return math.ceil(ids) + len(seen) * self._num_rows * LENGTH_BYTES + numbers * FLOAT_BYTES
 
     def _sent_id_bytes(self, placement: Placement) -> int:
         """Returns the bytes of the next batch's ids, sorted by rank; each column shard takes a copy."""
-        if not self._is_sent(placement.unit.sharding_type):
+        if not is_exchanged(placement.unit.sharding_type, self._world_size):
             return 0
         batch, weight_bytes = self._traffic(placement), self._workload.weight_bytes(placement.table.feature_names)
-        ids, bags = batch.num_ids * (_LONG + weight_bytes), batch.num_bags * _INT
+        ids, bags = batch.num_ids * (LONG_BYTES + weight_bytes), batch.num_bags * LENGTH_BYTES
         if is_on_every_rank(placement.unit.sharding_type):
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)

@@ -25,7 +25,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
 from distembed.planning.devices import Cluster
-from distembed.planning.lookups import ExchangeKey, column_shards, is_on_every_rank
+from distembed.planning.lookups import ExchangeKey, column_shards, is_exchanged, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest
 from distembed.planning.storage import StepTime, TableStorage, replicated_storage, slice_storage
@@ -172,7 +172,7 @@ class PlacementCosts:
                 tuple(table.scheme.num_rows),
                 table.num_embeddings,
                 len(features),
-                self._ids_per_row(table),
+                self._workload.mean_ids(features),
                 any(self._workload.has_bags(name) for name in features),
                 self._workload.weight_bytes(features),
                 table.dense_gradient,
@@ -205,14 +205,17 @@ class PlacementCosts:
             sent = self._sent.transfers(traffic, exchange, own.num_columns, num_shards)
             sent_bytes += num_shards * sum(transfer.owner_ms for transfer in sent.values())
         # of the vectors of a rank's own rows, whoever has looked them up
-        num_columns, is_exchanged = sum(own.num_columns for own in slices), self._is_exchanged(layout.sharding_type)
+        num_columns, is_sent = (
+            sum(own.num_columns for own in slices),
+            is_exchanged(layout.sharding_type, self._cluster.world_size),
+        )
         copied_bytes = _COPIES * 2 * FLOAT_BYTES * traffic.num_vectors * num_columns
         copying_ms = _MS * copied_bytes / device.memory_bandwidth
         pieces = 2 * traffic.num_vectors * len(slices)
         common_ms = self._lookups.replicated_update_ms(replicated) + (
             _MS * _PIECE_ROWS * pieces * device.row_seconds + copying_ms
         )
-        if is_exchanged:
+        if is_sent:
             common_ms = common_ms + self._rounding_ms(traffic, num_columns) + copying_ms
         storage = replicated_storage(table, replicated, self._optimizers)
         own_rows = self._workload.rows_of_rank(self._cluster.world_size)
@@ -221,16 +224,13 @@ class PlacementCosts:
             lookup_ms, storage = shards[0].lookup_ms + common_ms, storage + shards[0].storage
             everywhere, shards = replace(shards[0], lookup_ms=lookup_ms, storage=storage), []
         all_reduce_ms = self._traffic.all_reduce_ms(replicated_bytes)
-        return PlacementCost(shards, everywhere, all_reduce_ms, exchange if is_exchanged else None, sent_bytes)
+        return PlacementCost(shards, everywhere, all_reduce_ms, exchange if is_sent else None, sent_bytes)
 
     def _num_row_shards(self, sharding_type: str) -> int:
         """Returns over how many ranks the rows of a table's largest partition are divided."""
         if sharding_type == ShardingType.ROW_WISE.value:
             return self._cluster.world_size
         return self._cluster.ranks_per_node if sharding_type in WITHIN_NODES else 1
-
-    def _is_exchanged(self, sharding_type: str) -> bool:
-        return self._cluster.world_size > 1 and sharding_type != _DATA_PARALLEL
 
     def _rounding_ms(self, traffic: TableTraffic, num_columns: int) -> float:
         """Returns the milliseconds in which codecs round and widen vectors and gradients."""
@@ -254,7 +254,7 @@ class PlacementCosts:
         group = exchange, group_key(own), load.is_multi_hot
         lookup_ms, launches = self._lookups.lookup(load, num_shards)
         self._group_starts[group] = _MS * launches * self._cluster.device.launch_seconds
-        if self._is_exchanged(sharding_type):
+        if is_exchanged(sharding_type, world_size):
             shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag
             lookup_ms += world_size / shares * self._rounding_ms(traffic, own.num_columns)
         num_rows = self._workload.rows_of_rank(world_size) if num_batches == 1 else self._workload.batch_size
@@ -270,19 +270,14 @@ class PlacementCosts:
         self, table: CompositionalEmbeddingConfig, num_columns: int, num_rows: int, num_shards: int
     ) -> float:
         """Returns a guess of the bytes in which a rank looks up some columns of ``num_rows`` rows."""
-        num_ids = num_rows * self._ids_per_row(table) / num_shards
+        num_ids = num_rows * self._workload.mean_ids(table.feature_names) / num_shards
         num_vectors = num_rows * len(table.feature_names) if is_pooled(table) else num_ids
         return num_vectors * num_columns * FLOAT_BYTES * _VECTOR_COPIES + num_ids * LONG_BYTES * _ID_COPIES
 
-    def _ids_per_row(self, table: CompositionalEmbeddingConfig) -> float:
-        return sum(self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
-
     def _table_traffic(self, table: CompositionalEmbeddingConfig, collection: str) -> TableTraffic:
         """Returns the ids and vectors of a table in a rank's batch."""
-        features, num_rows = table.feature_names, self._workload.rows_of_rank(self._cluster.world_size)
-        itemsize = self._id_bytes.get(collection, LONG_BYTES) + self._workload.weight_bytes(features)
-        num_ids, exchange = num_rows * self._ids_per_row(table), self._exchanges[collection]
-        return TableTraffic(num_ids, num_rows * len(features), itemsize, is_pooled(table), exchange)
+        itemsize = self._id_bytes.get(collection, LONG_BYTES) + self._workload.weight_bytes(table.feature_names)
+        return TableTraffic.of(table, self._workload, self._cluster.world_size, itemsize, self._exchanges[collection])
 
 
 def _num_with_rows(num_rows: int, num_shards: int) -> int:

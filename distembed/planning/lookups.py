@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from torchrec.distributed.types import ParameterSharding, ShardingType
@@ -12,12 +11,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from distembed.embedding.exchange import VectorExchange
 from distembed.planning.request import Workload
 from distembed.sharding.groups import GroupLoad, LookupMemory, group_key
+from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import TableSlice, width
 
 ExchangeKey = tuple[str, str]
 """Collection path and sharding type: tables with equal keys are sent together."""
 PlacedSlice = tuple[Placement, TableSlice]
+LENGTH_BYTES = 4
 
 
 class RankLookups:
@@ -64,7 +65,7 @@ class RankLookups:
         return GroupLoad(
             slices=[table_slice for table_slice, _ in features],
             possible_ids=[math.ceil(table_slice.table.num_embeddings / share) for table_slice, _ in features],
-            num_ids_per_feature=[num_rows * self._workload.ids_per_row.get(name, 1.0) / share for _, name in features],
+            num_ids_per_feature=[num_rows * self._workload.mean_ids([name]) / share for _, name in features],
             multi_hot=[self._workload.has_bags(name) for _, name in features],
             num_rows=num_rows,
             averages_gradients=self._world_size > 1,
@@ -80,6 +81,11 @@ def exchange_key(placement: Placement) -> ExchangeKey:
 def is_on_every_rank(sharding_type: str) -> bool:
     """Returns whether every rank looks up the tables of a sharding type, in equal shares."""
     return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
+
+
+def is_exchanged(sharding_type: str, world_size: int) -> bool:
+    """Returns whether ids and vectors of tables of a sharding type are sent to other ranks."""
+    return world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
 
 
 def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
@@ -98,9 +104,6 @@ def _shards(placement: Placement) -> Sequence[tuple[int, int, int | None]]:
     return column_shards(placement.unit)
 
 
-_FLOAT = 4
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Tables of one collection and sharding type on a rank; vectors count as float32 unless stated otherwise."""
@@ -116,15 +119,15 @@ class Exchange:
     @property
     def is_rounded(self) -> bool:
         """Whether lookups round vectors, so that they are not float32 until they are widened."""
-        return self.numbers.output_itemsize < _FLOAT
+        return self.numbers.output_itemsize < FLOAT_BYTES
 
     def rounded(self, num_bytes: int) -> int:
         """Returns the bytes of vectors as lookups return them, before they are widened."""
-        return num_bytes * self.numbers.output_itemsize // _FLOAT
+        return num_bytes * self.numbers.output_itemsize // FLOAT_BYTES
 
     def travelling(self, num_bytes: int) -> int:
         """Returns the bytes of vectors on their way to another rank."""
-        return ceil(self.numbers.vector_bytes(num_bytes / _FLOAT))
+        return math.ceil(self.numbers.vector_bytes(num_bytes / FLOAT_BYTES))
 
     @property
     def output_bytes(self) -> int:
@@ -139,7 +142,7 @@ class Exchange:
         if not self.is_sent:
             return 0
         if self.numbers.comms.is_used:  # put in the ranks' order, and encoded
-            return self.received + ceil(self.numbers.gradient_bytes(self.received / _FLOAT))
+            return self.received + math.ceil(self.numbers.gradient_bytes(self.received / FLOAT_BYTES))
         return 2 * self.rounded(self.received) if self.is_rounded else self.received
 
 

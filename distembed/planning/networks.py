@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.fake_batches import MOST_KNOWN, KnownIntegers, batch_of_shapes, leaves, tensors, typical_batch
+from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.tasks import Task
 
 _IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[-1]}
@@ -240,33 +242,27 @@ def estimate_network(
             loss.backward()
             return output_bytes
 
-        step = FakeStep(run, tensors(batch), num_rows)
+        step = partial(measure_step, model, run, tensors(batch), num_rows, optimizer, world_size > 1)
         try:
-            estimate = measure_step(model, step, optimizer, world_size > 1)
+            estimate = step()
             left_out = scan.num_chunks - scan.most_chunks
             if left_out <= 0:
                 return estimate
             scan.most_chunks += 1
-            chunk_flops = measure_step(model, step, optimizer, world_size > 1).flops - estimate.flops
+            chunk_flops = step().flops - estimate.flops
         except RuntimeError:
             # a look at values, or an operator that has no form for fake tensors; what else it may be, training raises
             return count_networks(model, optimizer)
         return replace(estimate, flops=estimate.flops + round(left_out * chunk_flops))
 
 
-@dataclass(frozen=True)
-class FakeStep:
-    """A step on fake tensors."""
-
-    run: Callable[[], int]  # runs the forward and backward passes and returns the bytes that are kept of the outputs
-    inputs: Sequence[Tensor]
-    num_rows: int
-
-
-def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: bool) -> NetworkEstimate:
+def measure_step(
+    model: nn.Module, run: Callable[[], int], inputs: Sequence[Tensor], num_rows: int, optimizer: str, averages: bool
+) -> NetworkEstimate:
     """Counts the parameters of networks without collections, and a step's memory; called where tensors are fake.
 
-    With ``averages``, gradients are averaged over ranks, in buckets. Errors of the step are raised.
+    ``run`` runs the forward and backward passes and returns the bytes of outputs that are kept. With ``averages``,
+    gradients are averaged over ranks, in buckets. Errors of the step are raised.
     """
     hooks = [
         # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
@@ -276,10 +272,10 @@ def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: boo
     ]
     try:
         with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, _LiveBytes() as live:
-            for tensor in (*model.parameters(), *model.buffers(), *step.inputs):
+            for tensor in (*model.parameters(), *model.buffers(), *inputs):
                 live.count(tensor)  # views of them are nothing new
             before = live.peak = live.now
-            output_bytes = step.run()
+            output_bytes = run()
             peak = live.peak - before
     finally:
         for hook in hooks:
@@ -290,7 +286,7 @@ def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: boo
         is_step_known=True,
         peak=peak,
         flops=counter.get_total_flops(),
-        output_bytes_per_row=output_bytes / max(1, step.num_rows),
+        output_bytes_per_row=output_bytes / max(1, num_rows),
     )
 
 
@@ -321,9 +317,6 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
             f"{f' in {num_copies} processes' if num_copies > 1 else ''}; this machine has "
             f"{format_bytes(host_memory_bytes())}. Lower the sizes of layers under model, or embedding_dim."
         )
-
-
-_FLOAT_BYTES = 4
 
 
 class OnDevice(TorchFunctionMode):
@@ -367,7 +360,7 @@ class ExampleBatch:
     def dense_numbers_per_row(self) -> int:
         """Returns the float32 numbers of a row besides its ids, labels included."""
         num_bytes = sum(leaf.nbytes for leaf in leaves(self.value) if isinstance(leaf, Tensor))
-        return num_bytes // (_FLOAT_BYTES * self.num_rows)
+        return num_bytes // (FLOAT_BYTES * self.num_rows)
 
     def _lengths(self) -> list[tuple[str, Tensor]]:
         return [(feature, own.lengths()) for ids in self._ids() for feature, own in ids.to_dict().items()]
@@ -395,9 +388,9 @@ def estimate_own_networks(
     with mode.active(), OnDevice("cpu"):
         if batch is None:
             return count_networks(networks, optimizer), "there is no --example to count them by"
-        step = FakeStep(lambda: _run(networks, value, bf16), tensors(value), batch.num_rows)
+        run = partial(_run, networks, value, bf16)
         try:
-            return measure_step(networks, step, optimizer, averages), ""
+            return measure_step(networks, run, tensors(value), batch.num_rows, optimizer, averages), ""
         except Exception as error:  # whatever someone's own model raises
             unknown = f"a step on the example batch fails: {one_line(error)}"
             return count_networks(networks, optimizer), unknown

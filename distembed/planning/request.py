@@ -51,6 +51,10 @@ class Workload:
         """Returns whether a row may have several ids of a feature."""
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
 
+    def mean_ids(self, features: Iterable[str]) -> float:
+        """Returns the mean number of ids that a row has of some features together."""
+        return sum(self.ids_per_row.get(feature, 1.0) for feature in features)
+
     def weight_bytes(self, features: Iterable[str]) -> int:
         """Returns the bytes of each id's weight, by which the features' ids are scaled; 0 without weights."""
         return 4 if not self.weighted.isdisjoint(features) else 0

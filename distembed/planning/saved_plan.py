@@ -182,10 +182,6 @@ def read_saved_plan(path: Path) -> SavedPlan:
     values = read_json(path, _REMEDY)
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path} holds no plan, but {reprlib.repr(values)}; {_REMEDY}.")
-    if "made_for" not in values:
-        raise UserError(
-            f"{path} does not say what its plan was made for: it has no 'made_for'; plan anew, and {_REMEDY}."
-        )
     if values.get("plan", True) is None:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
     own = {key: values[key] for key in ("made_for", "plan") if key in values}

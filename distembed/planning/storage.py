@@ -25,13 +25,13 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
+from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, rows_in_block
 from distembed.sharding.table_slice import TableSlice
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache per row of its table unless set: the default of TorchRec and FBGEMM."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-_FUNCTION_ITEMSIZE = 4  # functions are float32
 _Part = tuple[str, tuple[tuple[int, int], ...]]
 """Compute kernel of a partition, and rows and columns of each of its shards that one rank has."""
 
@@ -108,7 +108,7 @@ def replicated_storage(
     """Returns the storage of a table's partitions and functions that every rank has."""
     optimizers = optimizers.for_table(table)
     return total(
-        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, optimizers.dense, is_fused=False)
+        _parameter([(part.num_rows, part.dim)], FLOAT_BYTES, optimizers.dense, is_fused=False)
         if part.is_function
         else _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizers.sparse, is_fused=False)
         for part in parts

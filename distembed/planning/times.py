@@ -30,19 +30,20 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY
 from torchrec.distributed.types import ShardingType
 
-from distembed.embedding.config import PartitionTable
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.embedding.exchange import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Cluster, Device
-from distembed.planning.lookups import ExchangeKey
+from distembed.planning.lookups import LENGTH_BYTES, ExchangeKey, is_exchanged
+from distembed.planning.request import Workload
 from distembed.planning.storage import CACHED
 from distembed.sharding.groups import TableLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
 from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
+from distembed.sharding.table_slice import is_pooled
 
 _MS = 1e3
-_LENGTH_BYTES = 4
 
 Phase = tuple[ExchangeKey, str]
 """An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with gradients.
@@ -73,9 +74,23 @@ class TableTraffic:
     is_pooled: bool  # whether ids of a bag have one vector together; else, in sequences, each has its own
     exchange: VectorExchange  # in which numbers vectors and gradients are sent
 
+    @classmethod
+    def of(
+        cls,
+        table: CompositionalEmbeddingConfig,
+        workload: Workload,
+        world_size: int,
+        itemsize: int,
+        exchange: VectorExchange,
+    ) -> "TableTraffic":
+        """Returns a table's traffic in the batch of each of ``world_size`` ranks."""
+        num_rows, features = workload.rows_of_rank(world_size), table.feature_names
+        num_ids = num_rows * workload.mean_ids(features)
+        return cls(num_ids, num_rows * len(features), itemsize, is_pooled(table), exchange)
+
     def id_bytes(self, num_ranks: int) -> float:
         """Returns the bytes of ids and lengths that go to one of the ranks that share the ids."""
-        return self.num_ids * self.itemsize / num_ranks + self.num_bags * _LENGTH_BYTES
+        return self.num_ids * self.itemsize / num_ranks + self.num_bags * LENGTH_BYTES
 
     def vector_bytes(self, num_columns: int) -> float:
         """Returns the bytes in which the batch's composed vectors and their gradients are sent."""
@@ -121,7 +136,7 @@ class Traffic:
     ) -> Mapping[Phase, Transfer]:
         """Returns the transfers of a rank that owns columns of a table, or a share of their rows."""
         sharding_type, share = exchange[1], self._ranks_per_node
-        if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
+        if not is_exchanged(sharding_type, self._world_size):
             return {}
         ids, vectors = (exchange, "ids"), (exchange, "vectors")
         vector_bytes = table.vector_bytes(num_columns)
@@ -151,7 +166,6 @@ class Traffic:
         return {phase: Transfer(owner_ms / 2), (exchange, f"{part} of others"): Transfer(0.0, other_ms / 2)}
 
 
-_MS = 1e3
 _SORT_BYTES = 64
 """Bytes that FBGEMM's backward pass reads and writes per id to sort them by row."""
 _REPEATED = 0.15

@@ -16,7 +16,7 @@ from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import ModelInputs, SASRecConfig
 from distembed.planning.fake_batches import KnownIntegers, typical_batch, typical_lengths
-from distembed.planning.networks import FakeStep, estimate_network, measure_step
+from distembed.planning.networks import estimate_network, measure_step
 from distembed.tasks import NextItemConfig, batch_schema
 
 DIM = 8
@@ -72,8 +72,8 @@ def test_a_step_on_fake_tensors_is_that_on_real_ones() -> None:
     fake_ids = mode.fake(ids)
     with mode.active():
         fake_model, vectors = Attention(), torch.randn(40, DIM, requires_grad=True)
-        fake_step = FakeStep(lambda: step(fake_model, fake_ids, vectors), [vectors, fake_ids.values()], 64)
-        estimate = measure_step(fake_model, fake_step, "adam", averages=True)
+        inputs = [vectors, fake_ids.values()]
+        estimate = measure_step(fake_model, lambda: step(fake_model, fake_ids, vectors), inputs, 64, "adam", True)
     assert estimate.is_step_known
     assert estimate.flops == counter.get_total_flops() > 0
     assert estimate.output_bytes_per_row == num_outputs / 64

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -62,6 +63,7 @@ def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
     return float(aim.scores(ms, sums[1], sums[2]).mean())
 
 
+_score = attrgetter("score")
 _SMALL = 8
 """Most tables of an exact search."""
 _GUESSES = 24
@@ -250,7 +252,3 @@ class Solver:
         found = search.improve(found.assignment) if seed is None else search.shake(found, enough)
         total.units -= allowed - budget.units
         return found
-
-
-def _score(found: Found) -> float:
-    return found.score
