@@ -104,7 +104,7 @@ def apply_saved_plan(
     if changed:
         nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
         raise UserError(
-            f"the plan was made for something else than what is to run; plan anew, with `{now.command} --nodes {nodes} "
+            f"the plan was made for something else than this run; plan again, with `{now.command} --nodes {nodes} "
             f"--gpus {now.local_world_size} --gpu DEVICE --output FILE`, or run without it:\n  {listed}"
         )
     differences: list[str] = []
@@ -123,7 +123,7 @@ def apply_saved_plan(
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(
-            "the plan does not place what it was made for, and must have been changed; plan anew, with "
+            "the plan does not place its own tables, so it must have been changed; plan again, with "
             f"`{now.command} --output FILE`:\n  {listed}"
         )
     plan: dict[str, ModuleShardingPlan] = {
@@ -159,8 +159,8 @@ def _table_differences(
         unfused = "" if fused else " with an optimizer that FBGEMM lacks"
         unfused = " with gradients in all rows" if table.dense_gradient else unfused
         yield (
-            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
-            f"{now.device_kind}{unfused} are {', '.join(kernels)}"
+            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and the kernels of {kind} tables "
+            f"on {now.device_kind}{unfused} are {', '.join(kernels)}"
         )
     found = [*_wrong_ranks(own, now), *_wrong_shards(own, table, now)]
     yield from (f"{where} {difference}" for difference in found)

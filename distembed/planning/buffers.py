@@ -65,7 +65,6 @@ class StepBuffers:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return self.inputs + self.outputs + self.lookups + self.activations + self.gradients
 
 
@@ -116,7 +115,6 @@ class Step:
 
     @classmethod
     def of(cls, request: PlanRequest, placements: Sequence[Placement]) -> "Step":
-        """Returns a request's step under these placements."""
         optimizers, kind = request.table_optimizers, request.cluster.device.kind
         world_size, exchanges = request.cluster.world_size, request.exchanges
         return cls(placements, world_size, request.workload, optimizers, kind, exchanges, request.cache_ratio)
@@ -132,11 +130,9 @@ class Step:
         self.__dict__.pop("_common", None)
 
     def ranks(self) -> list[PlannedRank]:
-        """Returns the memory of every rank."""
         return [self.rank(rank) for rank in range(self._world_size)]
 
     def rank(self, rank: int) -> PlannedRank:
-        """Returns the memory of one rank, counted on demand."""
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
         tables, network, step = total(held.values()), self._network, self.buffers(rank)
         memory = {
@@ -163,7 +159,7 @@ class Step:
 
     def sent_bytes(self, rank: int) -> SentBytes:
         """Returns the bytes that a rank sends in a step."""
-        # to the owners of all shards; those that this rank owns itself make a difference
+        # as a rank without shards, and the difference that its own shards make
         sent = self._sum.sent
         for placement, table_slice in self._lookups.column_slices(rank):
             sent += self._sent_by_owner(placement, table_slice.num_columns)
@@ -171,7 +167,6 @@ class Step:
 
     @cached_property
     def _sum(self) -> _TableShare:
-        """Sum of all tables' shares."""
         shares = list(self._shares.values())
         counts: dict[str, Counter[Any]] = {name: Counter() for name in ("received", "unfused", "widened", "scanned")}
         for share in shares:
@@ -269,7 +264,7 @@ class Step:
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
         sent = output if is_sent else 0
         if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
-            # within a node; what is summed there is sent to others
+            # within a node, whose sums are sent to the other nodes
             sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
         return Exchange(
             output=output,
@@ -286,7 +281,7 @@ class Step:
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
         """Yields all moments of a step on one rank, in order."""
         totals, loads = self._sum, self._lookups.loads(rank)
-        # those of tables that the rank has no part of as well: it receives their vectors
+        # also of tables without a part on this rank: it receives their vectors
         exchanges = [
             self._common[key] if key in self._common else self._exchange(key, received, loads.get(key, []))
             for key, received in totals.received.items()
@@ -295,15 +290,15 @@ class Step:
         arriving = sum(exchange.arriving_ids for exchange in exchanges)
         received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
-        # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
+        # gradients of replicated weights lie in buckets all the time, on several ranks
         unfused = totals.unfused[rank]
-        # networks that go over all vectors of a table have their gradients early, to be added to those of its lookups
+        # networks that read all vectors of a table have their gradients early, and add them to the lookups' gradients
         early = totals.scanned[rank]
         buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
         # the task's outputs of the step before are still there
         inputs = self._batches + totals.sent_ids + arriving
         inputs += math.ceil(self._network.output_bytes_per_row * self._num_rows)
-        # ids as received and sorted by feature; those that were sent, of this batch and of the next
+        # ids as received and sorted by feature, and the sent ids of this batch and of the next
         fullest = fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
         outputs = sum(

@@ -54,7 +54,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     device = replace(device_here(ranks.device, memory), name=f"measured {ranks.device.type}", **numbers)
     steps = [*probes(ranks), *lookups]
     taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
-    # what a rank takes with cores of its own
+    # seconds of a rank with cores of its own
     share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
     seconds = [share * own for own in taken]
     fitted: dict[str, Any] = fit([count_numbers(step.estimated_seconds, device) for step in steps], seconds)
@@ -73,7 +73,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     """Returns the speed of networks, the bandwidth to host memory, and the number of ranks at once."""
-    # the first rank of each node alone, while the others wait, and then all at once
+    # first one rank of each node alone, then all ranks at once
     alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
     networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
     steps: list[Step] = [alone, lookups, *networks, host_copy(ranks.device)]

@@ -74,6 +74,5 @@ class PlanConfig:
 
     @property
     def allows_host_memory(self) -> bool:
-        """Whether any table may lie in host memory."""
         named = {kernel for own in self.tables.values() for kernel in own.compute_kernels or ()}
         return self.host_memory or not named.isdisjoint(get_args(_InHostMemory))

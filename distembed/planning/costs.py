@@ -81,14 +81,14 @@ class ShardCost:
     """Cost of a shard to the rank that has it."""
 
     lookup_ms: float  # of lookups, composing, their gradients and their update, without starting kernels
-    group: Hashable  # what the shard is looked up together with, whose kernels a rank starts once; None for no lookup
-    transfers: Mapping[Phase, Transfer]  # what is communicated, by phase
+    group: Hashable  # group of lookups, whose kernels a rank starts once; None for no lookup
+    transfers: Mapping[Phase, Transfer]  # by phase
     storage: TableStorage  # of the shard; of the fullest where several are alike
-    buffer_bytes: float  # a guess of what looking the shard up needs
+    buffer_bytes: float  # a guess of the buffers of its lookups
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of weights, states, gradients and buffers on the device."""
+        """Bytes on the device: weights, states, gradients and buffers."""
         return self.storage.total + self.buffer_bytes
 
     def exchange_ms(self, num_others: int) -> float:
@@ -103,7 +103,7 @@ class PlacementCost:
     # cost of each shard, range of columns after range, in one rank of a node after the other where rows are divided
     # within nodes; none of a table that is on every rank
     shards: Sequence[ShardCost]
-    # cost to every rank of a table that is on all of them, and of what is replicated beside shards
+    # cost to every rank: of a table on all ranks, or of the replicated partitions of a sharded table
     everywhere: ShardCost
     all_reduce_ms: float  # in which the gradients of replicated weights are averaged
     exchange: ExchangeKey | None  # that the table takes part in; None where nothing is exchanged
@@ -139,7 +139,6 @@ class PlacementCosts:
 
     @property
     def networks_all_reduce_ms(self) -> float:
-        """Milliseconds in which the gradients of the networks are averaged."""
         return self._traffic.all_reduce_ms(self._network.gradients)
 
     @property
@@ -275,7 +274,6 @@ class PlacementCosts:
         return num_vectors * num_columns * FLOAT_BYTES * _VECTOR_COPIES + num_ids * LONG_BYTES * _ID_COPIES
 
     def _table_traffic(self, table: CompositionalEmbeddingConfig, collection: str) -> TableTraffic:
-        """Returns the ids and vectors of a table in a rank's batch."""
         itemsize = self._id_bytes.get(collection, LONG_BYTES) + self._workload.weight_bytes(table.feature_names)
         return TableTraffic.of(table, self._workload, self._cluster.world_size, itemsize, self._exchanges[collection])
 
@@ -311,7 +309,7 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
     """Returns the times of every rank for placements of all tables; TorchRec's own count as full tables."""
     common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
     all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
-    exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
+    exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are equal in every run
     for placed in placements:
         own_layout, rank_of_shard = layout(placed.unit, width(placed.table))
         cost = costs.cost(placed.table, own_layout, placed.collection)

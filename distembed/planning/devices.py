@@ -40,7 +40,7 @@ _LOOKUP_SHARE = 0.6
 class Device:
     """One device of a rank."""
 
-    __pydantic_config__ = {"extra": "forbid", "strict": True}  # of those that a file holds
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # of a device file
 
     name: Annotated[str, Field(pattern=r"^\P{C}{1,99}$")]  # in the catalogue
     kind: Literal["cpu", "cuda"]
@@ -53,7 +53,7 @@ class Device:
     bf16_flops: _AboveZero  # operations a second on bfloat16
     utilisation: _AboveZero  # share of the operations a second that networks of this kind reach
     lookup_bandwidth: _AboveZero  # bytes a second at which rows are read and written one by one
-    row_seconds: _ZeroOrMore  # of each row that is looked up and updated, beside its bytes
+    row_seconds: _ZeroOrMore  # of each row that is looked up and updated, besides its bytes
     launch_seconds: _ZeroOrMore  # in which an operation is started, with its share of the autograd graph
     collective_seconds: _ZeroOrMore  # that a collective takes however little it sends
     reduce_bandwidth: _AboveZero  # bytes a second at which reduce-scatters and all-gathers add or copy results
@@ -63,7 +63,6 @@ class Device:
     error: _ZeroOrMore | None = None
 
     def reached_flops(self, bf16: bool) -> float:
-        """Returns the operations a second that networks reach."""
         return self.utilisation * (self.bf16_flops if bf16 else self.fp32_flops)
 
 
@@ -144,7 +143,7 @@ def find_device(text: str, field: str = "--gpu") -> Device:
         return dataclasses.replace(device, **_numbers(settings, field))
     numbers = _numbers([first, *settings], field)
     if "memory_bytes" not in numbers:
-        raise UserError(f"{field} is {text!r}, which has no memory; add memory=SIZE, such as memory=80GiB.")
+        raise UserError(f"{field} is {text!r}, which has no memory; add memory=SIZE, like memory=80GiB.")
     cuda = [device for device in DEVICES.values() if device.kind == "cuda"]
     nearest = min(cuda, key=lambda device: abs(device.memory_bytes - numbers["memory_bytes"]))
     return dataclasses.replace(nearest, name=f"custom (else {nearest.name})", **numbers)
@@ -155,7 +154,7 @@ class MeasuredDevice:
     """A device with measured numbers."""
 
     device: Device
-    measured: Sequence[str]  # names of these numbers; the others are those of the catalogue's nearest device
+    measured: Sequence[str]  # names of the measured numbers; all others are the nearest catalogue device's
     machine: Mapping[str, Any]  # processor, backend, ranks and threads that measured them
 
 
@@ -189,8 +188,8 @@ def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise UserError(f"{field} has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
-        if one_of(f"number behind {field}", key, [*_SIZES, *_NUMBERS]) in _SIZES:
+            raise UserError(f"{field} has {setting!r} after the device; give NUMBER=SIZE, like memory=80GiB.")
+        if one_of(f"number of {field}", key, [*_SIZES, *_NUMBERS]) in _SIZES:
             numbers[_SIZES[key]] = parse_bytes(f"{field} {key}", text)
             continue
         try:
@@ -199,7 +198,7 @@ def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
             number = math.nan
         may_be_zero = key in _MAY_BE_ZERO
         if not (0 < number < math.inf or (may_be_zero and number == 0)):
-            allowed = "of 0 or more, of seconds such as 4e-6" if may_be_zero else "above 0, such as 0.5"
+            allowed = "of 0 or more, of seconds like 4e-6" if may_be_zero else "above 0, like 0.5"
             raise UserError(f"{field} {key} is {text!r}; give a number {allowed}.")
         numbers[key] = number
     return numbers
@@ -232,7 +231,7 @@ class Cluster:
     host_memory_bytes: int = 0  # of a machine with CUDA devices, in which tables may lie
     # memory of each rank where ranks differ, in place of the device's; empty where they are alike
     memory_by_rank: tuple[int, ...] = ()
-    # each rank's share of its machine's memory beside a CUDA device, likewise
+    # each rank's share of host memory besides a CUDA device, where ranks differ
     host_memory_by_rank: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -250,7 +249,6 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -274,10 +272,8 @@ class Cluster:
 
     @property
     def bytes_by_rank(self) -> tuple[int, ...]:
-        """Memory of each rank."""
         return self.memory_by_rank or (self.rank_bytes,) * self.world_size
 
     @property
     def host_bytes_by_rank(self) -> tuple[int, ...]:
-        """Each rank's share of host memory besides a CUDA device."""
         return self.host_memory_by_rank or (self.host_bytes_per_rank,) * self.world_size

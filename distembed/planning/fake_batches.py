@@ -96,7 +96,7 @@ class KnownIntegers(FakeTensorMode):
         with no_dispatch():
             known = func(*args, **(kwargs or {}))
             if func in _EMPTY:
-                known.zero_()  # what lies there by chance may be no place in anything
+                known.zero_()  # arbitrary memory may be no valid index
         return self._fake_tensor(known)
 
 
@@ -160,7 +160,7 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
     lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
     lengths |= typical_lengths(means, num_rows)
     if pads_lists:
-        own = (each for each in schema.categorical if each.table is None)  # others are of a task, which knows lengths
+        own = (each for each in schema.categorical if each.table is None)  # a task adds other features
         most = {each.name: each.max_ids_per_row for each in own if each.max_ids_per_row is not None}
         most |= dict.fromkeys(schema.dense_sequences, max(most.values())) if most else {}
         lengths |= {name: torch.full((num_rows,), count, dtype=torch.int32) for name, count in most.items()}

@@ -56,7 +56,7 @@ class Layouts:
             for name in group:
                 one_of("plan.together", name, names)
                 if name in self._together:
-                    raise UserError(f"plan.together has table {name!r} twice; make one group of all tables beside it.")
+                    raise UserError(f"plan.together has table {name!r} twice; make one group of all its tables.")
                 self._together[name] = group
         self._sequence_width = {
             path: self._common_width([table for table in tables if not is_pooled(table)], path)
@@ -105,7 +105,6 @@ class Layouts:
         return self._together.get(table.name, [table.name])
 
     def own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
-        """Returns the settings of one table."""
         return self._config.tables.get(table.name, TablePlanConfig())
 
     def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
@@ -195,7 +194,7 @@ class Layouts:
             )
         if not self._request.exchanges[collection].has_int8 or self._cluster.world_size == 1:
             return possible
-        # int8 is not added up, and sums are what tables whose rows are divided send
+        # int8 is not added up, and tables whose rows are divided send sums
         sent = [name for name in possible if name not in BY_ROWS or not is_pooled(table)]
         if not sent or (width(table) % INT8_NUMBERS and sent != [_DATA_PARALLEL]):
             lacking = "sums of several ranks are no int8" if not sent else f"it has {width(table)} columns"
@@ -251,7 +250,7 @@ class Layouts:
         if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and cluster.nodes > 1:
             # the ranks of a node have a range each, alike
             widths = [wide for wide in widths if wide * most == columns and len({*_range_shapes(table, wide)}) == 1]
-        # a single range is table_wise by another name, for a table that may have no other way
+        # a single range, which is table_wise, where the config allows the table nothing else
         return widths or ([columns] if sharding_type in chosen else [])
 
     def _possible_widths(self, table: CompositionalEmbeddingConfig, collection: str) -> list[int]:
@@ -297,7 +296,7 @@ def _hindrance(table: CompositionalEmbeddingConfig, allowed: Sequence[str]) -> s
     if not can_be_placed(table, "column_wise"):
         return f"{table.combine.name} needs all columns on one rank"
     if not is_pooled(table):
-        return "TorchRec has no such sharding of sequences"
+        return "TorchRec does not shard sequences this way"
     if table.all_scored and set(allowed) <= set(WITHIN_NODES):
         return "all of its vectors are scored, which takes whole tables, or columns or rows over all ranks"
     return "a maximum needs all ids of a bag on one rank"

@@ -27,19 +27,17 @@ class RankLookups:
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
         self._position = {placement.table.name: i for i, placement in enumerate(placements)}
-        # slices with the keys of their groups, by rank and by position of the table; None for what is on every rank
+        # slices with their groups' keys, by rank and table position; rank None for tables on every rank
         self._slices = defaultdict[int | None, dict[int, list[tuple[PlacedSlice, Hashable]]]](dict)
         for placement in placements:
             self.add(placement)
 
     def add(self, placement: Placement) -> None:
-        """Adds the lookups of a table that has none yet."""
         for start, stop, rank in _shards(placement):
             own, position = placement.slice(start, stop), self._position[placement.table.name]
             self._slices[rank].setdefault(position, []).append(((placement, own), group_key(own)))
 
     def remove(self, placement: Placement) -> None:
-        """Removes the lookups of a placed table."""
         for *_, rank in _shards(placement):
             self._slices[rank].pop(self._position[placement.table.name], None)
 
@@ -74,7 +72,7 @@ class RankLookups:
 
 
 def exchange_key(placement: Placement) -> ExchangeKey:
-    """Returns collection and sharding type of a table."""
+    """Returns the key of a table's exchange."""
     return placement.collection, placement.unit.sharding_type
 
 
@@ -152,7 +150,7 @@ def fullest_lookup(exchanges: Sequence[Exchange]) -> int:
     for exchange in exchanges:
         saved += sum(lookup.saved_bytes for lookup in exchange.lookups)
         forward = max((lookup.forward_bytes for lookup in exchange.lookups), default=0)
-        # outputs of several lookups are put into one tensor, and what is rounded into another
+        # outputs of several lookups are joined into one tensor, and rounded into another
         copies = 2 if len(exchange.lookups) > 1 else 1
         rounded = exchange.rounded(exchange.output)
         encoded = exchange.travelling(exchange.output) if exchange.numbers.comms.is_used else 0

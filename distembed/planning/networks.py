@@ -44,14 +44,14 @@ class NetworkEstimate:
     """Memory, in bytes, and computation of the networks on a rank; every rank has all of them."""
 
     parameters: int = 0
-    buffers: int = 0  # tensors that are not trained, such as an order of pairs
+    buffers: int = 0  # tensors that are not trained, like an order of pairs
     gradients: int = 0  # with several ranks, views of DDP's buckets
     optimizer_state: int = 0
-    # most bytes at once in the forward and backward passes, beside all the above where ranks average gradients in
+    # most bytes at once in the forward and backward passes, besides all the above where ranks average gradients in
     # buckets; on a single rank gradients are among them as they arise
     peak: int = 0
     flops: int = 0  # floating-point operations of the forward and backward passes
-    output_bytes_per_row: float = 8.0  # what the task returns for metrics, such as a logit and a label
+    output_bytes_per_row: float = 8.0  # what the task returns for metrics, like a logit and a label
     is_step_known: bool = True  # whether a step could be followed; else `peak` and `flops` are 0 and say nothing
 
 
@@ -100,7 +100,7 @@ class _Scan:
     """How networks go through the vectors of a whole table, in equal chunks."""
 
     world_size: int = 1  # number of ranks that share the table
-    most_chunks: int = 1  # number of chunks that are gone through; all others are left out
+    most_chunks: int = 1  # chunks that the fake step reads; the rest is extrapolated
     num_chunks: float = 0  # that a rank has, the last one in part; 0 where networks go through no table
 
 
@@ -153,16 +153,12 @@ class _Vectors(nn.Module):
 
 
 class _PooledVectors(_Vectors):
-    """One vector per row and feature."""
-
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         dims = {name: dim for _, name, dim in self._vectors}
         return KeyedTensor(list(dims), list(dims.values()), self._empty_vectors(features.stride(), sum(dims.values())))
 
 
 class _SequenceVectors(_Vectors):
-    """One vector per id."""
-
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         outputs = {}
         for feature, name, dim in self._vectors:
@@ -251,7 +247,7 @@ def estimate_network(
             scan.most_chunks += 1
             chunk_flops = step().flops - estimate.flops
         except RuntimeError:
-            # a look at values, or an operator that has no form for fake tensors; what else it may be, training raises
+            # the model reads a value, or an operator has no fake form; training will raise any other error
             return count_networks(model, optimizer)
         return replace(estimate, flops=estimate.flops + round(left_out * chunk_flops))
 
@@ -383,7 +379,7 @@ def estimate_own_networks(
     value = None if batch is None else mode.fake(batch.value)
     try:
         networks = _copy(model, mode)
-    except Exception as error:  # whatever someone's own module raises, such as one without its weights' sizes
+    except Exception as error:  # of a module without a config, which may raise anything
         return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
     with mode.active(), OnDevice("cpu"):
         if batch is None:
@@ -391,14 +387,14 @@ def estimate_own_networks(
         run = partial(_run, networks, value, bf16)
         try:
             return measure_step(networks, run, tensors(value), batch.num_rows, optimizer, averages), ""
-        except Exception as error:  # whatever someone's own model raises
+        except Exception as error:  # of a model without a config, which may raise anything
             unknown = f"a step on the example batch fails: {one_line(error)}"
             return count_networks(networks, optimizer), unknown
 
 
 def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
     """Returns a model with fake tensors of equal shapes, and with stand-ins in place of its collections."""
-    fakes: dict[int, Any] = {}  # by the tensors' ids: a copy takes what is there for the tensor's copy
+    fakes: dict[int, Any] = {}  # deepcopy's memo: the fake tensor by the real one's id
     with mode.active():
         for part in model.modules():
             for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):

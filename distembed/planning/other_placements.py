@@ -34,7 +34,6 @@ class Alternative:
 
     @property
     def sort_key(self) -> tuple[bool, float, int]:
-        """The smaller, the better."""
         return not self.fits, self.added_milliseconds, self.added_memory_bytes
 
 
@@ -131,7 +130,7 @@ class _OtherPlacements:
         loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
         others = (option for option in self._problem.options_of(unit) if option != own)
         options = sorted(others, key=lambda option: self._problem.mean_ms[option])
-        # those that take ranks least together, and those that leave the table whole
+        # the options with the least work, and the options that leave the table whole
         options = options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
         places = loads.assignment.places[unit]
         loads.take(unit)
@@ -170,7 +169,6 @@ class _OtherPlacements:
 
 
 def _is_whole(layout: Layout) -> bool:
-    """Returns whether one rank has the whole table."""
     is_in_rows = is_on_every_rank(layout.sharding_type) or layout.sharding_type in WITHIN_NODES
     return len(layout.columns) == 1 and not is_in_rows
 

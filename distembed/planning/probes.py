@@ -85,7 +85,7 @@ class ShardedTables:
         """Takes a step of ``ids_per_bag`` ids per row and feature, feature by feature; all ranks call it."""
         names = [name for table in self.tables for name in table.feature_names]
         lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
-        # new features: those of an earlier step have their offsets already
+        # new features, since the last step computed the offsets of its own
         vectors = self.model(KeyedJaggedTensor(names, ids, lengths=lengths))
         vectors.backward(gradient)
 
@@ -142,7 +142,7 @@ class LookupStep(TimedStep):
         self._names = [table.name for table in tables.tables[: len(tables.tables) // tables.ranks.world_size]]
 
     def __call__(self) -> None:
-        ids = next(self._batches)  # of all tables, which are alike: they serve as those of all ranks
+        ids = next(self._batches)  # of all tables, which are alike, in place of all ranks' ids
         vectors = self._lookup(KeyedJaggedTensor(self._names, ids, lengths=torch.ones_like(ids, dtype=torch.int32)))
         vectors.backward(self._gradient.view_as(vectors))
 
@@ -152,8 +152,6 @@ class LookupStep(TimedStep):
 
 
 class _Embedding(nn.Module):
-    """A model of tables alone, all trained within the backward pass."""
-
     def __init__(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> None:
         super().__init__()
         self.tables = CompositionalEmbeddingBagCollection(tables, device="meta")

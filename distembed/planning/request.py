@@ -35,7 +35,7 @@ class Workload:
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
     # features of which a row may have several ids; any of more than one on average is one
     multi_hot: Set[str] = frozenset()
-    # number of 4-byte values of a row beside its ids and label: dense features, and numbers in lists with their
+    # number of 4-byte values of a row besides its ids and label: dense features, and numbers in lists with their
     # lengths, on average
     num_dense: int = 0
     # memory and operations of the networks for a rank's share of B; None where nothing is known of them
@@ -109,7 +109,7 @@ class PlanRequest:
     cluster: Cluster  # ranks to plan for; they need not exist
     workload: Workload
     config: PlanConfig = field(default_factory=PlanConfig)
-    # optimizers of the compositional tables; None for what the tables declare themselves
+    # optimizers of the compositional tables; None for the declared ones
     optimizers: TableOptimizers | None = None
     cache_load_factor: float | None = None
 
@@ -139,7 +139,6 @@ class PlanRequest:
 
     @cached_property
     def tables(self) -> list[CompositionalEmbeddingConfig]:
-        """Compositional tables of all collections, in the model's order."""
         return [table for collection in self.collections.values() for table in collection.tables()]
 
     @cached_property

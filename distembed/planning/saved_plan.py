@@ -118,7 +118,7 @@ class SavedShard:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedTable:
-    """Where a plan places a table."""
+    """A table's sharding."""
 
     sharding_type: str
     compute_kernel: str

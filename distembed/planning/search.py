@@ -53,7 +53,6 @@ class EstimatedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
         return all(rank.fits for rank in self.ranks)
 
 
@@ -166,7 +165,7 @@ class _Search:
         if sum(beside.values()) > capacity:
             items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
             raise InsufficientMemory(
-                f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
+                f"No plan fits: besides tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
                 f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
             )
         self._costs = PlacementCosts(request)
@@ -231,7 +230,8 @@ class _Search:
         if self._fits(first.assignment):
             fitting = first
         else:
-            # two searches with less and less capacity: one starts from the last solution, the other from nothing
+            # the count of a whole step exceeds the sum of bytes that the solver knows: give it less capacity until the
+            # count fits, twice: starting from the last solution, and from nothing
             ends = [
                 self._tightened(first, self._solver.repaired),
                 self._tightened(first, lambda _, less: self._solver.fastest(less)),
@@ -317,7 +317,7 @@ class CountedMemory:
         self._assignment = Assignment.empty(tables.problem.num_tables)
         beside = request.workload.bytes_beside_tables(self._world_size)
         resting = ("sse_graphs", "network_weights", "network_optimizer_state")
-        # bytes by rank that are left for tables, beside the bytes that stay on a rank under any plan
+        # bytes by rank that are left for tables after the bytes that no plan changes
         self.capacity: Floats = request.plannable_bytes - sum(beside[name] for name in resting)
 
     def ranks(self, assignment: Assignment) -> list[PlannedRank]:

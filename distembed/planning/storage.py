@@ -128,7 +128,6 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
 def _sharded_storage(
     table: CompositionalEmbeddingConfig, part: _Part, optimizers: TableOptimizers, cache_ratio: float
 ) -> TableStorage:
-    """Returns the storage of one rank's shards of one partition."""
     kernel, shards = part
     optimizer = optimizers.for_table(table).sparse
     storage = _parameter(shards, table.bytes_per_number, optimizer, kernel != EmbeddingComputeKernel.DENSE.value)
@@ -166,7 +165,6 @@ class SentBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return sum(astuple(self))
 
     def __add__(self, other: "SentBytes") -> "SentBytes":
@@ -186,7 +184,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Sum of all times, as if nothing overlapped."""
+        """Sum of all times: nothing overlaps."""
         return sum(astuple(self))
 
 
@@ -205,12 +203,10 @@ class PlannedRank:
 
     @cached_property
     def storage(self) -> TableStorage:
-        """Storage of all tables on this rank."""
         return total(self.tables.values())
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes on the device."""
         return sum(self.memory.values())
 
     @property
@@ -220,5 +216,4 @@ class PlannedRank:
 
     @property
     def fits(self) -> bool:
-        """Whether the device and the host have room."""
         return max(self.excess_bytes) <= 0

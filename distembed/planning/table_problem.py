@@ -73,7 +73,6 @@ class TableProblem:
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem."""
         cluster, costs = self._request.cluster, self._costs
         classes = [[self.tables[number] for number in numbers] for numbers in self._first_of_class.values()]
         for cost in (self._cost(own, layout) for members in classes for own in members for layout in own.layouts):
@@ -104,11 +103,9 @@ class TableProblem:
         )
 
     def layout(self, table: int, option: int) -> Layout:
-        """Returns the layout of a table's option."""
         return self.tables[table].layouts[option - self.problem.options_of(self.unit_of[table]).start]
 
     def cost(self, table: int, option: int) -> PlacementCost:
-        """Returns the cost of a table's option."""
         return self._cost(self.tables[table], self.layout(table, option))
 
     def plan(self, assignment: Assignment) -> ShardingPlan:

@@ -61,7 +61,7 @@ class Transfer(NamedTuple):
     """
 
     owner_ms: float  # milliseconds of the rank that has the shard, to or from all others
-    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner, as if that were any of the others
+    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner: the mean over all owners
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ class TableTraffic:
 
     @property
     def num_vectors(self) -> float:
-        """Number of composed vectors of the batch."""
         return self.num_bags if self.is_pooled else self.num_ids
 
     def rounding_bytes(self, num_columns: int) -> float:
@@ -121,12 +120,11 @@ class Traffic:
         self._local, self._node = _MS / device.local_bandwidth, _MS / device.node_bandwidth
         self._reduced = _MS / device.reduce_bandwidth
         self._sends_while_receiving = device.kind != "cpu"
-        # milliseconds of a byte to each of the other ranks, and of a byte to any of them
+        # milliseconds of a byte to all other ranks, and to one of them, on average
         self._to_all = (ranks_per_node - 1) * self._local + (world_size - ranks_per_node) * self._node
         self._to_any = self._to_all / max(1, world_size - 1)
 
     def all_reduce_ms(self, num_bytes: float) -> float:
-        """Returns the milliseconds in which all ranks average some bytes."""
         within = (self._ranks_per_node - 1) / self._ranks_per_node * self._local
         between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
         return 2 * num_bytes * (within + between)
@@ -183,8 +181,6 @@ _UPDATE_LAUNCHES = 10
 
 
 class _Rows(NamedTuple):
-    """A partition's rows on a rank, and the lookups of them."""
-
     num_rows: int  # on the rank
     dim: int  # numbers of a row
     row_bytes: int

@@ -118,7 +118,7 @@ def constrained_request(
         raise UserError(f"batch_size is {batch_size}; give the rows of one rank's batch, 1 or more.")
     request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
     if not request.tables_by_collection:
-        raise UserError("No sharder takes a collection of the model; give those of default_sharders() among others.")
+        raise UserError("No sharder takes a collection of the model; add those of default_sharders().")
     ids_per_row, weighted = dict[str, float](), set[str]()
     for table in (table for tables in request.tables_by_collection.values() for table in tables):
         own, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
@@ -215,7 +215,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
     def _request(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRequest:
         topology, network, reserve = self._topology, None, PlanConfig().reserve
         if self._storage_reservation is not None:
-            # what is reserved has room for the networks too
+            # the reservation has room for the networks too
             own = self._storage_reservation.reserve(topology, self._batch_size, module, sharders, self._constraints)
             topology, network, reserve = own, NetworkEstimate(), 0.0
         cluster = planned_cluster(topology, self._device)

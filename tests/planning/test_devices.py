@@ -39,7 +39,7 @@ def test_numbers_behind_the_name_replace_the_catalogues() -> None:
         ("h100-80gb,row_seconds=-1", "number of 0 or more"),
         ("h100-80gb,utilisation=0", "utilisation is '0'; give a number above 0"),
         ("cpu-256gb,ranks_at_once=0", "ranks_at_once is '0'; give a number above 0"),
-        ("h100-80gb,flops=1", "number behind --gpu is 'flops'"),
+        ("h100-80gb,flops=1", "number of --gpu is 'flops'"),
         ("memory_bandwidth=1TB", "has no memory"),
         ("", "--gpu is ''"),
         ("h100", "Did you mean 'h100-80gb'"),

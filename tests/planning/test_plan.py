@@ -1,5 +1,6 @@
 """Plans of compositional tables: what the planner may choose, and what it says where nothing fits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def check_plans(rank: int, world_size: int) -> None:
     # tables that have room, and a step that has none; or its networks
     with pytest.raises(InsufficientMemory, match=r"A step does not fit: rank \d lacks [\d,]+ bytes.*train.batch_size"):
         plan(PlanConfig(), one_table(1 * GIB), Workload(20_000_000))
-    with pytest.raises(InsufficientMemory, match=r"beside tables each rank needs 3,221,225,472 bytes.*activations"):
+    with pytest.raises(InsufficientMemory, match=r"besides tables each rank needs 3,221,225,472 bytes.*activations"):
         plan(PlanConfig(), workload=Workload(8, network=NetworkEstimate(peak=3 * GIB)))
 
 
@@ -186,3 +187,42 @@ def test_ranges_of_columns_within_nodes_lie_on_one_node_each() -> None:
     assert found.lower_bound_ms is not None
     # the bound and the step add the same times up in another order
     assert found.lower_bound_ms <= max(rank.times.total for rank in found.ranks) * (1 + 1e-12)
+
+
+LARGE, SMALL = 1_000_000, 8
+"""Ids of tables of 16 numbers, which take 128 MB with Adagrad's states, and 1 KB."""
+
+
+def why(num_ids: int, *, megabytes: int = 80_000, rows_of_rank: int = 256, config: PlanConfig | None = None) -> str:
+    """The reason of one table's placement on two devices."""
+    device = replace(find_device("h100-80gb"), memory_bytes=megabytes * 10**6)
+    table = CompositionalEmbeddingBagConfig("t", num_ids, 16, ["f"])
+    request = PlanRequest(
+        nn.ModuleDict({"bags": CompositionalEmbeddingBagCollection([table], device="meta")}),
+        default_sharders(),
+        Cluster(device, 1, 2),
+        Workload(2 * rows_of_rank),
+        config or PlanConfig(),
+        TableOptimizers("adagrad"),
+    )
+    found = find_plan(request)
+    assert found.fits
+    return found.why["t"]
+
+
+def test_a_table_that_no_rank_has_room_for_is_divided_for_that() -> None:
+    assert why(LARGE, megabytes=120).endswith(": whole it would not fit")
+
+
+def test_a_table_that_one_rank_is_slow_with_is_divided_for_that() -> None:
+    assert why(LARGE, rows_of_rank=200_000).endswith(": whole its rank would be the slowest")
+
+
+def test_a_table_whose_gradients_are_less_than_its_vectors_is_replicated() -> None:
+    # 8 rows of 16 floats
+    assert why(SMALL) == "replicated: 512 B of gradients cost less than its exchange"
+
+
+def test_what_the_config_says_is_the_reason() -> None:
+    reason = why(SMALL, config=PlanConfig(["row_wise"]))  # type: ignore[arg-type]
+    assert reason == "of row_wise, as plan.sharding_types has it"

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import InsufficientMemory, UserError
-from distembed.base.ranks import Ranks
+from distembed.base.ranks import Collectives, Ranks
 from distembed.composition import PathMLP
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -29,7 +29,7 @@ from distembed.embedding import (
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, PlanRequest, Workload, make_plan, plan_as_json
+from distembed.planning import PlanConfig, PlanRequest, Workload, plan_as_json
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
@@ -73,13 +73,7 @@ class Model(nn.Module):
         history = CompositionalEmbeddingConfig("history", 300, DIM, ["h"], QuotientRemainder(300, collisions=6))
         self.history = CompositionalEmbeddingCollection([history], device=device)
         plain: list[Any] = [
-            EmbeddingBagConfig(
-                name=name,
-                embedding_dim=DIM,
-                num_embeddings=SIZES[feature],
-                feature_names=[feature],
-                init_fn=fill_by_row,
-            )
+            EmbeddingBagConfig(SIZES[feature], DIM, name, feature_names=[feature], init_fn=fill_by_row)
             for name, feature in zip(plain_names, PLAIN_TABLES.values(), strict=True)
         ]
         self.plain = EmbeddingBagCollection(plain, device=torch.device(device))
@@ -131,14 +125,15 @@ def check_model(rank: int, world_size: int, sharding_types: list[str] | None) ->
     config = PlanConfig(sharding_types, min_partition=4, tables={"c": TablePlanConfig(["table_wise"])})
     workload = Workload(ROWS * world_size, dict.fromkeys(SIZES, 1.5))
     model = Model("meta")
-    plan = make_plan(model, sharders(), ranks, workload, config)
+    request = PlanRequest(model, sharders(), cluster_here(ranks), workload, config)
+    estimated = Collectives().on_first(lambda: find_plan(request))
+    plan = estimated.plan
     assert {path: list(tables) for path, tables in plan_as_json(plan).items()} == {
         "clicks": ["a", "b", "h"],
         "users": ["c"],
         "history": ["history"],
         "plain": list(PLAIN_TABLES),
     }
-    estimated = find_plan(PlanRequest(model, sharders(), cluster_here(ranks), workload, config))
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=plan, sharders=sharders())
     reference = Model("cpu")
@@ -164,18 +159,12 @@ def request(model: nn.Module, own_sharders: list[Any], gpus: int = 8) -> PlanReq
 
 
 def stock_model(num_rows: int, dim: int, data_type: str = "FP32") -> nn.Module:
-    """Our tables beside one of TorchRec's."""
-    plain: Any = EmbeddingBagConfig(
-        name="plain",
-        embedding_dim=dim,
-        num_embeddings=num_rows,
-        feature_names=["p"],
-        data_type=TorchrecDataType[data_type],
-    )
+    """One of our tables beside one of TorchRec's."""
+    plain: Any = EmbeddingBagConfig(num_rows, dim, "plain", TorchrecDataType[data_type], ["p"])
     return nn.ModuleDict(
         {
             "ours": CompositionalEmbeddingBagCollection(
-                [CompositionalEmbeddingBagConfig(name, 4000, 16, [name]) for name in ("a", "b", "c")], device="meta"
+                [CompositionalEmbeddingBagConfig("a", 4000, 16, ["a"])], device="meta"
             ),
             "theirs": EmbeddingBagCollection([plain], device=torch.device("meta")),
         }
@@ -247,28 +236,15 @@ def test_weights_and_states_of_stock_tables_are_counted_apart(name: str, data_ty
 def test_stock_tables_in_host_memory_count_as_host_memory(name: str) -> None:
     """The device has no room for them, and the host has; with less than they take there, the plan does not fit."""
     shape = (10**6, 64)
-    taken = expected_storage(
-        {"shards": [{"rank": 0, "size": shape}], "sharding_type": "table_wise", "compute_kernel": "uvm"},
-        0,
-        shape,
-        4,
-        name,
-    )[2]
-    config = PlanConfig(host_memory=True, reserve=0)
+    whole = {"shards": [{"rank": 0, "size": shape}], "sharding_type": "table_wise", "compute_kernel": "uvm"}
+    *_, taken = expected_storage(whole, 0, shape, 4, name)
+    config, workload = PlanConfig(host_memory=True, reserve=0), Workload(64, network=NetworkEstimate())
     device = dataclasses.replace(find_device("a100-80gb"), memory_bytes=100 * 10**6)
 
     def planned(host_bytes: int) -> EstimatedPlan:
-        cluster = Cluster(device, 1, 1, host_bytes)
-        own_sharders = default_sharders(host_memory=True)
-        made = PlanRequest(
-            stock_model(*shape),
-            own_sharders,
-            cluster,
-            Workload(64, network=NetworkEstimate()),
-            config,
-            TableOptimizers(name),
-        )
-        return find_plan(made)
+        cluster, own_sharders = Cluster(device, 1, 1, host_bytes), default_sharders(host_memory=True)
+        model, optimizers = stock_model(*shape), TableOptimizers(name)
+        return find_plan(PlanRequest(model, own_sharders, cluster, workload, config, optimizers))
 
     found = planned(taken)
     assert found.fits and found.ranks[0].excess_bytes[1] == 0

@@ -55,10 +55,6 @@ def request(
     )
 
 
-def step_times_of(planned: PlanRequest) -> list[StepTime]:
-    return [rank.times for rank in find_plan(planned).ranks]
-
-
 def times(
     scheme: object = "naive",
     composition: object = "product",
@@ -74,7 +70,8 @@ def times(
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)  # type: ignore[arg-type]
     cluster = Cluster(device, nodes, gpus)
     workload = Workload(ROWS * cluster.world_size, {"f": ids_per_row}, network=network, bf16=bf16)
-    return step_times_of(request([table], cluster, workload))
+    placed = place_table(table, unit(table, "table_wise", [[0]]), cluster.world_size, "e")
+    return step_times([placed], PlacementCosts(request([table], cluster, workload)), cluster)
 
 
 def unit(
@@ -256,7 +253,7 @@ def test_a_table_of_torchrec_costs_what_the_same_full_table_does() -> None:
         Workload(2 * ROWS),
         PlanConfig(["table_wise"]),
     )
-    assert step_times_of(stock) == times()
+    assert [rank.times for rank in find_plan(stock).ranks] == times()
 
 
 def test_more_partitions_take_longer_to_look_up_and_no_longer_to_exchange() -> None:

@@ -300,7 +300,7 @@ def test_what_does_not_fit_ends_with_3_on_every_rank(
     errors = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(errors))
     for ranks, override, said in (
-        (2, "train.batch_size=2000000000", "No plan fits: beside tables each rank needs"),
+        (2, "train.batch_size=2000000000", "No plan fits: besides tables each rank needs"),
         (1, "model.top=[1048576, 1048576, 1048576]", "The networks of model.name='dlrm' take"),
     ):
         done = distembed("train", config, override, "--run-dir", tmp_path / "large", ranks=ranks, code=3)

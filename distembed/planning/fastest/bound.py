@@ -44,7 +44,7 @@ class _Restriction:
 
     allowed: Mask  # by option
     started_ms: float  # starts of the exchanges, and of the groups that no rank can be without
-    start_ms: Floats  # starts of the other groups, and behind them that of no group; 0 of those that are counted above
+    start_ms: Floats  # starts of the remaining groups, 0 for groups in started_ms; last, no group
 
 
 class LowerBound:
@@ -65,7 +65,7 @@ class LowerBound:
         self._load_ms, self._everywhere_ms = load_ms[own], load_ms[everywhere]
         self._groups, self._everywhere_groups = blocks.groups[own], blocks.groups[everywhere]
         self._bytes, self._everywhere_bytes = blocks.stored_bytes[own], blocks.stored_bytes[everywhere]
-        # by option and exchange, and by option and group: what takes part, and what every rank starts
+        # by option: the exchanges that it takes part in, and the groups that every rank starts
         self._exchanges = np.zeros((len(problem.options), len(problem.exchange_start_ms)), bool)
         for has, option in zip(self._exchanges, problem.options, strict=True):
             has[list(option.exchanges)] = True
@@ -100,7 +100,7 @@ class LowerBound:
         every = np.ones(len(self._exchanges), bool)
         needed = self._common_to_options(self._exchanges, every)
         if len(needed) > _MAX_EXCHANGES:
-            # the least that any assignment has to start; what others start is not counted
+            # only the exchanges that every assignment starts count
             yield self._restriction(every, needed)
             return
         for choice in itertools.product([False, True], repeat=len(needed)):
@@ -131,7 +131,7 @@ class LowerBound:
         Rows are milliseconds, bytes and large shards; columns are options.
         """
         problem, world_size = self._problem, self._problem.world_size
-        # base and starts are of every rank, of which so many at a time have cores
+        # a node's cores run only ranks_at_once of its ranks, which all have the base and the starts
         speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
         room, in_all = (own - problem.base_ms - restriction.started_ms for own in (milliseconds, speed * milliseconds))
         if in_all <= 0:
@@ -157,6 +157,8 @@ class LowerBound:
 
     def _largest_excess(self, shares: Floats) -> float:
         """Returns by how much weighted costs exceed 1 for the best weights found."""
+        # projected subgradient ascent over weights w >= 0 that sum to 1: a step along the slopes of the excess, halved
+        # where it does not increase the excess
         candidates = [*np.eye(3), np.array([0.5, 0.5, 0.0]), np.array([0.5, 0.0, 0.5])]
         weights = max(candidates, key=lambda own: self._excess(shares, own)[0])
         (best, slopes), step = self._excess(shares, weights), 0.5

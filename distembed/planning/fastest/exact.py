@@ -21,7 +21,7 @@ _EQUAL = 9
 class Outcome(NamedTuple):
     """The result of an exact search."""
 
-    found: Found | None  # the best assignment; None where none is better than what was known
+    found: Found | None  # the best assignment; None where none beats the known score
     is_complete: bool  # whether all assignments were tried or cannot be better
 
 
@@ -40,11 +40,11 @@ class ExactSearch:
     ) -> None:
         self._problem, self._aim, self._budget, self._accepts = problem, aim, budget, accepts
         least_ms = [problem.mean_ms[problem.options_of(table)].min() for table in range(problem.num_tables)]
-        # one after the other: tables that are alike stay together, of which the order does not matter
+        # equal tables follow each other, since their order does not matter
         self._order = sorted(range(problem.num_tables), key=lambda table: (-least_ms[table], problem.class_of[table]))
         self._left_ms = np.cumsum([0.0, *[least_ms[table] for table in self._order[::-1]]])[::-1]
         self._best: Found | None = None
-        # numbers of each rank, equal where the same tables may lie and as many bytes
+        # rows that are equal for ranks with equal limits and equal allowed tables
         limits = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
@@ -77,8 +77,8 @@ class ExactSearch:
     def _least_score(self, loads: Loads, left_ms: float) -> float:
         """Returns a lower bound of the largest score, with ``left_ms`` of all ranks still to place."""
         self._budget.spend(1, self._problem.world_size)
-        # what a node's ranks take together, its cores take at least; waiting for what others exchange is none of it,
-        # since tables that are still to come may be exchanged meanwhile
+        # largest score >= max(largest so far, mean of own milliseconds after all tables / share of cores): the mean
+        # only grows, while waiting for other ranks' exchanges may shrink as tables are added, so it does not count
         speed = min(1.0, self._problem.ranks_at_once / self._problem.ranks_per_node)
         return max(float(loads.scores(self._aim).max()), (float(loads.own_milliseconds().mean()) + left_ms) / speed)
 

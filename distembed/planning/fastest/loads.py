@@ -15,7 +15,7 @@ class Aim:
     """The minimised load of the worst rank: milliseconds; or bytes, where milliseconds are limited."""
 
     capacity: Floats | float  # bytes of each rank, one number for all or an array by rank
-    host_capacity: Floats | float = 0.0  # bytes of each rank's share of the machine's memory beside a device, likewise
+    host_capacity: Floats | float = 0.0  # bytes of each rank's share of host memory besides a device
     limit_ms: float | None = None  # that no rank should take, where bytes are to be few; None where time is to be short
 
     def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
@@ -28,12 +28,10 @@ class Aim:
         return fullness + _PENALTY * (late + excess)
 
     def of_ranks(self, ranks: Ints) -> "Aim":
-        """Returns the aim of some ranks, in their order."""
         own, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
         return Aim(own, host, self.limit_ms)
 
     def fits(self, num_bytes: Floats, host_bytes: Floats) -> bool:
-        """Returns whether no rank exceeds its capacity."""
         return bool((num_bytes <= self.capacity).all() and (host_bytes <= self.host_capacity).all())
 
 
@@ -54,11 +52,11 @@ class Loads:
         self.problem, self.assignment, self._blocks = problem, assignment, problem.blocks
         world_size, phases = problem.world_size, problem.num_phases
         self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # the last is that of no group
-        # rows as the columns of problem.block_sums: what a shard adds to a rank is added at once
+        # rows are the columns of problem.block_sums, so that adding a shard is one addition
         self._sums = np.zeros((problem.block_sums.shape[1], world_size))
         self._ms, self.num_bytes, self.host_bytes = self._sums[:3]
         self._own_ms = self._sums[3 : 3 + phases]
-        self._rest_ms = self._sums[3 + phases : 3 + 2 * phases]  # what a rank has of the shards of others
+        self._rest_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
         self._in_group = self._sums[3 + 2 * phases :]
         self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
         self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
@@ -92,11 +90,9 @@ class Loads:
         self.assignment.option[table] = -1
 
     def scores(self, aim: Aim) -> Floats:
-        """Returns the score of every rank."""
         return aim.scores(self.milliseconds(), self.num_bytes, self.host_bytes)
 
     def milliseconds(self) -> Floats:
-        """Returns the milliseconds of every rank."""
         at_once, size = self.problem.ranks_at_once, self.problem.ranks_per_node
         alone: Floats = self._ms + np.maximum(self._own_ms, self._rest_ms).sum(0) + self._start_ms
         if at_once >= size:

@@ -109,7 +109,7 @@ class LocalSearch:
         return found
 
     def _found(self, loads: Loads) -> Found:
-        exact = Loads(self._problem, loads.assignment)  # without the rounding of what was added and taken away
+        exact = Loads(self._problem, loads.assignment)  # without the rounding of repeated sums and differences
         return Found(loads.assignment, float(self._scores(exact).max()))
 
     def _scores(self, loads: Loads) -> Floats:
@@ -129,6 +129,8 @@ class LocalSearch:
 
     def _step(self, loads: Loads) -> bool:
         """Makes the largest score smaller, if a move or a swap does."""
+        # only changes of the worst rank lower the largest score: try, from cheap to expensive, to move one of its
+        # tables, to swap one of its shards for another rank's, and to divide a table differently
         scores = self._scores(loads)
         worst = int(scores.argmax())
         tables = sorted(loads.tables_of[worst])
@@ -139,7 +141,7 @@ class LocalSearch:
             return True
         if self._keeps_options:
             return False
-        # some of all tables too: what is slow may be what every rank does for them
+        # a sample of all tables too: the time may be every rank's work for tables elsewhere
         others = list(range(self._problem.num_tables))
         if len(others) > _TRIES_PER_STEP:
             drawn = self._random.choice(len(others), _TRIES_PER_STEP // 2, replace=False)
@@ -160,7 +162,7 @@ class LocalSearch:
             if self._budget.is_spent:
                 break
             if (before, places.tobytes()) in tried:
-                continue  # one that is alike lies there as well
+                continue  # an equal table has been tried there
             tried.add((before, places.tobytes()))
             loads.take(table)
             options = [before] if keeps_option else self._problem.options_of(table)
@@ -206,7 +208,7 @@ class LocalSearch:
             loads.put(table, int(before.option[table]), places)
         if _is_less(self._scores(loads), scores):
             return True
-        # what was told of both ranks is told as if they had cores of their own
+        # the swap's scores assumed that ranks have cores of their own: undo it
         for table in shards.table[list(exchanged)].tolist():
             loads.put(table, int(before.option[table]), before.places[table])
         return False

@@ -42,12 +42,12 @@ class Program:
         self.rows.append(({self._one: 1.0}, 1.0, 1.0))
         self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
         self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
-        # what each sum has for each variable, by the column of problem.block_sums and the rank; sums are at most 0
+        # coefficients by variable of each sum, by column of problem.block_sums and rank; each sum is at most 0
         self._sums: dict[tuple[object, object], dict[int, float]] = defaultdict(dict)
         self._phases = [(3 + own, 3 + own + problem.num_phases) for own in range(problem.num_phases)]  # own and other
         self._bytes = [1, 2] if problem.blocks.host_bytes.any() else [1]
         self._columns = [0, *self._bytes, *range(3, 3 + 2 * problem.num_phases)]
-        # bytes are shares of each rank's capacity; those that every rank has, of the largest capacity (the last)
+        # bytes are shares of each rank's capacity; bytes on every rank, of the largest capacity (last column)
         self._scale = np.ones((3 + 2 * problem.num_phases, problem.world_size + 1))
         self._scale[1, :-1], self._scale[2, :-1] = np.maximum(aim.capacity, 1.0), np.maximum(aim.host_capacity, 1.0)
         self._scale[1:3, -1] = self._scale[1:3, :-1].max()
@@ -78,7 +78,6 @@ class Program:
 
     @property
     def choices(self) -> Ints:
-        """All variables of options and places."""
         return np.concatenate([[*self._chosen.values()], *self._placed.values()]).astype(np.int64)
 
     def _variable(self, upper: float = 1.0) -> int:
@@ -125,7 +124,7 @@ class Program:
                 users[own][chosen] = 1.0
             self._add_shards(table, option, users)
         self.rows.append(({self._chosen[table, option]: 1.0 for option in options}, 1.0, 1.0))
-        # what any of a table's options starts is started, of which there is one alone
+        # sum of a table's options that start it <= started: one option is chosen
         self.rows += [({**own, started: -1.0}, -np.inf, 0.0) for started, own in users.items()]
 
     def _add_shards(self, table: int, option: int, users: dict[int, dict[int, float]]) -> None:

@@ -38,7 +38,7 @@ class Block:
     own_ms: tuple[float, ...]  # of the shard's rank, by phase
     other_ms: tuple[float, ...]  # of each other rank for this shard, by phase
     fills_node: bool = False  # whether each rank of a node has a shard; else one rank has it
-    host_bytes: float = 0.0  # in the machine's memory beside a device
+    host_bytes: float = 0.0  # in host memory besides a device's
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Option:
     """One way to place a table."""
 
     blocks: tuple[Block, ...]  # go to different places, the slowest first; all or none of them fill nodes
-    everywhere: Block  # what every rank has beside them
+    everywhere: Block  # cost to every rank besides the blocks
     exchanges: tuple[int, ...] = ()  # that the table takes part in
     kind: Hashable = None  # how the table is divided
     num_ranges: int = 1  # of columns
@@ -91,7 +91,7 @@ class Problem:
     world_size: int
     ranks_per_node: int
     ranks_at_once: float  # ranks of a node that compute at once, each as fast as if it were alone
-    base_ms: float  # milliseconds of every rank beside tables
+    base_ms: float  # milliseconds of every rank without tables
     group_start_ms: Sequence[float]  # milliseconds in which a rank starts the kernels of each group
     exchange_start_ms: Sequence[float]
     num_phases: int  # in which something is communicated
@@ -101,7 +101,6 @@ class Problem:
 
     @property
     def num_tables(self) -> int:
-        """Number of tables."""
         return len(self.class_of)
 
     def with_stored_bytes(self) -> "Problem":
@@ -118,7 +117,6 @@ class Problem:
 
     @cached_property
     def options(self) -> list[Option]:
-        """Options of all classes, class after class."""
         return [option for options in self.classes for option in options]
 
     @cached_property
@@ -127,7 +125,6 @@ class Problem:
         return np.concatenate([[0], np.cumsum([len(options) for options in self.classes], dtype=np.int64)])
 
     def options_of(self, table: int) -> range:
-        """Returns the numbers of a table's options."""
         own = self.class_of[table]
         return range(int(self.first_option[own]), int(self.first_option[own + 1]))
 
@@ -142,13 +139,11 @@ class Problem:
 
     @cached_property
     def blocks(self) -> "BlockNumbers":
-        """Numbers of all distinct blocks."""
         distinct = dict.fromkeys(block for option in self.options for block in (*option.blocks, option.everywhere))
         return BlockNumbers(list(distinct), self.num_phases)
 
     @cached_property
     def option_blocks(self) -> list[Ints]:
-        """Numbers of each option's blocks."""
         number = self.blocks.number
         return [np.array([number[block] for block in option.blocks], np.int64) for option in self.options]
 
@@ -185,7 +180,7 @@ class Problem:
         """Numbers that each option adds to the sums of every rank, as if its shards were on other ranks."""
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
-        others += 2 * self.blocks.other_ms[self.option_everywhere]  # every rank has what the others do for each other's
+        others += 2 * self.blocks.other_ms[self.option_everywhere]  # each rank's part of all other ranks' work
         np.add.at(others, option_of, self.blocks.other_ms[blocks] * self.num_shards[blocks, None])
         return sums
 
