@@ -159,8 +159,8 @@ def _table_differences(
         unfused = "" if fused else " with an optimizer that FBGEMM lacks"
         unfused = " with gradients in all rows" if table.dense_gradient else unfused
         yield (
-            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and the kernels of {kind} tables "
-            f"on {now.device_kind}{unfused} are {', '.join(kernels)}"
+            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and the kernels of "
+            f"{kind} tables on {now.device_kind}{unfused} are {', '.join(kernels)}"
         )
     found = [*_wrong_ranks(own, now), *_wrong_shards(own, table, now)]
     yield from (f"{where} {difference}" for difference in found)
