@@ -67,7 +67,7 @@ def load_plan(
         sparse_optimizer: Optimizer of tables that declare none, a key of ``OPTIMIZERS``; FBGEMM's default unless given.
 
     Raises:
-        UserError: The file cannot be read, holds no plan, or its plan does not suit the model.
+        UserError: The file holds no plan, or its plan does not suit the model.
     """
     saved = read_saved_plan(Path(path))
     tables = {name: table_configs(module) for name, module in embedding_modules(model).items()}

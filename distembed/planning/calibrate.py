@@ -57,7 +57,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     # seconds of a rank with cores of its own
     share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
     seconds = [share * own for own in taken]
-    fitted: dict[str, Any] = fit([count_numbers(step.estimated_seconds, device) for step in steps], seconds)
+    fitted: dict[str, Any] = fit([count_device_numbers(step.estimated_seconds, device) for step in steps], seconds)
     found = replace(device, **fitted)
     errors = [abs(step.estimated_seconds(found) / own - 1) for step, own in zip(steps, taken, strict=True)]
     machine = {  # without names of hosts
@@ -101,7 +101,7 @@ SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
 _GB = 1e9
 
 
-def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
+def count_device_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
     """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
 
     ``estimate`` returns the seconds of a step on a device.
@@ -115,7 +115,7 @@ def count_numbers(estimate: Callable[[Device], float], device: Device) -> Mappin
 def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
     """Returns a device's numbers that explain the measured seconds; numbers without any count are left out.
 
-    ``counts`` has each step's :func:`count_numbers`, ``seconds`` each step's time.
+    ``counts`` has each step's :func:`count_device_numbers`, ``seconds`` each step's time.
     """
     names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
     matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]

@@ -85,7 +85,7 @@ def make_plan(
         own_config = config or PlanConfig()
         cluster = cluster_here(ranks, own_config.device)
         step = workload if isinstance(workload, Workload) else workload()
-        return require_fit(find_plan(PlanRequest(model, sharders, cluster, step, own_config, optimizers)))
+        return require_fitting_plan(find_plan(PlanRequest(model, sharders, cluster, step, own_config, optimizers)))
 
     return Collectives().on_first(plan_here)
 
@@ -129,7 +129,7 @@ def require_room(request: PlanRequest) -> None:
     _Search(request).require_room()
 
 
-def require_fit(estimated: EstimatedPlan) -> ShardingPlan:
+def require_fitting_plan(estimated: EstimatedPlan) -> ShardingPlan:
     """Returns the plan; raises an ``InsufficientMemory`` where the tables fit and their step does not."""
     if estimated.fits:
         return estimated.plan

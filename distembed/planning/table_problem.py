@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost
 from distembed.planning.devices import Cluster
-from distembed.planning.fastest.problem import Assignment, Block, Option, Problem
+from distembed.planning.fastest.problem import Assignment, ShardBlock, Option, Problem
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest
@@ -142,9 +142,9 @@ class TableProblem:
             num_ranges=len(layout.columns),
         )
 
-    def _block(self, shard: ShardCost, all_reduce_ms: float = 0.0, fills_node: bool = False) -> Block:
+    def _block(self, shard: ShardCost, all_reduce_ms: float = 0.0, fills_node: bool = False) -> ShardBlock:
         transfers = [shard.transfers.get(phase, Transfer(0.0)) for phase in self._phases]
-        return Block(
+        return ShardBlock(
             lookup_ms=shard.lookup_ms + all_reduce_ms,
             num_bytes=shard.num_bytes,
             stored_bytes=shard.storage.total - shard.storage.gradients,

@@ -46,7 +46,7 @@ from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest, Workload
-from distembed.planning.search import EstimatedPlan, find_plan, require_fit
+from distembed.planning.search import EstimatedPlan, find_plan, require_fitting_plan
 from distembed.planning.table_problem import PlannedTable, TableProblem, unit_sharding
 from distembed.sharding import default_sharders
 from distembed.sharding.exchange import codecs_registry
@@ -196,7 +196,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
         """
         with planner_errors():
             self.estimated = find_plan(self._request(module, sharders))
-            plan = require_fit(self.estimated)
+            plan = require_fitting_plan(self.estimated)
         for tables in plan.plan.values():
             for name in tables.keys() & self._constraints.keys():
                 for field in _PASSED_ON:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from torch import nn
@@ -56,7 +57,7 @@ def draw(seed: int, most: int) -> tuple[PlanRequest, EveryPlan]:
         most //= 5  # the memory of many plans is counted
     while True:
         config = plan_config(tables, types, min_partition, host_memory)
-        request = PlanRequest(model_of(tables), default_sharders(), cluster, workload, config, optimizers)
+        request = request_of(tables, cluster, workload, config, optimizers)
         try:
             every = EveryPlan(request, most)
         except TooManyPlans:
@@ -108,7 +109,18 @@ def draw_workload(
     return Workload(rows * cluster.world_size, ids_per_row, network=network)
 
 
-def model_of(tables: list[CompositionalEmbeddingConfig]) -> nn.Module:
+def request_of(
+    tables: Sequence[CompositionalEmbeddingConfig],
+    cluster: Cluster,
+    workload: Workload,
+    config: PlanConfig | None = None,
+    optimizers: TableOptimizers | None = None,
+) -> PlanRequest:
+    """Returns the request for a model of these tables; the collection of bags is ``bags``."""
+    return PlanRequest(model_of(tables), default_sharders(), cluster, workload, config or PlanConfig(), optimizers)
+
+
+def model_of(tables: Sequence[CompositionalEmbeddingConfig]) -> nn.Module:
     """Returns a model of a collection of bags and one of sequences."""
     bags = [table for table in tables if isinstance(table, CompositionalEmbeddingBagConfig)]
     sequences = [table for table in tables if not isinstance(table, CompositionalEmbeddingBagConfig)]

@@ -16,7 +16,7 @@ from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibrate import BANDWIDTHS, SECONDS, calibrate, count_numbers, fit
+from distembed.planning.calibrate import BANDWIDTHS, SECONDS, calibrate, count_device_numbers, fit
 from distembed.planning.devices import DEVICES, Device, MeasuredDevice, find_device, read_device, write_device
 from distembed.planning.probes import ShardedTables, TimedStep, shortest_seconds
 from tests.ranks import run_on_ranks
@@ -106,7 +106,7 @@ def check_counts(rank: int, world_size: int) -> None:
     (seconds,) = shortest_seconds([step], rounds=1, num_steps=1, device=ranks.device)
     assert 0 < seconds < math.inf
     device = dataclasses.replace(CPU, host_bandwidth=math.inf)
-    counts = count_numbers(lambda own: sharded.estimate(16, own)[1].total / 1e3, device)
+    counts = count_device_numbers(lambda own: sharded.estimate(16, own)[1].total / 1e3, device)
     numbers = dataclasses.asdict(device)
     # an estimate is the sum of what it counts, but for the longer of two ways in which ids and vectors are sent
     total = sum(counts[name] * numbers[name] for name in SECONDS)

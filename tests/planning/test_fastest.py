@@ -11,21 +11,21 @@ from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget, LocalSearch
-from distembed.planning.fastest.problem import Assignment, Block, Floats, Ints, Option, Problem
+from distembed.planning.fastest.problem import Assignment, ShardBlock, Floats, Ints, Option, Problem
 from distembed.planning.fastest.solver import Solver
 
-NOTHING = Block(0.0, 0.0, 0.0, (), (0.0,), (0.0,))
+NOTHING = ShardBlock(0.0, 0.0, 0.0, (), (0.0,), (0.0,))
 # with ranges that differ, cores that are shared, and exchanges that take longer than lookups
 USUAL = (50, 63, 101, 104, 125, 176)
 CAPACITIES = (12.0, 20.0, 1000.0)
 
 
-def block(rng: np.random.Generator, world_size: int, most_ms: float, fills_node: bool = False) -> Block:
+def block(rng: np.random.Generator, world_size: int, most_ms: float, fills_node: bool = False) -> ShardBlock:
     """A shard of which lookups, bytes and what is exchanged are drawn; exchanges may be most of it, or nothing."""
     exchanged = most_ms * rng.random() * float(rng.choice([0, 1, 3]))
     num_bytes, group = float(rng.integers(1, 11)), int(rng.integers(2))
     others = (exchanged / (world_size - 1),)
-    return Block(most_ms * rng.random(), num_bytes, num_bytes, (group,), (exchanged,), others, fills_node)
+    return ShardBlock(most_ms * rng.random(), num_bytes, num_bytes, (group,), (exchanged,), others, fills_node)
 
 
 def drawn_problem(seed: int) -> Problem:
@@ -43,7 +43,7 @@ def drawn_problem(seed: int) -> Problem:
             options.append(Option((block(rng, world_size, 1.5, fills_node=True),), NOTHING, (1,)))
         if rng.random() < 0.4:
             held = float(rng.integers(1, 7))
-            options.append(Option((), Block(3 * rng.random(), held, held, (), (0.0,), (0.0,))))
+            options.append(Option((), ShardBlock(3 * rng.random(), held, held, (), (0.0,), (0.0,))))
         tables.append(options)
     return Problem(
         world_size,
@@ -162,8 +162,8 @@ def test_no_step_makes_ranks_that_share_cores_slower(seed: int) -> None:
 
 def shard(
     ms: float, num_bytes: float = 0.0, group: int | None = None, sent_ms: float = 0.0, to_any: float = 0.0
-) -> Block:
-    return Block(ms, num_bytes, num_bytes, () if group is None else (group,), (sent_ms,), (to_any,))
+) -> ShardBlock:
+    return ShardBlock(ms, num_bytes, num_bytes, () if group is None else (group,), (sent_ms,), (to_any,))
 
 
 def problem(classes: Sequence[Sequence[Option]], class_of: Sequence[int], ranks: int, **changes: object) -> Problem:

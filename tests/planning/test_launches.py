@@ -18,7 +18,7 @@ from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning.calibrate import count_numbers
+from distembed.planning.calibrate import count_device_numbers
 from distembed.planning.devices import DEVICES
 from distembed.planning.probes import ShardedTables, TimedStep
 from tests.ranks import run_on_ranks
@@ -70,7 +70,7 @@ def count_all(rank: int, world_size: int, file: Path) -> None:
     for way, kind, count, comms in cases:
         tables = sharded(ranks, way, kind, count, comms)
         started = count_started(TimedStep(tables, ROWS))
-        estimated = count_numbers(lambda own: tables.estimate(ROWS, own)[0].total / 1e3, DEVICES["cpu-256gb"])  # noqa: B023
+        estimated = count_device_numbers(lambda own: tables.estimate(ROWS, own)[0].total / 1e3, DEVICES["cpu-256gb"])  # noqa: B023
         name = f"{way}, {kind}, {count}{', codecs' if comms.is_used else ''}"
         found[name] = [*started, estimated["launch_seconds"], estimated["collective_seconds"]]
     if rank == 0:

@@ -6,15 +6,15 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.composition import PathLinear
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import LookupKernel
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import Partition, QuotientRemainder, Remainder
-from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning import PlanConfig, Workload
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.search import find_plan
-from distembed.sharding import default_sharders
+from tests.planning.drawn_requests import request_of
 
 NUM_IDS = 1000
 
@@ -23,11 +23,9 @@ def kernels(optimizer: str, device: str = "h100-80gb", **settings: Any) -> set[t
     """Returns the sharding types and compute kernels that a table of these settings may be planned with."""
     settings = {"embedding_dim": 16, "partition": QuotientRemainder(NUM_IDS, collisions=4), **settings}
     table = CompositionalEmbeddingBagConfig("clicks", NUM_IDS, feature_names=["f"], **settings)
-    model = CompositionalEmbeddingBagCollection([table], device="meta")
-    cluster = Cluster(find_device(device), 1, 2, 10**12)
-    config = PlanConfig(host_memory=device != "cpu-256gb")
-    request = PlanRequest(model, default_sharders(), cluster, Workload(64), config, TableOptimizers(optimizer))
-    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of_unit([(table, "")])[0]}
+    cluster, config = Cluster(find_device(device), 1, 2, 10**12), PlanConfig(host_memory=device != "cpu-256gb")
+    request = request_of([table], cluster, Workload(64), config, TableOptimizers(optimizer))
+    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of_unit([(table, "bags")])[0]}
 
 
 def test_no_table_is_planned_where_rows_are_read_through_a_cache() -> None:
@@ -62,11 +60,8 @@ def test_one_pass_is_estimated_to_take_less_than_lookups_by_partition_and_less_t
 
     def lookup_ms(partition: Partition, kernel: LookupKernel) -> float:
         table = CompositionalEmbeddingBagConfig("clicks", 400_000, 16, ["f"], partition, kernel=kernel)
-        model = CompositionalEmbeddingBagCollection([table], device="meta")
-        cluster = Cluster(find_device("cpu-256gb"), 1, 1, 10**12)
-        request = PlanRequest(
-            model, default_sharders(), cluster, Workload(8192, {"f": bag}), PlanConfig(), TableOptimizers("adagrad")
-        )
+        cluster, workload = Cluster(find_device("cpu-256gb"), 1, 1, 10**12), Workload(8192, {"f": bag})
+        request = request_of([table], cluster, workload, optimizers=TableOptimizers("adagrad"))
         return find_plan(request).ranks[0].times.lookup
 
     hashed = lookup_ms(Remainder(400_000, collisions=4), "fbgemm")

@@ -5,11 +5,10 @@ import itertools
 
 import numpy as np
 import pytest
-from torch import nn
 
 from distembed.base.errors import InsufficientMemory, UserError
 from distembed.commands.plan import ClusterOptions
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
@@ -19,8 +18,8 @@ from distembed.planning.costs import Layout, PlacementCosts, step_times
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.search import find_plan, plan_placements
 from distembed.planning.table_problem import TableProblem, unit_sharding
-from distembed.sharding import default_sharders
 from distembed.sharding.placement import place_table
+from tests.planning.drawn_requests import request_of
 
 MIB = 2**20
 
@@ -35,8 +34,7 @@ def request(config: PlanConfig, memory: tuple[int, ...] = (), ranks: int = 3, se
         tables.append(CompositionalEmbeddingBagConfig(f"t{number}", num_ids, dim, [f"f{number}"], partition=scheme))
     workload = Workload(3 * 2**13, {f"f{number}": float(random.integers(1, 5)) for number in range(5)})
     cluster = Cluster(find_device("h100-80gb"), 1, ranks, memory_by_rank=memory)
-    model = nn.ModuleDict({"bags": CompositionalEmbeddingBagCollection(tables, device="meta")})
-    return PlanRequest(model, default_sharders(), cluster, workload, config, TableOptimizers("adagrad"))
+    return request_of(tables, cluster, workload, config, TableOptimizers("adagrad"))
 
 
 def ranks_of(request: PlanRequest) -> dict[str, set[int]]:

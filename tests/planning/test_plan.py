@@ -14,15 +14,16 @@ from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, PlanRequest, Workload, describe_plan, make_plan, plan_as_json
+from distembed.planning import PlanConfig, Workload, describe_plan, make_plan, plan_as_json
 from distembed.planning import search as plan_module
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.search import find_plan
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place_table
+from tests.planning.drawn_requests import request_of
 from tests.ranks import run_on_ranks
 
 GIB = 2**30
@@ -117,9 +118,8 @@ def test_columns_are_cut_to_lines_of_the_cache_unless_the_config_says_otherwise(
     device: str, data_type: Any, config: PlanConfig, narrowest: int
 ) -> None:
     table = CompositionalEmbeddingBagConfig("t", 1000, 128, ["f"], data_type=data_type)
-    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
-    request = PlanRequest(model, default_sharders(), Cluster(find_device(device), 1, 64), Workload(64), config)
-    layouts = Layouts(request).of_unit([(table, "e")])[0]
+    request = request_of([table], Cluster(find_device(device), 1, 64), Workload(64), config)
+    layouts = Layouts(request).of_unit([(table, "bags")])[0]
     assert min(stop - start for layout in layouts for start, stop in layout.columns) == narrowest
 
 
@@ -142,16 +142,9 @@ def test_many_ranks_have_room_and_take_about_as_long_as_any_plan_must(
     num_tables: int, nodes: int, optimizer: str
 ) -> None:
     of_tables, world_size = large_tables(num_tables), 8 * nodes
-    made = find_plan(
-        PlanRequest(
-            nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
-            [CompositionalEmbeddingBagCollectionSharder()],
-            Cluster(find_device("a100-80gb"), nodes, 8),
-            Workload(512 * world_size),
-            optimizers=TableOptimizers(optimizer),
-        )
-    )
-    planned = made.plan.plan["e"]
+    cluster, workload = Cluster(find_device("a100-80gb"), nodes, 8), Workload(512 * world_size)
+    made = find_plan(request_of(of_tables, cluster, workload, optimizers=TableOptimizers(optimizer)))
+    planned = made.plan.plan["bags"]
     assert list(planned) == [table.name for table in of_tables]
     # refuses what is not placed once and whole
     placements = [place_table(table, planned[table.name], world_size) for table in of_tables]
@@ -171,17 +164,9 @@ def test_the_planner_chooses_from_what_is_allowed() -> None:
 
 def test_ranges_of_columns_within_nodes_lie_on_one_node_each() -> None:
     of_tables = [CompositionalEmbeddingBagConfig(f"t{i}", 4000, 64, [f"f{i}"], "naive") for i in range(3)]
-    config = PlanConfig(["table_column_wise"])
-    found = find_plan(
-        PlanRequest(
-            nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
-            [CompositionalEmbeddingBagCollectionSharder()],
-            Cluster(find_device("h100-80gb"), 2, 4),
-            Workload(65_536),
-            config,
-        )
-    )
-    for placed in plan_as_json(found.plan)["e"].values():
+    config, cluster = PlanConfig(["table_column_wise"]), Cluster(find_device("h100-80gb"), 2, 4)
+    found = find_plan(request_of(of_tables, cluster, Workload(65_536), config))
+    for placed in plan_as_json(found.plan)["bags"].values():
         assert placed["ranks"] in ([0, 1, 2, 3], [4, 5, 6, 7])
         assert [shard["offset"][1] for shard in placed["shards"]] == [0, 16, 32, 48]
     assert found.lower_bound_ms is not None
@@ -197,15 +182,8 @@ def why(num_ids: int, *, megabytes: int = 80_000, rows_of_rank: int = 256, confi
     """The reason of one table's placement on two devices."""
     device = replace(find_device("h100-80gb"), memory_bytes=megabytes * 10**6)
     table = CompositionalEmbeddingBagConfig("t", num_ids, 16, ["f"])
-    request = PlanRequest(
-        nn.ModuleDict({"bags": CompositionalEmbeddingBagCollection([table], device="meta")}),
-        default_sharders(),
-        Cluster(device, 1, 2),
-        Workload(2 * rows_of_rank),
-        config or PlanConfig(),
-        TableOptimizers("adagrad"),
-    )
-    found = find_plan(request)
+    workload, optimizers = Workload(2 * rows_of_rank), TableOptimizers("adagrad")
+    found = find_plan(request_of([table], Cluster(device, 1, 2), workload, config, optimizers))
     assert found.fits
     return found.why["t"]
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from distembed.base.errors import InsufficientMemory
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
@@ -22,8 +21,7 @@ from distembed.planning.fastest.local_search import Budget
 from distembed.planning.fastest.problem import Assignment
 from distembed.planning.search import EstimatedPlan, find_plan, plan_placements
 from distembed.planning.table_problem import TableProblem
-from distembed.sharding import default_sharders
-from tests.planning.drawn_requests import draw
+from tests.planning.drawn_requests import draw, request_of
 from tests.planning.every_plan import EveryPlan
 
 MOST = 50_000
@@ -100,9 +98,8 @@ def bags(num_ids: Sequence[int], ids_per_row: Sequence[float], config: PlanConfi
     make = CompositionalEmbeddingBagConfig
     tables = [make(f"t{at}", number, 16, [f"f{at}"]) for at, number in enumerate(num_ids)]
     workload = Workload(2**15, {f"f{at}": number for at, number in enumerate(ids_per_row)})
-    model = nn.ModuleDict({"bags": CompositionalEmbeddingBagCollection(tables, device="meta")})
     cluster = Cluster(find_device("h100-80gb"), 1, ranks)
-    return PlanRequest(model, default_sharders(), cluster, workload, config, TableOptimizers("adagrad"))
+    return request_of(tables, cluster, workload, config, TableOptimizers("adagrad"))
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.01])

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.composition import PathMLP
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
@@ -23,9 +23,9 @@ from distembed.planning.devices import Cluster, Device, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.search import find_plan
 from distembed.planning.storage import StepTime
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import unit_size
+from tests.planning.drawn_requests import request_of
 
 NUM_IDS, DIM, ROWS = 100_000, 64, 4096
 SLOWER = {16: 1.75, 64: 1.15, 128: 1.0}
@@ -49,10 +49,7 @@ def request(
     workload: Workload,
     sharding_type: str = "table_wise",
 ) -> PlanRequest:
-    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(tables, device="meta")})
-    return PlanRequest(
-        model, [CompositionalEmbeddingBagCollectionSharder()], cluster, workload, PlanConfig([sharding_type])
-    )
+    return request_of(tables, cluster, workload, PlanConfig([sharding_type]))  # type: ignore[list-item]
 
 
 def times(
@@ -70,7 +67,7 @@ def times(
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)  # type: ignore[arg-type]
     cluster = Cluster(device, nodes, gpus)
     workload = Workload(ROWS * cluster.world_size, {"f": ids_per_row}, network=network, bf16=bf16)
-    placed = place_table(table, unit(table, "table_wise", [[0]]), cluster.world_size, "e")
+    placed = place_table(table, unit(table, "table_wise", [[0]]), cluster.world_size, "bags")
     return step_times([placed], PlacementCosts(request([table], cluster, workload)), cluster)
 
 
@@ -104,7 +101,7 @@ def test_a_ranks_time_is_the_sum_of_what_placements_cost(types: list[str]) -> No
     network = NetworkEstimate(gradients=10**6, flops=10**10, peak=10**7)
     costs = PlacementCosts(request(TABLES, CLUSTER, Workload(ROWS, {"c": 3.0}, network=network)))
     placed = [
-        place_table(table, unit(table, name, UNITS[name] if table.name != "path" else UNITS[name][:1]), 4, "e")
+        place_table(table, unit(table, name, UNITS[name] if table.name != "path" else UNITS[name][:1]), 4, "bags")
         for table, name in zip(TABLES, itertools.cycle(types), strict=False)
     ]
     for rank, own in enumerate(step_times(placed, costs, CLUSTER)):
@@ -113,7 +110,7 @@ def test_a_ranks_time_is_the_sum_of_what_placements_cost(types: list[str]) -> No
         other: dict[object, float] = {}
         for table in placed:
             way, ranks = layout(table.unit, DIM)
-            cost = costs.cost(table.table, way, "e")
+            cost = costs.cost(table.table, way, "bags")
             all_reduce += cost.all_reduce_ms
             exchanges |= {cost.exchange} - {None}
             mine = [shard for shard, at in zip(cost.shards, ranks, strict=True) if at == rank]
@@ -142,10 +139,10 @@ def test_all_ranks_together_send_what_each_is_said_to_send(sharding_type: str) -
     costs = PlacementCosts(request(TABLES, CLUSTER, workload))
     for table in TABLES[:4]:
         own = unit(table, sharding_type, UNITS[sharding_type])
-        step = Step([place_table(table, own, 4, "e")], 4, workload, TableOptimizers(), "cuda")
+        step = Step([place_table(table, own, 4, "bags")], 4, workload, TableOptimizers(), "cuda")
         sent = [step.sent_bytes(rank) for rank in range(4)]
         expected = sum(each.ids + each.vectors + each.gradients + each.all_reduce for each in sent)
-        assert costs.cost(table, layout(own, DIM)[0], "e").sent_bytes == pytest.approx(expected, rel=1e-3)
+        assert costs.cost(table, layout(own, DIM)[0], "bags").sent_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_two_levels_send_less_between_nodes_than_rows_over_all_ranks() -> None:
@@ -154,11 +151,11 @@ def test_two_levels_send_less_between_nodes_than_rows_over_all_ranks() -> None:
     cluster = Cluster(slow, 4, 8)
     costs = PlacementCosts(request(TABLES, cluster, Workload(ROWS)))
     ranks = list(range(32))
-    by_rows = costs.cost(TABLES[0], layout(unit(TABLES[0], "row_wise", [ranks]), DIM)[0], "e")
-    by_node = costs.cost(TABLES[0], layout(unit(TABLES[0], "table_row_wise", [ranks[:8]]), DIM)[0], "e")
+    by_rows = costs.cost(TABLES[0], layout(unit(TABLES[0], "row_wise", [ranks]), DIM)[0], "bags")
+    by_node = costs.cost(TABLES[0], layout(unit(TABLES[0], "table_row_wise", [ranks[:8]]), DIM)[0], "bags")
     assert by_rows.everywhere is not None
-    over_all = by_rows.everywhere.transfers[("e", "row_wise"), "vectors"].owner_ms
-    over_nodes = by_node.shards[0].transfers[("e", "table_row_wise"), "vectors"].owner_ms
+    over_all = by_rows.everywhere.transfers[("bags", "row_wise"), "vectors"].owner_ms
+    over_nodes = by_node.shards[0].transfers[("bags", "table_row_wise"), "vectors"].owner_ms
     # to 24 ranks of other nodes in the place of one of each
     assert over_all == pytest.approx(8 * over_nodes)
 
@@ -179,7 +176,7 @@ def test_narrow_rows_are_read_more_slowly_on_gpus() -> None:
     def lookup_ms(dim: int) -> float:
         table = CompositionalEmbeddingBagConfig("t", NUM_IDS, dim, ["f"])
         costs = PlacementCosts(request([table], Cluster(A100, 1, 2), Workload(2 * ROWS)))
-        (shard,) = costs.cost(table, Layout("table_wise", "fused", ((0, dim),)), "e").shards
+        (shard,) = costs.cost(table, Layout("table_wise", "fused", ((0, dim),)), "bags").shards
         return shard.lookup_ms
 
     num_ids = 2 * ROWS
@@ -195,7 +192,7 @@ def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() ->
 
     def exchanges(*ranks: int) -> list[float]:
         placed = [
-            place_table(table, unit(table, "table_wise", [[rank]]), 2, "e")
+            place_table(table, unit(table, "table_wise", [[rank]]), 2, "bags")
             for table, rank in zip(tables, ranks, strict=True)
         ]
         return [own.exchange for own in step_times(placed, costs, cluster)]
@@ -210,7 +207,7 @@ def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() ->
 def test_a_shards_exchange_is_that_of_a_rank_which_has_its_share_of_all(device: str) -> None:
     cluster = Cluster(find_device(device), 1, 2)
     costs = PlacementCosts(request(TABLES[:1], cluster, Workload(2 * ROWS)))
-    (shard,) = costs.cost(TABLES[0], Layout("table_wise", "fused", ((0, DIM),)), "e").shards
+    (shard,) = costs.cost(TABLES[0], Layout("table_wise", "fused", ((0, DIM),)), "bags").shards
     num_bytes = ROWS * (8 + 4 + 2 * 4 * DIM)
     assert shard.exchange_ms(1) == pytest.approx(1e3 * num_bytes / cluster.device.local_bandwidth)
 
@@ -218,11 +215,13 @@ def test_a_shards_exchange_is_that_of_a_rank_which_has_its_share_of_all(device: 
 def test_rows_that_few_ranks_have_are_looked_up_by_these_alone() -> None:
     table, cluster = CompositionalEmbeddingBagConfig("few", 3, DIM, ["f"]), Cluster(A100, 8, 8)
     costs = PlacementCosts(request([table], cluster, Workload(64 * ROWS)))
-    by_rows, whole = (costs.cost(table, Layout(name, "fused", ((0, DIM),)), "e") for name in ("row_wise", "table_wise"))
+    by_rows, whole = (
+        costs.cost(table, Layout(name, "fused", ((0, DIM),)), "bags") for name in ("row_wise", "table_wise")
+    )
     common_ms = whole.everywhere.lookup_ms
     assert by_rows.everywhere.lookup_ms - common_ms > whole.shards[0].lookup_ms / 3
     # each of these gets a third of the ids of 63 ranks
-    ids = by_rows.everywhere.transfers[("e", "row_wise"), "ids"].owner_ms
+    ids = by_rows.everywhere.transfers[("bags", "row_wise"), "ids"].owner_ms
     per_byte = 1e3 * (7 / A100.local_bandwidth + 56 / A100.node_bandwidth)
     assert ids == pytest.approx(ROWS * (8 / 3 + 4) * per_byte)
 
@@ -234,7 +233,7 @@ def test_each_range_of_columns_takes_its_time_on_cpus_to_be_put_in_order() -> No
     def common_ms(number: int) -> float:
         wide = DIM // number
         ranges = tuple((at, at + wide) for at in range(0, DIM, wide))
-        own = costs.cost(table, Layout("column_wise", "fused", ranges), "e").everywhere
+        own = costs.cost(table, Layout("column_wise", "fused", ranges), "bags").everywhere
         assert own is not None
         return own.lookup_ms
 

@@ -48,12 +48,7 @@ class _Restriction:
 
 
 class LowerBound:
-    """Disproves times.
-
-    Args:
-        problem: The problem.
-        capacity: Most bytes of weights and optimizer state of a rank, one number for all ranks or an array by rank.
-    """
+    """Disproves times, where ranks have ``capacity`` bytes for weights and states: one number or an array by rank."""
 
     def __init__(self, problem: Problem, capacity: Floats | float) -> None:
         by_rank = np.maximum(np.broadcast_to(capacity, problem.world_size), 1.0)

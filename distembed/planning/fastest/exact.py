@@ -18,7 +18,7 @@ _EQUAL = 9
 """Decimals by which loads of ranks are compared."""
 
 
-class Outcome(NamedTuple):
+class ExactResult(NamedTuple):
     """The result of an exact search."""
 
     found: Found | None  # the best assignment; None where none beats the known score
@@ -26,13 +26,9 @@ class Outcome(NamedTuple):
 
 
 class ExactSearch:
-    """Tries all assignments.
+    """Tries all assignments with the least milliseconds within an aim's bytes, as far as the budget reaches.
 
-    Args:
-        problem: The problem.
-        aim: Bytes of each rank; milliseconds are minimised.
-        budget: Work that is allowed.
-        accepts: Tells whether an assignment may be taken; only assignments better than all before are asked for.
+    ``accepts`` tells whether an assignment may be taken; only assignments better than all before are asked for.
     """
 
     def __init__(
@@ -48,11 +44,11 @@ class ExactSearch:
         limits = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
-    def better_than(self, score: float) -> Outcome:
+    def better_than(self, score: float) -> ExactResult:
         """Returns the best assignment whose largest score is less than ``score``."""
         self._score = score
         is_complete = self._place(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
-        return Outcome(self._best, is_complete)
+        return ExactResult(self._best, is_complete)
 
     def _place(self, loads: Loads, depth: int) -> bool:
         """Tries all ways to place the remaining tables; returns whether it tried all."""
@@ -112,10 +108,9 @@ class ExactSearch:
 def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int = 0) -> Iterator[list[int]]:
     """Yields distinct places of blocks; equal places are used in order, and equal blocks in one order.
 
-    Args:
-        blocks: The blocks, equal ones adjacent.
-        kinds: Remaining places, by kind of equal places.
-        first: The first kind that the first block may go to.
+    Equal blocks are adjacent. ``kinds`` has the remaining places, by kind of equal places; the first block may go to
+        kinds
+    from ``first`` on.
     """
     if not blocks:
         yield []

@@ -36,16 +36,9 @@ class Aim:
 
 
 class Loads:
-    """Milliseconds and bytes of all ranks.
+    """Milliseconds and bytes of all ranks under an assignment, which changes as tables are put and taken.
 
-    Args:
-        problem: The problem.
-        assignment: Where tables go; it changes as tables are put and taken.
-
-    Attributes:
-        num_bytes: Bytes of each rank.
-        host_bytes: Bytes of each rank in host memory, besides a device's.
-        tables_of: Each rank's tables.
+    ``tables_of`` has each rank's tables. Arrays are by rank.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:

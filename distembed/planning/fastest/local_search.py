@@ -50,14 +50,9 @@ class Found:
 
 
 class LocalSearch:
-    """Searches assignments of a problem.
+    """Searches assignments with a small score under an aim; the budget is for all calls together.
 
-    Args:
-        problem: The problem.
-        aim: The minimised load.
-        budget: Work of all calls together.
-        keeps_options: Whether tables stay divided as they are.
-        seed: Seed of random choices.
+    With ``keeps_options`` tables stay divided as they are. ``seed`` is of the random choices.
     """
 
     def __init__(self, problem: Problem, aim: Aim, budget: Budget, keeps_options: bool = False, seed: int = 0) -> None:

@@ -24,12 +24,7 @@ _MOST_PLACES = 200_000
 
 
 class Program:
-    """A problem as a mixed-integer program, whose first variable is the slowest rank's milliseconds.
-
-    Args:
-        problem: The problem.
-        aim: Bytes of each rank.
-    """
+    """A problem as a mixed-integer program, whose first variable is the slowest rank's milliseconds."""
 
     def __init__(self, problem: Problem, aim: Aim) -> None:
         self._problem, self._ranks = problem, range(problem.world_size)
@@ -157,15 +152,10 @@ def solve(
     accepts: Callable[[Assignment], bool] = lambda _: True,
     gap: float = 1e-4,
 ) -> tuple[Assignment | None, float]:
-    """Returns the fastest accepted assignment that HiGHS found, and a lower bound of the milliseconds.
+    """Returns the fastest accepted assignment that HiGHS finds from ``start``, and a lower bound of the milliseconds.
 
-    Args:
-        problem: The problem.
-        aim: Bytes of each rank.
-        start: An assignment to begin with.
-        seconds: Seconds after which HiGHS is stopped.
-        accepts: Tells whether an assignment fits; HiGHS is stopped at the first that does not.
-        gap: Share by which the assignment may be slower than the fastest.
+    HiGHS stops after ``seconds``, within a share ``gap`` of the optimum, or at the first assignment that is not
+    accepted.
 
     Raises:
         UserError: highspy is not installed.

@@ -28,7 +28,7 @@ NO_GROUP = -1
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """Shards that go together; all numbers are of one rank that has a shard."""
 
     lookup_ms: float
@@ -45,8 +45,8 @@ class Block:
 class Option:
     """One way to place a table."""
 
-    blocks: tuple[Block, ...]  # go to different places, the slowest first; all or none of them fill nodes
-    everywhere: Block  # cost to every rank besides the blocks
+    blocks: tuple[ShardBlock, ...]  # go to different places, the slowest first; all or none of them fill nodes
+    everywhere: ShardBlock  # cost to every rank besides the blocks
     exchanges: tuple[int, ...] = ()  # that the table takes part in
     kind: Hashable = None  # how the table is divided
     num_ranges: int = 1  # of columns
@@ -70,9 +70,9 @@ class Option:
         )
 
 
-def _sum_of_blocks(blocks: Sequence[Block]) -> Block:
+def _sum_of_blocks(blocks: Sequence[ShardBlock]) -> ShardBlock:
     """Returns the block of shards of several tables on one place."""
-    return Block(
+    return ShardBlock(
         lookup_ms=sum(block.lookup_ms for block in blocks),
         num_bytes=sum(block.num_bytes for block in blocks),
         stored_bytes=sum(block.stored_bytes for block in blocks),
@@ -106,7 +106,7 @@ class Problem:
     def with_stored_bytes(self) -> "Problem":
         """Returns the problem whose bytes are only weights and states."""
 
-        def stored(block: Block) -> Block:
+        def stored(block: ShardBlock) -> ShardBlock:
             return replace(block, num_bytes=block.stored_bytes)
 
         classes = [
@@ -210,12 +210,12 @@ class Problem:
 
 
 class BlockNumbers:
-    """Columns of distinct blocks' numbers, named as in :class:`Block`; ``number`` has the number of each block.
+    """Columns of distinct blocks' numbers, named as in :class:`ShardBlock`; ``number`` has the number of each block.
 
     Groups are padded with -1 to the most groups of any block.
     """
 
-    def __init__(self, blocks: Sequence[Block], num_phases: int) -> None:
+    def __init__(self, blocks: Sequence[ShardBlock], num_phases: int) -> None:
         self.number = {block: number for number, block in enumerate(blocks)}
         self.lookup_ms: Floats = np.array([block.lookup_ms for block in blocks], np.float64)
         self.num_bytes: Floats = np.array([block.num_bytes for block in blocks], np.float64)

@@ -86,13 +86,11 @@ class Solution:
 
 
 class Solver:
-    """Solves one problem, for one capacity or several.
+    """Solves one problem for any capacity; plans may be slower than the best by the share ``tolerance``.
 
-    Args:
-        problem: The problem.
-        host_capacity: Bytes of each rank's share of host memory besides a device, for all or by rank.
-        bound_capacity: Most bytes of weights and states of a rank in a plan that fits, for all or by rank.
-        tolerance: Share by which a plan may be slower than the best that is known.
+    ``bound_capacity`` has the most bytes of weights and states of a rank in a plan that fits, ``host_capacity`` the
+        bytes of
+    its share of host memory besides a device: one number or an array by rank.
     """
 
     def __init__(
@@ -131,12 +129,7 @@ class Solver:
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
-        """Returns the fastest accepted assignment of all, where tables are few enough; else the given solution.
-
-        Args:
-            solution: An accepted assignment; None where none is known.
-            accepts: Tells whether an assignment fits.
-        """
+        """Returns the fastest accepted assignment of all, where tables are few enough; else the given solution."""
         if self._problem.num_tables > _SMALL:
             return solution
         stored = self._problem.with_stored_bytes()
@@ -158,11 +151,7 @@ class Solver:
     ) -> Solution | None:
         """Returns the fastest solution that HiGHS finds within some seconds, else the given one.
 
-        Args:
-            solution: A solution that fits; None where none is known.
-            capacity: Bytes of each rank, as far as these add up.
-            seconds: Seconds that may be taken.
-            excess: Counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would fit.
+        ``excess`` counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would fit.
 
         Raises:
             UserError: highspy is not installed.
