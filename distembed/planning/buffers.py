@@ -42,7 +42,14 @@ from distembed.planning.lookups import (
 )
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest, Workload, pipeline_depth
-from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, TableStorage, storage_by_rank, total
+from distembed.planning.storage import (
+    DEFAULT_CACHE_RATIO,
+    PlannedRank,
+    SentBytes,
+    TableStorage,
+    storage_by_rank,
+    total_storage,
+)
 from distembed.planning.times import TableTraffic
 from distembed.sharding.groups import GroupLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
@@ -134,7 +141,7 @@ class Step:
 
     def rank(self, rank: int) -> PlannedRank:
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
-        tables, network, step = total(held.values()), self._network, self.buffers(rank)
+        tables, network, step = total_storage(held.values()), self._network, self.buffers(rank)
         memory = {
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,

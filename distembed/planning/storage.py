@@ -58,10 +58,10 @@ class TableStorage:
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
-        return total([self, other])
+        return total_storage([self, other])
 
 
-def total(storage: Iterable[TableStorage]) -> TableStorage:
+def total_storage(storage: Iterable[TableStorage]) -> TableStorage:
     """Returns the storage of several tables, or parts of a table, together."""
     return TableStorage(*map(sum, zip(*[vars(own).values() for own in storage], strict=True)))
 
@@ -82,7 +82,7 @@ def storage_by_rank(
 
     @cache
     def stored(own: tuple[_Part, ...]) -> TableStorage:
-        return total([replicated, *(_sharded_storage(table, part, optimizers, cache_ratio) for part in own)])
+        return total_storage([replicated, *(_sharded_storage(table, part, optimizers, cache_ratio) for part in own)])
 
     return {rank: stored(tuple(parts.get(rank, ()))) for rank in (range(world_size) if placement.replicated else parts)}
 
@@ -99,7 +99,7 @@ def slice_storage(
         for part in own.partitions
         if part.kernel is not None
     ]
-    return total(_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts)
+    return total_storage(_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts)
 
 
 def replicated_storage(
@@ -107,7 +107,7 @@ def replicated_storage(
 ) -> TableStorage:
     """Returns the storage of a table's partitions and functions that every rank has."""
     optimizers = optimizers.for_table(table)
-    return total(
+    return total_storage(
         _parameter([(part.num_rows, part.dim)], FLOAT_BYTES, optimizers.dense, is_fused=False)
         if part.is_function
         else _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizers.sparse, is_fused=False)
@@ -122,7 +122,7 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
         _parameter([(part.num_rows, part.dim)], table.bytes_per_number, own.sparse, own.is_fused)
         for part in table.lookup_tables()
     ]
-    return total([functions, *vectors])
+    return total_storage([functions, *vectors])
 
 
 def _sharded_storage(
@@ -203,7 +203,7 @@ class PlannedRank:
 
     @cached_property
     def storage(self) -> TableStorage:
-        return total(self.tables.values())
+        return total_storage(self.tables.values())
 
     @cached_property
     def total_bytes(self) -> int:

@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost
 from distembed.planning.devices import Cluster
-from distembed.planning.fastest.problem import Assignment, ShardBlock, Option, Problem
+from distembed.planning.fastest.problem import Assignment, Option, Problem, ShardBlock
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest

@@ -11,7 +11,7 @@ from distembed.planning.fastest.bound import LowerBound
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget, LocalSearch
-from distembed.planning.fastest.problem import Assignment, ShardBlock, Floats, Ints, Option, Problem
+from distembed.planning.fastest.problem import Assignment, Floats, Ints, Option, Problem, ShardBlock
 from distembed.planning.fastest.solver import Solver
 
 NOTHING = ShardBlock(0.0, 0.0, 0.0, (), (0.0,), (0.0,))

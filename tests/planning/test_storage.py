@@ -23,7 +23,7 @@ from distembed.planning.storage import (
     replicated_storage,
     slice_storage,
     storage_by_rank,
-    total,
+    total_storage,
 )
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
@@ -57,7 +57,7 @@ def check(rank: int, layout: str, sparse: str, dense: str, data_type: DataType =
     (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     optimizers = TableOptimizers(sparse, dense)
     placed = (storage_by_rank(own, dist.get_world_size(), optimizers) for own in module._placements.values())
-    own = total(by_rank[rank] for by_rank in placed if rank in by_rank)
+    own = total_storage(by_rank[rank] for by_rank in placed if rank in by_rank)
     assert (own.weights, own.optimizer_state) == live_bytes(trained)
     gradients = [
         p.grad for n, p in trained.model.named_parameters() if n.startswith("embeddings.") and p.grad is not None
