@@ -1,6 +1,5 @@
 """Settings of half precision: what is refused, and what a plan counts for them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,16 @@ from typer.testing import CliRunner
 
 from distembed.base.errors import UserError
 from distembed.commands.cli import app
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
+from distembed.optim.declared import TableOptimizers
+from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.devices import Cluster, find_device
+from distembed.planning.search import find_plan
 from distembed.sharding import default_sharders
 from distembed.sharding.exchange import exchange_of
 from distembed.training.config import load_config
+from tests.planning.drawn_requests import model_of
 
 ROOT = Path(__file__).parents[2]
 EXCHANGES = [VectorExchange(dtype) for dtype in ("fp32", "fp16", "bf16")]  # type: ignore[arg-type]
@@ -44,29 +49,28 @@ def test_vectors_are_not_rounded_twice() -> None:
         load_config(None, ["embedding.output_dtype=fp16", "train.quantized_comms.backward_precision=bf16"])
 
 
-def plan(*settings: str, gpu: str = "h100-80gb", code: int = 0) -> Any:
-    arguments = ["plan", str(ROOT / "configs" / "criteo_kaggle.yaml"), "data.schema=criteo_kaggle", *settings]
-    done = CliRunner().invoke(app, [*arguments, "--gpus", "2", "--gpu", gpu, *(["--json"] if code == 0 else [])])
-    assert done.exit_code == code or isinstance(done.exception, UserError), done.output
-    return json.loads(done.output) if code == 0 else str(done.exception) + done.output
-
-
 def test_a_plan_counts_half_of_the_weights_and_of_what_is_sent() -> None:
-    types = "plan.sharding_types=[table_wise]"
-    whole, half = plan(types), plan(types, "embedding.default.data_type=fp16", "embedding.output_dtype=fp16")
-    weights, states = (
-        [sum(rank["memory"][item] for rank in made["ranks"]) for made in (whole, half)]
-        for item in ("table_weights", "table_optimizer_state")
-    )
-    assert weights[0] == 2 * weights[1] and states[0] == states[1]
-    assert sum(r["sent_bytes"]["vectors"] for r in whole["ranks"]) == 2 * sum(
-        r["sent_bytes"]["vectors"] for r in half["ranks"]
-    )
+    def planned(data_type: Any, dtype: Any) -> list[int]:
+        tables = [CompositionalEmbeddingBagConfig(n, 4000, 64, [n], data_type=data_type) for n in ("a", "b", "c")]
+        sharders, cluster = default_sharders(exchange=VectorExchange(dtype)), Cluster(find_device("h100-80gb"), 1, 2)
+        config, optimizers = PlanConfig(["table_wise"]), TableOptimizers("adagrad")
+        request = PlanRequest(model_of(tables), sharders, cluster, Workload(1024), config, optimizers)
+        ranks = find_plan(request).ranks
+        items = [sum(rank.memory[item] for rank in ranks) for item in ("table_weights", "table_optimizer_state")]
+        return [*items, sum(rank.sent.vectors for rank in ranks)]
+
+    (weights, states, sent), (half_weights, same_states, half_sent) = planned("FP32", "fp32"), planned("FP16", "fp16")
+    assert (weights, states, sent) == (2 * half_weights, same_states, 2 * half_sent)
 
 
 def test_what_cannot_be_is_refused_with_the_remedy() -> None:
-    assert "fp16 or fp32" in plan("embedding.default.data_type=bf16", gpu="cpu-256gb", code=2)
-    int8 = "train.quantized_comms.forward_precision=int8"
-    assert "multiple of 32" in plan(int8, code=2)
-    rows = "plan.sharding_types=[row_wise]"
-    assert "no int8" in plan(int8, "embedding.default.embedding_dim=32", rows, code=2)
+    int8, rows = "train.quantized_comms.forward_precision=int8", "plan.sharding_types=[row_wise]"
+    for gpu, settings, message in (
+        ("cpu-256gb", ["embedding.default.data_type=bf16"], "fp16 or fp32"),
+        ("h100-80gb", [int8], "multiple of 32"),
+        ("h100-80gb", [int8, "embedding.default.embedding_dim=32", rows], "no int8"),
+    ):
+        arguments = ["plan", str(ROOT / "configs" / "criteo_kaggle.yaml"), "data.schema=criteo_kaggle", *settings]
+        done = CliRunner().invoke(app, [*arguments, "--gpus", "2", "--gpu", gpu])
+        assert done.exit_code == 2 or isinstance(done.exception, UserError), done.output
+        assert message in str(done.exception) + done.output
