@@ -30,7 +30,7 @@ from rich.table import Table
 
 from distembed.base.checksums import checksum_of
 from distembed.base.files import write_json
-from distembed.data.dataset import pieces
+from distembed.data.dataset import row_groups
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
 
@@ -101,7 +101,7 @@ def bench_checksums(dataset: Path) -> float:
         seconds += time.thread_time() - start
         return checksum
 
-    with mock.patch.object(pieces, "checksum_of", timed):
+    with mock.patch.object(row_groups, "checksum_of", timed):
         start = time.thread_time()
         bench_reader(dataset, 2048, 0)
         return seconds / (time.thread_time() - start)

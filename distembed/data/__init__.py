@@ -1,11 +1,4 @@
-"""Data: raw files to Parquet datasets, and Parquet datasets to batches.
-
-A raw row becomes part of a batch in four steps, a package each::
-
-    prepare/   raw files -> dataset: inputs are parsed, values get ids, rows are split and written
-    table/     the meaning of a table's columns: a schema, and the parser and encoder that apply it
-    dataset/   the folder between: schema, manifest, row groups with checksums, the cache of remote files
-    reader/    dataset -> shuffled batches for each rank
+"""Data: raw files to Parquet datasets (``prepare``, ``table``, ``dataset``), and datasets to batches (``reader``).
 
 ``reader`` alone needs torch and is imported by itself, so that preparing data starts at once.
 """

@@ -45,7 +45,7 @@ class RemoteFile:
 
     url: str
     num_bytes: int | None  # None where the server does not say
-    version: str  # a text that changes with the file, such as an ETag; empty where the server does not say
+    version: str  # a text that changes with the file, as an ETag does; empty where the server sends none
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -190,7 +190,7 @@ def remove_remote(url: str) -> None:
 
 
 class _ResumingReader(io.RawIOBase):
-    """Reads a remote file without a buffer, and opens it anew where it broke, if it is still the same file."""
+    """Reads a remote file without a buffer, and opens it again where it broke, if its version is unchanged."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _ResumingReader(io.RawIOBase):
         return len(data)
 
     def _read(self, url: str, size: int) -> bytes:
-        """Returns at most so many of the next bytes; where it fails, the next call opens the file anew."""
+        """Returns at most so many of the next bytes; where it fails, the next call opens the file again."""
         try:
             self._opened = self._opened or self._open(url)
             if self._opened.seekable():

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.table.raw_rows import RawRows
+from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.values import given_column

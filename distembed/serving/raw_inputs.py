@@ -21,10 +21,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.records import Block
-from distembed.data.prepare.row_source import RejectedRows
-from distembed.data.prepare.table.raw_rows import RawRows
+from distembed.data.dataset.records import RecordBlock
+from distembed.data.prepare.ingest import RejectedRows
 from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.table.blocks import RejectedRow
 from distembed.serving.row_decoder import RowDecoder, decode_rows
 
@@ -46,7 +46,7 @@ class ScoredPiece:
     num_lines: int
     rows: NDArray[np.int64]
     keys: pa.Table
-    block: Block
+    block: RecordBlock
 
 
 class RawInputs:

@@ -28,7 +28,7 @@ import pyarrow as pa
 from distembed.base.errors import UserError
 from distembed.base.files import whole_file
 from distembed.base.ranks import Collectives, Ranks
-from distembed.data.dataset.records import Block
+from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
@@ -135,7 +135,7 @@ class RawScoring:
 class _Step:
     """What the ranks score at once: a block of each, and the lines that some rows of these are the first of."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[RecordBlock]
     pieces: Sequence[ScoredPiece]
 
 
@@ -153,26 +153,26 @@ class _Steps:
     def __call__(self) -> Iterator[_Step]:
         """Yields the steps; the last one may have blocks without rows, or no blocks at all."""
         size = EVALUATION_BATCH_SIZE * self._num_ranks
-        waiting: list[Block] = []
+        waiting: list[RecordBlock] = []
         pieces: list[ScoredPiece] = []
         for piece in self._inputs.pieces():
             pieces.append(piece)
             waiting.append(piece.block)
             while sum(len(block.records) for block in waiting) >= size:
-                rows = Block.concatenate(waiting)
+                rows = RecordBlock.concatenate(waiting)
                 waiting = [_between(rows, size, len(rows.records))]
                 yield _Step(self._cut(rows), pieces)
                 pieces = []
         if pieces or waiting:
-            rows = Block.concatenate(waiting)
+            rows = RecordBlock.concatenate(waiting)
             yield _Step(self._cut(rows) if len(rows.records) else [], pieces)
 
-    def _cut(self, rows: Block) -> list[Block]:
+    def _cut(self, rows: RecordBlock) -> list[RecordBlock]:
         bounds = [EVALUATION_BATCH_SIZE * rank for rank in range(self._num_ranks + 1)]
         return [_between(rows, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _between(rows: Block, start: int, stop: int) -> Block:
+def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
     """Returns some rows of a block, fewer where it has no more."""
     return rows.gather(np.arange(start, max(start, min(stop, len(rows.records)))))
 
@@ -191,7 +191,7 @@ class _Feed:
     ) -> None:
         self._collectives, self._steps, self._lines = collectives, steps, lines
 
-    def next(self) -> Block | None:
+    def next(self) -> RecordBlock | None:
         """Returns this rank's block of the next step; None after the last one.
 
         Raises:
@@ -200,9 +200,9 @@ class _Feed:
         found: Any = self._collectives.scatter(self._messages() if self._collectives.rank == 0 else None)
         if isinstance(found, Exception):
             raise found
-        return found if isinstance(found, Block) else None
+        return found if isinstance(found, RecordBlock) else None
 
-    def _messages(self) -> Sequence[Block | Exception | None]:
+    def _messages(self) -> Sequence[RecordBlock | Exception | None]:
         """Returns what each rank is told: a block, that there is none, or why there is none."""
         assert self._steps is not None and self._lines is not None
         num_ranks = self._collectives.world_size

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import Block, Jagged, RecordLayout
+from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.schema import ITEM, USER, Schema
 from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.encoder import RowEncoder, raw_schema
@@ -41,7 +41,7 @@ class _FeatureRows:
         """Returns the ids of raw values of a feature."""
         return self._encoder.ids_of(feature, values)
 
-    def _encoded(self, table: pa.Table) -> Block:
+    def _encoded(self, table: pa.Table) -> RecordBlock:
         """Returns the rows of a table, whose lists of items have the items of the dataset alone."""
         parsed = self._parser.parse(table)
         assert not parsed.rejected, "every text is a value"
@@ -52,9 +52,9 @@ class _FeatureRows:
             rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
             lengths = np.bincount(rows, minlength=len(items.lengths))
             lists[name] = Jagged.from_lengths(items.values[is_known], lengths)
-        return Block(block.records, lists)
+        return RecordBlock(block.records, lists)
 
-    def _good_and_bad(self, table: pa.Table, block: Block, is_good: NDArray[np.bool_]) -> DecodedRows:
+    def _good_and_bad(self, table: pa.Table, block: RecordBlock, is_good: NDArray[np.bool_]) -> DecodedRows:
         texts = table[self._feature]
         rejected = [
             RejectedRow(row, self._reason, str(texts[row].as_py()).encode(), self._feature)

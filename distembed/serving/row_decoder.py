@@ -13,9 +13,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import Block
+from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.schema import Schema
-from distembed.data.prepare.table.raw_rows import RawRows
+from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
 from distembed.data.table.blocks import RejectedRow
@@ -49,7 +49,7 @@ class DecodedRows:
     """
 
     is_good: NDArray[np.bool_]
-    block: Block
+    block: RecordBlock
     rejected: tuple[RejectedRow, ...]
 
 
@@ -121,7 +121,7 @@ def _with_extras(schema: TableSchema, extras: Collection[Extra]) -> TableSchema:
     )
 
 
-def batches_of(schema: Schema, block: Block, batch_size: int) -> Iterator[Batch]:
+def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[Batch]:
     """Yields decoded rows as batches, in order; the last one may have fewer rows.
 
     Args:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import CREATED_ELSEWHERE, Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.row_groups import list_row_groups, require_whole
+from distembed.data.dataset.row_groups import list_row_groups, require_whole_splits
 from distembed.data.dataset.schema import ITEM
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks import TaskConfig
@@ -58,7 +58,7 @@ def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
                 f"{setting} is {name!r}, but the dataset {dataset} has no split of that name; it has "
                 f"{', '.join(known) or 'none'}. Set it to one of them{optional}."
             )
-    require_whole(dataset, dict.fromkeys(name for name in splits.values() if name is not None))
+    require_whole_splits(dataset, dict.fromkeys(name for name in splits.values() if name is not None))
 
 
 def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.hashing import text_keys
-from distembed.data.prepare.row_source import Part, RawInput
+from distembed.data.prepare.ingest import InputPart, RawInput
 from distembed.data.table.blocks import (
     BlockLayout,
     IdColumn,
@@ -48,11 +48,11 @@ class PythonRows:
     def __post_init__(self) -> None:
         self.inputs = [RawInput(f"in{number}", f"place/in{number}", len(each)) for number, each in enumerate(self.rows)]
 
-    def parts(self, part_bytes: int) -> list[Part]:
+    def parts(self, part_bytes: int) -> list[InputPart]:
         if self.part_rows is None:
-            return [Part(number) for number in range(len(self.rows))]
+            return [InputPart(number) for number in range(len(self.rows))]
         return [
-            Part(number, start, min(start + self.part_rows, len(rows)))
+            InputPart(number, start, min(start + self.part_rows, len(rows)))
             for number, rows in enumerate(self.rows)
             for start in range(0, max(1, len(rows)), self.part_rows)
         ]
@@ -60,7 +60,7 @@ class PythonRows:
     def checksum(self, source: int) -> str:
         return hashlib.sha256(repr(self.rows[source]).encode()).hexdigest()
 
-    def open(self, part: Part, block_bytes: int) -> "_OpenRows":
+    def open(self, part: InputPart, block_bytes: int) -> "_OpenRows":
         return _OpenRows(self, part)
 
     def parse(self, raw: list[Row | str]) -> ParsedBlock:
@@ -74,7 +74,7 @@ class PythonRows:
 class _OpenRows:
     header_lines = 0
 
-    def __init__(self, source: PythonRows, part: Part) -> None:
+    def __init__(self, source: PythonRows, part: InputPart) -> None:
         self._source, self._part = source, part
         self.bytes_read = 0
         self.sha256 = source.checksum(part.source) if part.is_whole else None

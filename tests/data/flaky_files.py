@@ -4,9 +4,11 @@ import io
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distembed.data import remote
@@ -74,6 +76,24 @@ class _FlakyFile(io.BytesIO):
         data = super().read(self._files.draw.randint(1, max(1, size or 1)) if size and size > 0 else size)
         type(self._files).bytes_read += len(data)
         return data
+
+
+@contextmanager
+def flaky_s3(folder: Path, share: float) -> Iterator[str]:
+    """Within the block ``s3://`` is a server of this machine, which fails that share of requests; yields a bucket."""
+    import s3fs
+
+    from tests.robustness.s3_server import BUCKET, failing_s3
+
+    (folder / "server").mkdir()
+    with failing_s3(folder / "server", share, seed=0) as url, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", url)
+        patched.setenv("AWS_ACCESS_KEY_ID", "key")
+        patched.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patched.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield f"s3://{BUCKET}"
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 @contextmanager

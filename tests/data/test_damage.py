@@ -20,9 +20,15 @@ from hypothesis import strategies as st
 from distembed.base.checksums import KEY, with_checksum
 from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.data.dataset.manifest import MANIFEST_VERSION, id_fingerprint
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, file_pieces, read_checksums
-from distembed.data.dataset.row_groups import require_whole, verify_dataset
+from distembed.data.dataset.manifest import (
+    CHECKSUMS_NAME,
+    MANIFEST_VERSION,
+    PIECE,
+    file_pieces,
+    id_fingerprint,
+    read_checksums,
+)
+from distembed.data.dataset.row_groups import require_whole_splits, verify_dataset
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph import Graph
@@ -142,18 +148,18 @@ def test_files_cut_or_extended_are_refused_at_the_start(criteo: Path) -> None:
         for changed in (b"", content[:1], content[: len(content) // 2], content[:-1], content + content[:99]):
             path.write_bytes(changed)
             with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet has .* bytes, the manifest says"):
-                require_whole(criteo, ["train", "validation", "test"])
+                require_whole_splits(criteo, ["train", "validation", "test"])
             assert any(str(path) in problem for problem in verify_dataset(criteo).problems)
         path.write_bytes(bytes(len(content)))
         with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet, footer is damaged"):
-            require_whole(criteo, ["train", "validation", "test"])
+            require_whole_splits(criteo, ["train", "validation", "test"])
         path.unlink()
         with pytest.raises(UserError, match=rf"{name}/part-00000\.parquet is missing"):
-            require_whole(criteo, ["train", "validation", "test"])
+            require_whole_splits(criteo, ["train", "validation", "test"])
         path.write_bytes(content)
-    require_whole(criteo, ["train", "validation", "test"])
+    require_whole_splits(criteo, ["train", "validation", "test"])
     with pytest.raises(UserError, match="no split 'holdout'"):
-        require_whole(criteo, ["train", "holdout"])
+        require_whole_splits(criteo, ["train", "holdout"])
 
 
 def test_other_rows_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ def test_other_rows_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
         ),
     ):
         replace(manifest, splits={"all": wrong}).save(folder)
-        for refuse in (lambda: require_whole(folder, ["all"]), lambda: open_reader(folder)):
+        for refuse in (lambda: require_whole_splits(folder, ["all"]), lambda: open_reader(folder)):
             with pytest.raises(UserError, match=message):
                 refuse()
         assert len(verify_dataset(folder).problems) == 1
@@ -244,7 +250,7 @@ def test_the_manifests_paths_stay_inside_the_folder(criteo: Path) -> None:
             del value[KEY]
             part(value)[field.rpartition(".")[2]] = outside
             (criteo / "manifest.json").write_text(json.dumps(with_checksum(value)))
-            for read in (Manifest.load, verify_dataset, lambda folder: require_whole(folder, ["train"])):
+            for read in (Manifest.load, verify_dataset, lambda folder: require_whole_splits(folder, ["train"])):
                 with pytest.raises(UserError, match=rf"manifest\.json: {re.escape(field)} is .*must be a path inside"):
                     read(criteo)
 

@@ -38,7 +38,7 @@ def get(cache: PieceCache, data: bytes) -> int:
     return len(fetched)
 
 
-@pytest.mark.parametrize("most_bytes", [0, 1, 999, 5000, 10**6])
+@pytest.mark.parametrize("most_bytes", [0, 999, 5000, 10**6])
 def test_what_is_read_was_written_and_the_limit_holds(tmp_path: Path, most_bytes: int) -> None:
     cache, draw, num_fetched = PieceCache(tmp_path, most_bytes), random.Random(0), 0
     for _ in range(120):

@@ -21,7 +21,7 @@ from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.blocks import ParsedBlock
 from tests.data import reference
 from tests.data.reference import folder_bytes
-from tests.data.table.mutations import mutated
+from tests.data.table.reference import mutated
 
 SPLITS = ("train", "validation", "test")
 CATEGORICAL = [f"C{i}" for i in range(1, 27)]
@@ -84,8 +84,7 @@ def check_rejected(dataset: Path, manifest: Manifest, expected: list[tuple[str, 
     assert lines[1:-1] == wanted
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-@pytest.mark.parametrize("min_count", [1, 3])
+@pytest.mark.parametrize(("min_count", "newline"), [(1, b"\r\n"), (3, b"\n")])
 def test_every_row_is_in_one_split_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, newline: bytes
 ) -> None:
@@ -134,7 +133,7 @@ def check_block(text: bytes) -> ParsedBlock:
     return block
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2**32), st.sampled_from(["good", "short", "malformed"])), max_size=12))
 def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> None:
     makers = {"good": reference.good_line, "short": reference.short_ids_line, "malformed": reference.malformed_line}
@@ -142,7 +141,7 @@ def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_inputs", "seed"), [(200, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("num_inputs", "seed"), [(80, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 )
 def test_mutated_rows_are_kept_or_rejected(num_inputs: int, seed: int) -> None:
     """Some blocks are regular still, and are parsed to the bit as beside a row that is not."""
@@ -187,39 +186,13 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 1000)
     source = tmp_path / "rows.tsv"
     source.write_bytes(reference.content(5000, 4, malformed=0.002, short=0.01))
-    limits = {"once": None, "again": None, "threads": ResourceLimits(threads=5), "memory": ResourceLimits(320 << 20)}
-    for name, chosen in limits.items():
-        prepare_criteo([source], tmp_path / name, limits=chosen)
+    prepare_criteo([source], tmp_path / "once")
     monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 30_011)
     monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
-    prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
+    prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(320 << 20, threads=5))
     first = folder_bytes(tmp_path / "once")
     assert len(first) == 1 + 1 + 1 + 26 + 2 + 1 + 1
-    for name in ["again", "threads", "memory", "blocks"]:
-        assert folder_bytes(tmp_path / name) == first, name
-
-
-def test_gzip_gives_the_same_rows(tmp_path: Path) -> None:
-    content = reference.content(900, 5)
-    (tmp_path / "plain.tsv").write_bytes(content)
-    # Two members and padding, as some tools leave them.
-    (tmp_path / "zipped.gz").write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]) + b"\0" * 600)
-    prepare_criteo([tmp_path / "plain.tsv"], tmp_path / "a")
-    prepare_criteo([tmp_path / "zipped.gz"], tmp_path / "b")
-    one, other = folder_bytes(tmp_path / "a"), folder_bytes(tmp_path / "b")
-    assert one.keys() == other.keys()
-    assert all(one[name] == other[name] for name in one if name != "manifest.json")
-
-
-@pytest.mark.parametrize("cut", [10, 200, -9, -4, None])
-def test_a_damaged_gzip_file_is_an_error(tmp_path: Path, cut: int | None) -> None:
-    packed = bytearray(gzip.compress(reference.content(300, 5)))
-    if cut is None:
-        packed[len(packed) // 2] ^= 0xFF
-    (tmp_path / "rows.gz").write_bytes(packed[:cut])
-    with pytest.raises(UserError, match="rows.gz" if cut else "rows.gz is a damaged gzip file"):
-        prepare_criteo([tmp_path / "rows.gz"], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.gz"]
+    assert folder_bytes(tmp_path / "blocks") == first
 
 
 @pytest.mark.parametrize("days", [(1, 2, 10), (8,)])
@@ -266,19 +239,9 @@ def test_missing_integers_are_kept(tmp_path: Path, short: float) -> None:
     assert is_empty.any() and np.array_equal(np.concatenate(seen), is_empty)
 
 
-def test_too_many_malformed_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_bytes(reference.content(500, 3, malformed=0.05))
-    with pytest.raises(UserError) as caught:
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
-    message = str(caught.value)
-    assert "of 500 rows are malformed" in message and "max_rejected=0.01" in message
-    assert all(reason in message for reason in ("columns", "label", "dense", "id")) and "a.tsv:" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
-
-
 def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 10_000)
-    (tmp_path / "a.csv").write_bytes(b"a,b,c\n" * 100_000)
+    (tmp_path / "a.csv").write_bytes(b"a,b,c\n" * 20_000)
     with pytest.raises(UserError, match="nothing more is read"):
         prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", limits=ResourceLimits(threads=1))
 

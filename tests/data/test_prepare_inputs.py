@@ -1,25 +1,30 @@
 """What can be named as input of a preparation: files with headers and marks, pipes, folders, and what is none."""
 
+import codecs
 import errno
 import gzip
+import hashlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import distembed
 from distembed.base.errors import UserError
-from distembed.data import remote
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
-from distembed.data.prepare.row_source import Part
+from distembed.data.prepare.ingest import InputPart
+from distembed.data.prepare.table.inputs import MAGIC, OTHER_KINDS, InputBytes, input_names
 from distembed.data.prepare.table.preparation import criteo_inputs
 from distembed.data.prepare.table.source import TableSource
 from tests.data import reference
@@ -31,22 +36,29 @@ FIELDS = LINE.split(b"\t")
 BOM = b"\xef\xbb\xbf"
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of the dataset that the rows give by themselves, but for the manifest, which names their source."""
-    (tmp_path / "plain.tsv").write_bytes(ROWS)
-    prepare_criteo([tmp_path / "plain.tsv"], tmp_path / "plain")
-    return without_manifest(tmp_path / "plain")
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "plain.tsv").write_bytes(ROWS)
+    prepare_criteo([folder / "plain.tsv"], folder / "plain")
+    return without_manifest(folder / "plain")
 
 
 def without_manifest(dataset: Path) -> dict[str, bytes]:
     return {name: content for name, content in folder_bytes(dataset).items() if name != "manifest.json"}
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mark", [b"", BOM])
-@pytest.mark.parametrize("header", [b"", HEADER + b"\n"])
+@pytest.mark.parametrize(
+    ("header", "mark", "packed", "newline"),
+    [
+        (b"", BOM, False, b"\r\n"),
+        (b"", b"", True, b"\n"),
+        (HEADER + b"\n", BOM, True, b"\r\n"),
+        (HEADER + b"\n", b"", False, b"\n"),
+        (HEADER + b"\n", BOM, False, b"\n"),
+    ],
+)
 def test_a_mark_and_a_header_are_no_rows(
     tmp_path: Path, plain: dict[str, bytes], header: bytes, mark: bytes, packed: bool, newline: bytes
 ) -> None:
@@ -93,32 +105,9 @@ def test_what_counts_as_a_header(line: bytes, is_header: bool, tmp_path: Path) -
     for end in (b"\n", b"\r\n"):
         (tmp_path / "rows.tsv").write_bytes(line + end + ROWS)
         source = TableSource(criteo_inputs([tmp_path / "rows.tsv"]), CriteoOptions().schema())
-        opened = source.open(Part(0), 1 << 20)
+        opened = source.open(InputPart(0), 1 << 20)
         assert b"".join(block.text for block in opened.raw_blocks()) == (ROWS if is_header else line + end + ROWS)
         assert opened.header_lines == len(opened.notes()) == is_header
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_text_in_two_or_four_bytes_a_character_is_refused_by_name(tmp_path: Path, encoding: str, packed: bool) -> None:
-    content = ROWS.decode().encode(encoding)
-    (tmp_path / "rows.tsv").write_bytes(gzip.compress(content) if packed else content)
-    with pytest.raises(UserError, match="rows.tsv is text in UTF-16 or UTF-32.*iconv"):
-        prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out")
-
-
-def test_other_kinds_of_files_are_named(tmp_path: Path) -> None:
-    import bz2
-    import lzma
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "a.txt", "w") as archive:
-        archive.writestr("rows.tsv", ROWS)
-    (tmp_path / "b.txt").write_bytes(bz2.compress(ROWS))
-    (tmp_path / "c.txt").write_bytes(lzma.compress(ROWS))
-    for name, kind in (("a.txt", "a zip archive"), ("b.txt", "a bzip2 file"), ("c.txt", "an xz file")):
-        with pytest.raises(UserError, match=f"{name} is {kind}.*into a pipe"):
-            prepare_criteo([tmp_path / name], tmp_path / "out")
 
 
 PREPARE = "import sys; from distembed.data.prepare import prepare_criteo; prepare_criteo(sys.argv[2:], sys.argv[1])"
@@ -165,34 +154,6 @@ def test_standard_input_is_read(tmp_path: Path, plain: dict[str, bytes], standar
     assert done.returncode == 0, done.stderr
     assert without_manifest(tmp_path / "out") == plain
     assert [(source.name, source.num_rows) for source in Manifest.load(tmp_path / "out").sources] == [("stdin", 400)]
-
-
-def feed(pipe: Path, content: bytes) -> threading.Thread:
-    """Writes into a named pipe, byte after byte at first, as slow writers do."""
-    os.mkfifo(pipe)
-
-    def write() -> None:
-        with open(pipe, "wb", buffering=0) as file:
-            for byte in content[:20]:
-                file.write(bytes([byte]))
-            file.write(content[20:])
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_named_pipes_are_read_beside_files(tmp_path: Path, packed: bool) -> None:
-    (tmp_path / "one.tsv").write_bytes(ROWS)
-    (tmp_path / "two.tsv").write_bytes(BOM + HEADER + b"\n" + ROWS)
-    prepare_criteo([tmp_path / "one.tsv", tmp_path / "two.tsv"], tmp_path / "files")
-    content = BOM + HEADER + b"\n" + ROWS
-    thread = feed(tmp_path / "pipe", gzip.compress(content) if packed else content)
-    manifest = prepare_criteo([tmp_path / "one.tsv", tmp_path / "pipe"], tmp_path / "out")
-    thread.join()
-    assert without_manifest(tmp_path / "out") == without_manifest(tmp_path / "files")
-    assert [source.name for source in manifest.sources] == ["one.tsv", "pipe-2"]
 
 
 def test_devices_that_hold_no_rows(tmp_path: Path) -> None:
@@ -278,7 +239,7 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(Path, "iterdir", refuse)
         with pytest.raises(UserError, match="the folder .* cannot be read: Permission denied"):
             prepare_criteo([tmp_path], tmp_path / "out")
-    monkeypatch.setattr("distembed.data.prepare.input_bytes.open_input", refuse)
+    monkeypatch.setattr("distembed.data.prepare.table.inputs.open_input", refuse)
     with pytest.raises(UserError, match=r"rows.tsv cannot be read: Permission denied"):
         prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out")
 
@@ -292,16 +253,6 @@ def test_a_name_of_any_bytes_is_written_down(tmp_path: Path) -> None:
         assert len(lines) == 3 and len(lines[1].split(b"\t")) == 4
 
 
-def test_patterns_and_urls_are_read(tmp_path: Path, plain: dict[str, bytes]) -> None:
-    lines = ROWS.splitlines(keepends=True)
-    for day, own in ((2, lines[:150]), (10, lines[150:])):
-        (tmp_path / f"day_{day}.tsv").write_bytes(HEADER + b"\n" + b"".join(own))
-        remote.upload(tmp_path / f"day_{day}.tsv", f"memory://criteo/day_{day}.tsv")
-    for name, inputs in (("pattern", str(tmp_path / "day_*.tsv")), ("url", "memory://criteo/day_*.tsv")):
-        prepare_criteo([inputs], tmp_path / name)
-        assert without_manifest(tmp_path / name) == plain
-
-
 def test_files_are_text_whatever_their_names_end_in(tmp_path: Path, plain: dict[str, bytes]) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS)
     prepare_criteo([tmp_path / "rows.json"], tmp_path / "json")
@@ -309,3 +260,88 @@ def test_files_are_text_whatever_their_names_end_in(tmp_path: Path, plain: dict[
     pq.write_table(pa.table({"label": [1]}), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match="rows.parquet is a Parquet file.*into a pipe"):
         prepare_criteo([tmp_path / "rows.parquet"], tmp_path / "out")
+
+
+def read(path: Path, block_bytes: int, start: int = 0, stop: int | None = None) -> list[bytes]:
+    """Returns the blocks of a file, or of a range of it."""
+    opened = TableSource(criteo_inputs([path]), CriteoOptions().schema()).open(InputPart(0, start, stop), block_bytes)
+    blocks = [block.text for block in opened.raw_blocks()]
+    if (start, stop) == (0, None):
+        stored = path.read_bytes()
+        assert opened.bytes_read == len(stored) and opened.sha256 == hashlib.sha256(stored).hexdigest()
+    return blocks
+
+
+@settings(max_examples=80)
+@given(st.lists(st.binary(max_size=30), max_size=40), st.integers(1, 100), st.booleans(), st.booleans())
+def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: int, ends: bool, packed: bool) -> None:
+    content = b"\n".join(lines) + (b"\n" if ends else b"")
+    stored = gzip.compress(content) if packed else content
+    assume(not content.startswith((*OTHER_KINDS, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)))
+    assume(packed or not content.startswith(tuple(MAGIC)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(stored)
+        blocks = read(path, size)
+    assert b"".join(blocks) == content.removeprefix(codecs.BOM_UTF8)
+    assert all(block.endswith(b"\n") for block in blocks[:-1]) and all(blocks)
+
+
+@given(
+    lines=st.lists(st.sampled_from([b"", b"1", b"a\tb", b"c" * 30, b"\r"])),
+    ends=st.booleans(),
+    range_bytes=st.integers(1, 40),
+    size=st.integers(1, 20),
+)
+def test_ranges_have_every_line_once(lines: list[bytes], ends: bool, range_bytes: int, size: int) -> None:
+    content = b"0\t1\n" + b"\n".join(lines) + (b"\n" if ends else b"")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(content)
+        starts = list(range(0, len(content), range_bytes))
+        stops = [*starts[1:], None]
+        ranges = [b"".join(read(path, size, start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    assert b"".join(ranges) == content
+    begins = [0] + [place + 1 for place, byte in enumerate(content) if byte == 10]
+    for start, stop, found in zip(starts, stops, ranges, strict=True):
+        first = [place for place in begins if start <= place < (stop or len(content))]
+        assert not found or content.startswith(found, first[0])
+        assert bool(found) == bool(first)
+
+
+def test_blocks_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"x" * 99 + b"\n")
+    with open(tmp_path / "plain", "ab") as file:
+        file.write((b"x" * 99 + b"\n") * 200_000)
+    with gzip.open(tmp_path / "packed", "wb", 1) as file:
+        file.write((b"x" * 99 + b"\n") * 200_000)
+    for name in ("plain", "packed"):
+        sizes = [len(block) for block in read(tmp_path / name, 4 << 20)]
+        assert len(sizes) >= 3 and max(sizes) <= 9 << 20
+
+
+def test_folders_are_read_in_natural_order(tmp_path: Path) -> None:
+    for name in ["day_10", "day_2.gz", "day_1.tsv", "Day_3.TXT", ".hidden", "notes.md", "rows.csv"]:
+        (tmp_path / name).touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x.csv").touch()
+    names = [Path(each.place).name for each in criteo_inputs([tmp_path / "sub" / "x.csv", tmp_path])]
+    assert names == ["x.csv", "Day_3.TXT", "day_1.tsv", "day_2.gz", "day_10"]
+
+
+def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "x.tsv", tmp_path / "b" / "x.tsv"]
+    assert input_names(paths) == ["a/x.tsv", "b/x.tsv"]
+    assert input_names(paths[:1]) == ["x.tsv"]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lambda text: pa.compress(text, "zstd", asbytes=True)])
+def test_several_compressed_members_are_read_one_after_the_other(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    texts = [b"x\n" * 3_000_000, b"", b"y\n", b"z\n" * 1_200_000]
+    padding = b"\0" * 600 if pack is gzip.compress else b""  # as some tools leave it
+    (tmp_path / "rows").write_bytes(b"".join([*map(pack, texts), padding]))
+    found = InputBytes(str(tmp_path / "rows"))
+    assert b"".join(found.pieces()) == b"".join(texts)
+    assert found.bytes_read == (tmp_path / "rows").stat().st_size

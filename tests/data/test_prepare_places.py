@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,11 @@ import pytest
 import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import nearest_folder, require_free_space
-from distembed.data.prepare import (
-    ResourceLimits,
-    prepare_criteo,
-    staging,
-    synthesize_criteo,
-)
+from distembed.data.prepare import ResourceLimits, prepare_criteo, staging, synthesize_criteo
 from distembed.data.prepare.options import LEAST_MEMORY_BYTES, MOST_THREADS
 from distembed.data.prepare.staging import staged_folder
 from tests.data import reference
+from tests.data.killed import start
 from tests.data.reference import folder_bytes
 
 ROWS = reference.content(2000, 1)
@@ -214,3 +211,51 @@ def test_blocks_in_work_stay_within_the_memory(threads: int, memory_bytes: int) 
     assert 1 <= limits.num_threads <= threads
     for has_lists, each in ((False, 10), (True, 20)):
         assert each * (limits.num_threads + 2) * limits.block_bytes(has_lists) <= memory_bytes
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from distembed.data.prepare import ResourceLimits, prepare_criteo
+from distembed.data.prepare.options import LEAST_MEMORY_BYTES
+from distembed.data.prepare.table import prepare_table
+from distembed.data.table.schema import TableSchema
+
+rows, output, kind, threads = sys.argv[1:]
+schema = {"label": {"column": "label"}, "categorical": {"text": {"separator": "|"} if kind == "lists" else {}}}
+limits = ResourceLimits(LEAST_MEMORY_BYTES, threads=int(threads))
+if kind == "criteo":
+    prepare_criteo([rows], output, limits=limits)
+else:
+    prepare_table([rows], output, TableSchema.from_json(schema, "the schema"), limits=limits)
+assert "torch" not in sys.modules  # preparing starts without it
+peak = next(line for line in Path("/proc/self/status").read_text().split("\\n") if line.startswith("VmHWM"))
+assert int(peak.split()[1]) << 10 <= LEAST_MEMORY_BYTES, peak
+"""
+
+DRAW = random.Random(0)
+TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {
+    "short": (1_000_000, lambda row: f"{row:016x}"),
+    "long": (150_000, lambda row: f"{row}{DRAW.getrandbits(1700):x}"),
+    "longer": (60_000, lambda row: f"{row}{DRAW.getrandbits(10_000):x}"),
+    "enormous": (100_000, lambda row: "x" * 15_000_000 if row == 50_000 else f"{row}"),
+    "lists": (100_000, lambda row: "|".join(f"{DRAW.getrandbits(40):x}" for _ in range(30))),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("threads", [8, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["criteo", *(pytest.param(name, marks=pytest.mark.slow) for name in TEXTS)])
+def test_peak_memory_is_within_the_limit(tmp_path: Path, kind: str, threads: int) -> None:
+    """It does not grow with the rows, nor with their texts."""
+    rows = tmp_path / "rows.csv"
+    if kind == "criteo":
+        synthesize_criteo(rows, num_rows=300_000, seed=0)
+    else:
+        num_rows, text = TEXTS[kind]
+        with open(rows, "w") as file:
+            file.write("label,text\n")
+            file.writelines(f"{row % 2},{text(row)}\n" for row in range(num_rows))
+    process = start(PREPARE, rows, tmp_path / "out", kind, threads)
+    said = process.communicate(timeout=500)[1]
+    assert not process.returncode, said.decode()

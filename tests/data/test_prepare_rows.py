@@ -12,7 +12,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import verify_dataset
 from distembed.data.prepare import PrepareOptions, ResourceLimits, prepare_rows, write_parquet
-from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.prepare.options import SPLIT_NAMES
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table import vocabulary
 from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn
@@ -22,12 +22,6 @@ from tests.data.reference import folder_bytes
 
 KEYS = {column.name: column for column in LAYOUT.ids if column.role == "feature"}
 NUMBERS = {column.name: column for column in LAYOUT.numbers}
-
-
-def in_order(rows: list[Row], *shares: float) -> dict[str, list[Row]]:
-    """Returns the rows of each split: shares of all in their order."""
-    stops = [round(len(rows) * sum(shares[: count + 1]) * 1000) // 1000 for count in range(len(shares))]
-    return {name: rows[start:stop] for name, start, stop in zip(SPLIT_NAMES, [0, *stops], stops, strict=False)}
 
 
 def check_against_reference(dataset: Path, splits: dict[str, list[Row]]) -> Manifest:
@@ -142,26 +136,18 @@ def test_malformed_rows_are_listed_in_the_order_of_the_input(tmp_path: Path) -> 
 @pytest.mark.parametrize("shares", [(0.8, 0.1, 0.1), (0.5, 0.0, 0.5), (0.3, 0.7, 0.0), (1.0, 0.0, 0.0)])
 @pytest.mark.parametrize("by_time", [False, True])
 def test_shares(tmp_path: Path, shares: tuple[float, ...], by_time: bool) -> None:
+    """Rows of a time are all in one split."""
     rows = random_rows(200, 5)
     text = ",".join(map(str, shares))
     prepare_rows(PythonRows(LAYOUT, [rows]), tmp_path / "out", PrepareOptions(f"time:{text}" if by_time else text))
-    ordered = sorted(rows, key=lambda row: row["at"]) if by_time else rows
-    places = {id(row): place for place, row in enumerate(ordered)}
-    first = {row["at"]: place for place, row in reversed(list(enumerate(ordered)))}
-    splits: dict[str, list[Row]] = {name: [] for name, share in zip(SPLIT_NAMES, shares, strict=True) if share}
-    begins = [ordered[round(200 * sum(shares[:count]))]["at"] for count in range(1, len(splits))] if by_time else []
-    for row in rows:
-        if by_time:
-            split = sum(row["at"] >= begin for begin in begins)
-        else:
-            split = sum(places[id(row)] >= round(200 * sum(shares[:count])) for count in range(1, 3) if shares[count])
-            split = min(split, len(splits) - 1)
-        splits[list(splits)[split]].append(row)
+    places = [row["at"] for row in rows] if by_time else list(range(200))
+    names = [name for name, share in zip(SPLIT_NAMES, shares, strict=True) if share]
+    stops = np.round(200 * np.cumsum([share for share in shares if share])).astype(int)[:-1]
+    begins = [sorted(places)[stop] for stop in stops]
+    splits: dict[str, list[Row]] = {name: [] for name in names}
+    for row, place in zip(rows, places, strict=True):
+        splits[names[sum(place >= begin for begin in begins)]].append(row)
     check_against_reference(tmp_path / "out", splits)
-    if by_time and len(splits) > 1:
-        # all rows of a time are in one split, and none trains that is not before all others
-        assert max(row["at"] for row in splits["train"]) < min(row["at"] for row in splits[list(splits)[1]])
-        assert len(splits["train"]) == first[begins[0]]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ import random
 import time
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from distembed.base.errors import RunError, UserError
 from distembed.data import remote
-from tests.data.flaky_files import flaky_files
-from tests.robustness.s3_server import BUCKET, failing_s3
+from tests.data.flaky_files import flaky_files, flaky_s3
 
 SIZES = [0, 1, 100_001]
 
@@ -109,28 +107,15 @@ def test_a_file_that_changes_while_it_is_read_is_no_file(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_s3_that_fails_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
-    (tmp_path / "server").mkdir()
     data = content(11 << 20)  # two parts
     (tmp_path / "sent").write_bytes(data)
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.01)
-    with failing_s3(tmp_path / "server", 0.2, seed=0) as url:
-        for name, value in {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        assert isinstance(fsspec.filesystem("s3"), s3fs.S3FileSystem)
-        target = f"s3://{BUCKET}/folder/file.bin"
+    with flaky_s3(tmp_path, 0.2) as bucket:
+        target = f"{bucket}/folder/file.bin"
         remote.upload(tmp_path / "sent", target)
-        (found,) = remote.list_remote(f"s3://{BUCKET}/folder")
+        (found,) = remote.list_remote(f"{bucket}/folder")
         assert found == remote.find_remote(target) and found.url == target and found.num_bytes == len(data)
         remote.fetch(target, tmp_path / "fetched")
         assert (tmp_path / "fetched").read_bytes() == data
         with pytest.raises(UserError, match="does not exist"):
-            remote.find_remote(f"s3://{BUCKET}/nothing")
-        s3fs.S3FileSystem.clear_instance_cache()
+            remote.find_remote(f"{bucket}/nothing")

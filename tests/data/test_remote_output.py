@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
 
 from distembed.base.errors import TemporaryFailure, UserError
 from distembed.data import remote
 from distembed.data.prepare import CriteoOptions, ResourceLimits, pipeline, prepare_criteo, write_parquet
 from distembed.data.remote import read_remote, walk_remote
 from tests.data import reference
-from tests.data.flaky_files import Flaky, flaky_files
+from tests.data.flaky_files import Flaky, flaky_files, flaky_s3
 from tests.data.reference import folder_bytes
-from tests.robustness.s3_server import BUCKET, failing_s3
 
 OPTIONS = CriteoOptions(split="0.6,0.2,0.2")
 URL = "flaky://bucket/criteo"
@@ -162,20 +160,8 @@ def test_the_work_is_done_in_a_local_folder(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_threads_write_to_an_s3_that_fails_often(
-    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "server").mkdir()
-    with failing_s3(tmp_path / "server", 0.03, seed=0) as endpoint:
-        for name, value in {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        prepare_criteo([rows], f"s3://{BUCKET}/criteo", OPTIONS, limits(tmp_path, threads=2))
+def test_two_threads_write_to_an_s3_that_fails_often(rows: Path, tmp_path: Path) -> None:
+    with flaky_s3(tmp_path, 0.03) as bucket:
+        prepare_criteo([rows], f"{bucket}/criteo", OPTIONS, limits(tmp_path, threads=2))
         prepare_criteo([rows], tmp_path / "local", OPTIONS)
-        assert remote_bytes(f"s3://{BUCKET}/criteo") == folder_bytes(tmp_path / "local")
-        s3fs.S3FileSystem.clear_instance_cache()
+        assert remote_bytes(f"{bucket}/criteo") == folder_bytes(tmp_path / "local")

@@ -39,7 +39,7 @@ def test_the_summary_lies_beside_the_file(tmp_path: Path) -> None:
 
 def test_bayes_figures_are_those_of_the_true_probabilities(tmp_path: Path) -> None:
     """Drawn labels scatter around the expectation: 60,000 rows give 0.002 of logloss and AUC."""
-    source = synthesize.RowSource(60_000, 7)
+    source = synthesize._RowDistribution(60_000, 7)
     parts = [source.draw(start, min(start + synthesize.CHUNK_ROWS, 60_000)) for start in (0, synthesize.CHUNK_ROWS)]
     labels = np.concatenate([part.labels for part in parts])
     probabilities = np.concatenate([part.probabilities for part in parts])

@@ -15,7 +15,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data import Manifest
 from distembed.data.dataset.manifest import id_fingerprint
-from distembed.data.dataset.row_groups import require_whole, verify_dataset
+from distembed.data.dataset.row_groups import require_whole_splits, verify_dataset
 from distembed.data.prepare import prepare_criteo, write_parquet
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph import Graph
@@ -53,7 +53,7 @@ def contents(folder: Path) -> str:
             digest.update(part.encode() if isinstance(part, str) else part.data.cast("B"))
         return digest.hexdigest()
     manifest = Manifest.load(folder)
-    require_whole(folder, manifest.splits)
+    require_whole_splits(folder, manifest.splits)
     digest.update(repr((manifest.schema, manifest.preparation, id_fingerprint(folder, manifest))).encode())
     for vocabulary in manifest.vocabularies.values():
         digest.update(repr(pq.read_table(folder / vocabulary.file).to_pydict()).encode())

@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.ingest import InputPart, RawInput
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
-from distembed.data.prepare.row_source import Part, RawInput
 from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.parser import REASONS, TableParser
 from distembed.data.table.schema import TableSchema
@@ -67,7 +67,7 @@ def draw_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class ArrowSource:
-    """A table in memory as a :class:`distembed.data.prepare.row_source.RowSource`."""
+    """A table in memory as a :class:`distembed.data.prepare.ingest.RowSource`."""
 
     reasons = REASONS
     wanted = "A row is one of the schema's."
@@ -78,13 +78,13 @@ class ArrowSource:
         self.layout = self._parser.layout
         self.inputs = [RawInput("table", "memory", table.nbytes)]
 
-    def parts(self, part_bytes: int) -> list[Part]:
-        return [Part(0)]
+    def parts(self, part_bytes: int) -> list[InputPart]:
+        return [InputPart(0)]
 
     def checksum(self, source: int) -> str:
         return ""
 
-    def open(self, part: Part, block_bytes: int) -> "OpenTable":
+    def open(self, part: InputPart, block_bytes: int) -> "OpenTable":
         return OpenTable(self._table)
 
     def parse(self, raw: pa.Table) -> ParsedBlock:

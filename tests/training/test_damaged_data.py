@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE
+from distembed.data.dataset.manifest import CHECKSUMS_NAME, PIECE
 from tests.data.test_damage import flip_a_bit
 from tests.small_runs import command, config_values, distembed, write_dataset
 

@@ -16,10 +16,9 @@ from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.data.remote import is_url
 
 _MOST_THREADS = 4
-_MOST_IDS = 2**31
-"""A number of ids that no row has."""
+_MOST_IDS = 2**31  # more ids than any row has
 OWN_COUNTS = "a dataset (data.path) knows how many ids its rows have, so that plans need no"
-"""Why counts of ids are refused beside a dataset."""
+"""Why counts of ids are refused together with a dataset."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -26,13 +26,11 @@ import pyarrow.parquet as pq
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import free_space, full_disk_explained
-from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
-from distembed.data.dataset.pieces import REMEDY
+from distembed.base.validation import shown
+from distembed.data.dataset.manifest import MANIFEST_NAME, REMEDY, Manifest
 
-KEPT_FOLDER = "dataset"
-"""Name of the folder within a run's."""
-MOST_COPIED_BYTES = 1 << 30
-"""Size of all vocabularies together from which on they are not copied."""
+KEPT_FOLDER = "dataset"  # name of the folder within a run's
+MOST_COPIED_BYTES = 1 << 30  # size of all vocabularies together from which on they are not copied
 
 
 def kept_dataset(run: str | os.PathLike[str]) -> Path | None:
@@ -113,7 +111,7 @@ def _differences(
     options += [
         (f"the hash of {each!r}", _hash_in_schema(earlier, each), _hash_in_schema(manifest, each)) for each in names
     ]
-    yield from (f"{what} was {_shown(was)} and is {_shown(now)}" for what, was, now in options if was != now)
+    yield from (f"{what} was {shown(was)} and is {shown(now)}" for what, was, now in options if was != now)
     for before, after in zip(old.categorical, new.categorical, strict=True):
         if (before.table, before.multi_hot) != (after.table, after.multi_hot):
             yield f"the feature {before.name!r} was {before} and is {after}"
@@ -155,8 +153,3 @@ def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
         if (place := pc.index(differs, True).as_py()) >= 0:
             before, now = (table["key"][place].as_py() for table in (old, new))
             yield f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -7,11 +7,18 @@ A dataset is a folder of Parquet files and a ``manifest.json``::
     DATASET/validation/  test/       the other splits; any names are possible
     DATASET/vocabulary/C1.parquet    which raw value each id stands for (only with a vocabulary)
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
-    DATASET/checksums.bin            checksums of the splits' files, a row group each (pieces.py)
+    DATASET/checksums.bin            checksums of the splits' files, a piece each
+
+Every byte of a split's file is in one piece, so that a row group can be fetched and checked by itself::
+
+    | PAR1 row group 0 | row group 1 | ... | last row group | footer PAR1 |
+      piece 0            piece 1             piece n - 1      piece n
+
+``checksums.bin`` has 24 bytes a piece, in the manifest's order of files: its size (int64, little-endian) and its XXH3.
+Trade-off: Parquet's own checksums of pages need no file, but leave out the headers of the pages.
 
 The manifest holds no times of day, so preparing the same input twice gives the same bytes. It carries its own checksum
-and the checksums of all files but the splits'. All paths in it lead inside the folder. :func:`create_manifest` writes
-one for Parquet files that were made elsewhere.
+and the checksums of all files but the splits'. :func:`create_manifest` writes one for files that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -23,22 +30,84 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from distembed.base.checksums import KEY, FileChecksum, checksum_differs, with_checksum
+from distembed.base.checksums import KEY, FileChecksum, checksum_differs, file_checksum, with_checksum
 from distembed.base.errors import UserError
 from distembed.base.files import read_folder_json, require_inside, whole_file, write_text
 from distembed.base.version import __version__
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, check_columns, file_pieces
 from distembed.data.dataset.schema import Schema, plain_fields
 
+CHECKSUMS_NAME = "checksums.bin"
+REMEDY = "prepare the data again, or fetch the file again from where a whole copy is"
+PIECE = np.dtype([("bytes", "<i8"), ("checksum", "V16")])
+Pieces: TypeAlias = NDArray[np.void]  # the pieces of a file, or of several end to end, each of the type ``PIECE``
+
+
+def file_pieces(path: Path) -> Pieces:
+    """Returns the pieces of a Parquet file as it is, with a few megabytes in memory at a time."""
+    metadata = pq.read_metadata(path)
+    starts: list[int] = []
+    stop = 0
+    for index in range(metadata.num_row_groups):
+        begin, end = _row_group_bounds(metadata.row_group(index), stop)
+        if begin < stop or end < begin:
+            raise UserError(f"{path}, row group {index} does not come after the one before it; write the file anew")
+        starts.append(begin if starts else 0)
+        stop = end
+    sizes = np.diff([*starts, stop, path.stat().st_size] if starts else [0, path.stat().st_size]).tolist()
+    return read_checksums(path, sizes)
+
+
+def read_checksums(path: Path, sizes: Sequence[int]) -> Pieces:
+    """Returns pieces of these sizes with the checksums of a file as it is, read a few megabytes at a time."""
+    with path.open("rb") as file:
+        return np.array([(size, bytes.fromhex(file_checksum(file, size))) for size in sizes], PIECE)
+
+
+def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int, int]:
+    """Returns where a row group's columns begin and end; where the one before ends, if it has no bytes."""
+    starts, stops = [], []
+    for column in (row_group.column(index) for index in range(row_group.num_columns)):
+        # a column without rows may have a dictionary and no page, which is then said to be at 0
+        pages = [offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset]
+        if pages and column.total_compressed_size:
+            starts.append(min(pages))
+            stops.append(min(pages) + column.total_compressed_size)
+    return (min(starts), max(stops)) if starts else (before, before)
+
+
+def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
+    """Makes sure that a file has a schema's columns, and that their types fit their roles."""
+    missing = [name for name in schema.columns if name not in columns.names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
+    numeric = [name for name in (schema.label, schema.weight, *schema.dense) if name is not None]
+    roles = [(name, False, _is_numeric, "a label, weight or dense column is numeric") for name in numeric]
+    roles += [(name, True, _is_numeric, "a dense sequence is a list of numbers") for name in schema.dense_sequences]
+    for feature in schema.categorical:
+        law = f"multi_hot={feature.multi_hot} needs {'a list of integers' if feature.multi_hot else 'integer'}"
+        roles.append((feature.name, feature.multi_hot, pa.types.is_integer, law))
+    list_types = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    for name, is_list, fits, law in roles:
+        kind = columns.field(name).type
+        if any(check(kind) for check in list_types) != is_list or not fits(kind.value_type if is_list else kind):
+            raise UserError(f"{path}, column {name!r}: its type is {kind}; {law}")
+
+
+def _is_numeric(kind: pa.DataType) -> bool:
+    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
 MANIFEST_NAME = "manifest.json"
+REJECTED_NAME = "rejected.tsv"
 MANIFEST_VERSION = 2
 
 
@@ -255,14 +324,11 @@ def _split_from_json(value: Mapping[str, Any]) -> Split:
     return Split(value["num_rows"], value["label_rate"], files, value.get("mean_weight"))
 
 
-CREATED_ELSEWHERE = "create_manifest"
-"""The ``source`` in the preparation of a manifest whose files were made elsewhere."""
+CREATED_ELSEWHERE = "create_manifest"  # the ``source`` in the preparation of a manifest whose files were made elsewhere
 
 
 def create_manifest(
-    dataset_dir: str | os.PathLike[str],
-    schema: Schema,
-    splits: Mapping[str, Sequence[str | os.PathLike[str]]],
+    dataset_dir: str | os.PathLike[str], schema: Schema, splits: Mapping[str, Sequence[str | os.PathLike[str]]]
 ) -> Manifest:
     """Writes a manifest for Parquet files that were made elsewhere, so that the reader can read them.
 
@@ -294,8 +360,12 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
             check_columns(str(file), parquet.schema_arrow, schema)
             for name, sums in numbers.items():
                 values = pc.cast(parquet.read(columns=[name]).column(0), pa.float64())
-                if name == schema.weight:
-                    _check_weights(file, name, values)
+                is_weight = pc.fill_null(pc.and_(pc.is_finite(values), pc.greater_equal(values, 0.0)), False)
+                if name == schema.weight and (wrong := pc.index(is_weight, False).as_py()) >= 0:
+                    raise UserError(
+                        f"{file}, column {name!r}: the weight of row {wrong} is {values[wrong].as_py()}; weights are "
+                        "finite and not negative."
+                    )
                 sums.append(pc.sum(values).as_py() or 0.0)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{file} is not a readable Parquet file: {error}") from error
@@ -315,13 +385,3 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
         if file.is_relative_to(inside):
             return file.relative_to(inside).as_posix()
     raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
-
-
-def _check_weights(path: Path, name: str, weights: pa.ChunkedArray) -> None:
-    is_weight = pc.and_(pc.is_finite(weights), pc.greater_equal(weights, 0.0))
-    wrong = pc.index(pc.fill_null(is_weight, False), False).as_py()
-    if wrong >= 0:
-        raise UserError(
-            f"{path}, column {name!r}: the weight of row {wrong} is {weights[wrong].as_py()}; weights are finite and "
-            "not negative."
-        )

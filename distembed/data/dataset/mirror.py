@@ -34,8 +34,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.base.files import read_json, whole_file, write_text
 from distembed.data.remote import fetch, find_remote, is_url, join_url, read_range, read_remote
 
-_SPARE_BYTES = 1 << 30
-"""Room on the disk that is left to others."""
+_SPARE_BYTES = 1 << 30  # room on the disk that is left to others
 
 
 @dataclass(frozen=True)

@@ -81,17 +81,17 @@ class RecordLayout:
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordBlock:
     """Decoded rows."""
 
     records: NDArray[Any]  # row-major array of the single-valued columns [num_rows, width]; see RecordLayout
     jagged: dict[str, Jagged]  # columns of lists by their names
 
-    def gather(self, rows: NDArray[np.int64]) -> Block:
+    def gather(self, rows: NDArray[np.int64]) -> RecordBlock:
         lists = {name: column.gather(rows) for name, column in self.jagged.items()}
-        return Block(np.take(self.records, rows, axis=0), lists)
+        return RecordBlock(np.take(self.records, rows, axis=0), lists)
 
     @classmethod
-    def concatenate(cls, blocks: Sequence[Block]) -> Block:
+    def concatenate(cls, blocks: Sequence[RecordBlock]) -> RecordBlock:
         records = np.concatenate([block.records for block in blocks])
         return cls(records, {name: Jagged.concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})

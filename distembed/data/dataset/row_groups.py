@@ -16,9 +16,18 @@ import pyarrow.parquet as pq
 
 from distembed.base.checksums import Verification, checksum_of
 from distembed.base.errors import RunError, UserError
-from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest
+from distembed.data.dataset.manifest import (
+    CHECKSUMS_NAME,
+    MANIFEST_NAME,
+    PIECE,
+    REMEDY,
+    DataFile,
+    Manifest,
+    Pieces,
+    check_columns,
+    read_checksums,
+)
 from distembed.data.dataset.mirror import Mirror, dataset_folder, mirror_of
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, check_columns, read_checksums
 from distembed.data.dataset.schema import Schema
 
 _FETCHES_AT_ONCE = 16
@@ -60,14 +69,17 @@ class SplitFile:
         """Whether a local file has as many bytes as the manifest says; remote files are not asked for."""
         return self.mirror is not None or (self.path.is_file() and self.path.stat().st_size == self.listed.bytes)
 
-    def damaged_pieces(self) -> list[str]:
-        """Returns the problem of each damaged piece; a remote file is read past the cache."""
-        if self.mirror is None:  # a few megabytes at a time
-            damaged = np.flatnonzero(read_checksums(self.path, self.pieces["bytes"].tolist()) != self.pieces).tolist()
-        else:
+    def problems(self, schema: Schema) -> Iterator[str]:
+        """Yields the problem of each damaged piece, or else checks the footer; a remote file is read past the cache."""
+        damaged: list[int] = []
+        if self.mirror is not None:
             read = self.mirror.read_uncached
             damaged = [each for each in range(len(self.pieces)) if read(self.listed.path, *self._bounds(each)) is None]
-        return [self._damaged(index) for index in damaged]
+        elif self.has_listed_size:  # a few megabytes at a time
+            damaged = np.flatnonzero(read_checksums(self.path, self.pieces["bytes"].tolist()) != self.pieces).tolist()
+        yield from map(self._damaged, damaged)
+        if not damaged:
+            self.checked_metadata(schema)
 
     def piece(self, index: int) -> tuple[bytes, int]:
         """Returns the bytes of a piece, and where it begins."""
@@ -192,7 +204,7 @@ def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
     return found
 
 
-def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
+def require_whole_splits(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
     """Makes sure that the files of some splits have the sizes, footers and rows that the manifest lists."""
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
@@ -224,7 +236,7 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
         return found
     for name in manifest.splits:
         for file in split_files(folder, manifest, name, pieces):
-            found.add(_until_error(_file_problems(file, manifest.schema), file), file.path)
+            found.add(_until_error(file.problems(manifest.schema), file), file.path)
             found.num_bytes += 0 if file.mirror is None else file.listed.bytes
             report(found.num_bytes)
     return found
@@ -251,10 +263,3 @@ def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterato
         num_ids = vocabulary.num_ids
         if vocabulary.file == file and (num_rows := pq.read_metadata(path).num_rows) != num_ids:
             yield f"{path} has {num_rows:,} ids of feature {name!r}, the manifest says {num_ids:,}; {REMEDY}."
-
-
-def _file_problems(file: SplitFile, schema: Schema) -> Iterator[str]:
-    damaged = file.damaged_pieces() if file.has_listed_size else []
-    yield from damaged
-    if not damaged:
-        file.checked_metadata(schema)

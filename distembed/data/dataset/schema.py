@@ -1,4 +1,4 @@
-"""The columns of a dataset: a label, dense numbers, categorical ids, and numbers beside the ids of a list.
+"""The columns of a dataset: a label, dense numbers, categorical ids, and numbers for each id of a list.
 
 Models, embedding tables and the reader share a :class:`Schema`. Single-valued features have exactly
 one id a row; multi-hot features have a list of ids a row, which may be empty::
@@ -66,7 +66,7 @@ class CategoricalFeature:
         return self.table or self.name
 
 
-# Names of the fields of batches; a dataset without labels, weights or numbers beside the ids of lists lacks the field.
+# Names of the fields of batches; a dataset without labels, weights or dense sequences lacks the field.
 LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
 WEIGHTS, DENSE_SEQUENCES = "weights", "dense_sequences"
 
@@ -122,7 +122,7 @@ class Schema:
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
-        """The fields of every batch: dense features, ids, labels, weights, and numbers beside the ids of lists."""
+        """The fields of every batch: dense features, ids, labels, weights, and dense sequences."""
         fields = [
             BatchField(DENSE_FEATURES, self.dense),
             BatchField(SPARSE_FEATURES, self.categorical_names, is_jagged=True),

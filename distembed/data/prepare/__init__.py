@@ -1,10 +1,4 @@
-"""Raw files to Parquet datasets.
-
-``pipeline.py`` prepares rows of any kind in three passes: ``ingest.py`` reads and parses parts of the inputs into a
-``spool.py``, ``dataset_columns.py`` learns ids, means and bins of each column, and ``write_parquet.py`` writes the
-files. ``work.py`` runs the tasks of each pass and resumes after a kill; ``staging.py`` makes the output appear at once.
-``table/`` prepares tables and Criteo's logs, ``interactions/`` ratings and sequences.
-"""
+"""Raw files to Parquet datasets: of tables, Criteo's logs, ratings and sequences."""
 
 from typing import TYPE_CHECKING
 

@@ -114,7 +114,7 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def count_numbers(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
+def count_distinct(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
     """Makes the table ``counted`` of distinct values and their counts, and returns the number of all values."""
     schema = pa.schema([("value", type_), ("count", pa.int64())])
     counts = (np.unique(part, return_counts=True) for part in parts)

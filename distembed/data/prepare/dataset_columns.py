@@ -28,11 +28,10 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.prepare.base import Base
-from distembed.data.prepare.count import Database, count_numbers, values_at_ranks
-from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, build_vocabulary
+from distembed.data.prepare.count import Database, count_distinct, values_at_ranks
+from distembed.data.prepare.feature_ids import Base, FeatureValues, LookupTables, build_vocabulary
 from distembed.data.prepare.spool import RowSplits
-from distembed.data.prepare.write_parquet import OutputColumn, read_ids, read_numbers
+from distembed.data.prepare.write_parquet import OutputColumn, spooled_ids, spooled_numbers
 from distembed.data.table.blocks import BlockLayout, NumberColumn
 from distembed.data.table.encoder import num_bins, number_change
 from distembed.data.table.vocabulary import HashMap, IdMap
@@ -46,7 +45,7 @@ def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database:
             numbers = block.numbers(place)[splits.train_rows(block)]
             yield numbers[~np.isnan(numbers)] + np.float32(0)  # one zero of both
 
-    total = count_numbers(database, training(), pa.float32())
+    total = count_distinct(database, training(), pa.float32())
     if not total:
         return {"edges": []} if column.transform == "quantile_bins" else {"mean": 0.0, "std": 1.0}
     if column.transform == "quantile_bins":
@@ -62,10 +61,9 @@ def _values(database: Database) -> Iterator[tuple[float, int]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-# not even one that another column's number makes
+# Names that every file system takes as a file's, and that are no other column's number.
 _PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII | re.IGNORECASE)
-_GROUP_KEYS = 1 << 20
-"""Most keys of columns that are counted in one database: opening and closing one takes 0.1 s."""
+_GROUP_KEYS = 1 << 20  # most keys of columns that are counted in one database: opening and closing one takes 0.1 s
 ColumnsLearnt = dict[str, dict[str, Any]]
 """By column: its ``feature`` and ``vocabulary`` fields, and the parameters that its transform ``learnt``, or None."""
 
@@ -130,7 +128,8 @@ class DatasetColumns:
         if owner.column.hash_size is not None:
             id_map = HashMap(owner.column.hash_size, owner.column.hash_seed)
         else:
-            file = self.folder / "vocabulary" / f"{_file_name(name, owner.place)}.parquet"
+            stem = name if _PLAIN_NAME.fullmatch(name) else f"column-{owner.place}"
+            file = self.folder / "vocabulary" / f"{stem}.parquet"
             file.parent.mkdir(exist_ok=True)
             id_map, entries = build_vocabulary(features, file, database, scratch, self.base)
         return {
@@ -192,7 +191,7 @@ class DatasetColumns:
         for place, column in enumerate(self.layout.numbers):
             found = learnt[column.name]["learnt"] if column.name in learnt else None
             has_missing = keeps_missing and column.role == "dense"
-            read = partial(read_numbers, place=place, change=number_change(column, found), has_missing=has_missing)
+            read = partial(spooled_numbers, place=place, change=number_change(column, found), has_missing=has_missing)
             type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
             outputs[column.name] = OutputColumn(pa.field(column.name, type_), read)
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
@@ -203,14 +202,12 @@ class DatasetColumns:
         lookup = self._lookup(place, learnt[name]["feature"]["num_embeddings"])
         type_ = pa.from_numpy_dtype(lookup.dtype)
         field = pa.field(name, pa.list_(type_) if column.is_list else type_)
-        return OutputColumn(field, partial(read_ids, place=place, lookup=lookup))
+        return OutputColumn(field, partial(spooled_ids, place=place, lookup=lookup))
 
     def mean_values(self) -> float:
         """Returns the mean number of values of a row in the column with the longest lists; 1 without lists."""
-        blocks, lists = (
-            self.splits.blocks,
-            [place for place, column in self.layout.feature_keys.values() if column.is_list],
-        )
+        blocks = self.splits.blocks
+        lists = [place for place, column in self.layout.feature_keys.values() if column.is_list]
         num_rows = sum(block.num_rows for block in blocks)
         return max((sum(block.num_values(place) for block in blocks) / num_rows for place in lists), default=1.0)
 
@@ -218,8 +215,3 @@ class DatasetColumns:
         numbers = {name: learnt[name]["learnt"] for name in self._learnt_numbers}
         recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
         return recorded | ({} if self.base is None else {"base": self.base.recorded})
-
-
-def _file_name(name: str, place: int) -> str:
-    """Returns a column's name where every file system takes it as a file's, else its number."""
-    return name if _PLAIN_NAME.fullmatch(name) else f"column-{place}"

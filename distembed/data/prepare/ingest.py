@@ -7,26 +7,173 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 from __future__ import annotations
 
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.row_source import OpenPart, Part, RejectedRows, RowSource, read_rejected
-from distembed.data.prepare.split import SplitRule
+from distembed.base.errors import UserError
+from distembed.data.dataset.manifest import REJECTED_NAME, Rejected, SourceFile
+from distembed.data.prepare.options import SplitRule
 from distembed.data.prepare.spool import SpooledBlock, require_known_splits, write_block
 from distembed.data.prepare.work import Advance
-from distembed.data.table.blocks import RejectedRow
+from distembed.data.table.blocks import BlockLayout, ParsedBlock, RejectedRow
 
-_Parsed = tuple[list[int], int, tuple[RejectedRow, ...]]
-"""The part of a block that stays in memory once it is spooled: its sizes, number of lines, malformed rows."""
-_SIZES = "sizes.bin"
-"""Name of the file, in a part's folder, with the number of rows of each block and where its arrays begin."""
+
+@dataclass(frozen=True)
+class RawInput:
+    """A file, a pipe or a URL that has rows."""
+
+    name: str  # in the dataset (:func:`distembed.data.prepare.table.inputs.input_names`)
+    place: str  # for errors and notes
+    num_bytes: int | None  # its size, compressed where it is; None where that is not known before it is read
+    is_compressed: bool = False
+    version: str = ""  # changes when the content of a URL changes; empty where it is not known, and for files
+
+
+@dataclass(frozen=True)
+class InputPart:
+    """A piece of an input that is read by itself: bytes or row groups ``[start, stop)``, None for the end."""
+
+    source: int  # number of the input among all, from 0
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop is None
+
+
+class OpenPart(Protocol):
+    """A part that is being read."""
+
+    @property
+    def bytes_read(self) -> int: ...  # of the input so far, compressed where it is
+
+    @property
+    def header_lines(self) -> int: ...  # before the first row, known with the first block; 0 within an input
+
+    @property
+    def sha256(self) -> str | None: ...  # of the whole input, once all was read; None for other parts
+
+    def raw_blocks(self) -> Generator[Any, None, None]:
+        """Yields about a block's size of rows at a time for :meth:`RowSource.parse`, in order."""
+
+    def notes(self) -> list[str]:
+        """Returns sentences on the part that a user should know, once all blocks were read."""
+
+
+class RowSource(Protocol):
+    """One kind of rows, and the inputs that hold them; it can be pickled."""
+
+    inputs: list[RawInput]
+    layout: BlockLayout
+    reasons: tuple[str, ...]  # why a row can be malformed, in the order of the manifest
+    wanted: str  # describes a well-formed row in a sentence, for errors
+    hints: Mapping[str, str]  # by reason: a sentence on the likely cause, where most malformed rows have that reason
+
+    def parts(self, part_bytes: int) -> list[InputPart]:
+        """Returns the parts of all inputs in order, of about so many bytes each, by the inputs and this size alone."""
+
+    def checksum(self, source: int) -> str:
+        """Returns the SHA-256 of an input that is cut into several parts, given its number."""
+
+    def open(self, part: InputPart, block_bytes: int) -> OpenPart:
+        """Begins to read a part, in blocks of about so many bytes of text."""
+
+    def parse(self, raw: Any) -> ParsedBlock:
+        """Parses a raw block, in any thread; a malformed row becomes a rejected row, never an error."""
+
+
+_EXAMPLES, _EXAMPLE_CHARACTERS = 5, 120
+_HEADER = b"file\tline\treason\trow\n"
+_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}  # of a file's name, a field of rejected.tsv
+_HOPELESS_ROWS = 1000  # if more than half of them are malformed, it is another kind of file, and not read to its end
+
+
+@dataclass
+class RejectedRows:
+    """Takes the malformed rows as they are found; the file is made with the first one."""
+
+    folder: Path  # that gets ``rejected.tsv``
+    inputs: Sequence[RawInput]
+    reasons: Sequence[str]  # as of :class:`RowSource`
+    max_rejected: float  # largest share of malformed rows that is no error
+    wanted: str
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.by_source = [0] * len(self.inputs)  # number of malformed rows of each input
+        self._file: BinaryIO | None = None
+        self._counts = Counter(dict.fromkeys(self.reasons, 0))
+        self._examples: list[str] = []
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.by_source)
+
+    def add(self, source: int, line: int, reason: str, row: bytes) -> None:
+        """Lists a malformed row: the number of its input, its line counted from 1, why, and its bytes."""
+        if self._file is None:
+            self._file = open(self.folder / REJECTED_NAME, "wb")
+            self._file.write(_HEADER)
+        row = row.replace(b"\n", b"\\n")  # within the quotes of a field
+        name = self.inputs[source].name.translate(_ESCAPED).encode(errors="backslashreplace")
+        self._file.write(name + f"\t{line}\t{reason}\t".encode() + row + b"\n")
+        self._counts[reason] += 1
+        self.by_source[source] += 1
+        if len(self._examples) < _EXAMPLES:
+            text = row.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
+            self._examples.append(f"{self.inputs[source].place}:{line}: {reason}: {text!r}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def counts(self) -> Rejected:
+        by_reason = {reason: count for reason, count in self._counts.items() if count}
+        return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
+
+    def require_hope(self, num_rows: int) -> None:
+        """Ends the reading of a file of another kind, given the number of rows so far, malformed ones included."""
+        if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self.max_rejected) * num_rows:
+            raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
+
+    def require_few(self, num_rows: int) -> None:
+        """Makes sure that not too many of all rows are malformed, and that some are well-formed."""
+        if not num_rows:
+            raise UserError(f"the input has no rows: {', '.join(each.place for each in self.inputs[:_EXAMPLES])}")
+        if self.num_rows > self.max_rejected * num_rows:
+            raise UserError(self._complaint(num_rows))
+        if self.num_rows == num_rows:
+            raise UserError(f"no row of the input is well-formed: {self._complaint(num_rows)}")
+
+    def _complaint(self, num_rows: int) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._counts.items() if count)
+        commonest = max(self._counts, key=self._counts.__getitem__)
+        hint = f"{self.hints[commonest]} " if commonest in self.hints else ""
+        return (
+            f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
+            f"{self.max_rejected:g}; nothing was written. {self.wanted} {hint}Mend the rows or allow more "
+            "(--max-rejected). The first ones:\n  " + "\n  ".join(self._examples)
+        )
+
+
+def read_rejected(folder: Path) -> Iterator[tuple[int, str, bytes]]:
+    """Yields the malformed rows that are listed in a folder, in order: line, reason and bytes."""
+    with open(folder / REJECTED_NAME, "rb") as file:
+        next(file)
+        for entry in file:
+            _, line, reason, row = entry.removesuffix(b"\n").split(b"\t", 3)
+            yield int(line), reason.decode(), row
+
+
+_Parsed = tuple[list[int], int, tuple[RejectedRow, ...]]  # of a spooled block: sizes, number of lines, malformed rows
+_SIZES = "sizes.bin"  # file in a part's folder: the number of rows of each block, and where its arrays begin
 
 
 @dataclass(frozen=True)
@@ -35,12 +182,12 @@ class PartFound:
 
     folder: str  # of its blocks in the spool
     num_rows: int  # well-formed ones
-    num_lines: int  # but for those before the first row
+    num_lines: int  # from the first row on
     header_lines: int  # before the first row
     bytes_read: int
     sha256: str | None  # of the input, of a part that is the whole input
     num_rejected: int  # malformed rows, which ``rejected.tsv`` in the folder lists
-    notes: list[str]  # sentences that a user should know besides
+    notes: list[str]  # sentences for the user
 
 
 @dataclass(frozen=True)
@@ -54,7 +201,7 @@ class PartReader:
     block_bytes: int  # of text in a block, about
     threads: int  # that parse
 
-    def read(self, numbered: tuple[int, Part], advance: Advance) -> PartFound:
+    def read(self, numbered: tuple[int, InputPart], advance: Advance) -> PartFound:
         """Reads a part, given its number among all parts too."""
         index, part = numbered
         self.spool.mkdir(exist_ok=True)
@@ -85,7 +232,7 @@ class PartReader:
         found = (opened.header_lines, opened.bytes_read, opened.sha256, rejected.num_rows, opened.notes())
         return PartFound(folder.name, num_rows, num_lines, *found)
 
-    def _parse_in_order(self, folder: Path, part: Part, opened: OpenPart) -> Generator[_Parsed, None, None]:
+    def _parse_in_order(self, folder: Path, part: InputPart, opened: OpenPart) -> Generator[_Parsed, None, None]:
         waiting: deque[Future[_Parsed]] = deque()
         pool = ThreadPoolExecutor(self.threads, "distembed-parse")
         raw_blocks = opened.raw_blocks()
@@ -101,7 +248,7 @@ class PartReader:
             pool.shutdown(cancel_futures=True)
             raw_blocks.close()
 
-    def _parse(self, path: Path, part: Part, raw: Any) -> _Parsed:
+    def _parse(self, path: Path, part: InputPart, raw: Any) -> _Parsed:
         block = self.source.parse(raw)
         require_known_splits(self.rule, self.source.layout, block, self.source.inputs[part.source].place)
         return [block.num_rows, *write_block(path, block, self.source.layout)], block.num_lines, block.rejected

@@ -1,33 +1,153 @@
-"""Options and limits of a preparation, its progress, and its notes for the user."""
+"""Options of a preparation: the split of the rows, memory and threads, progress and notes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distembed.base.errors import UserError
 from distembed.base.machine import usable_cores
 from distembed.base.names import one_of
 from distembed.base.units import format_bytes
-from distembed.data.prepare.split import SplitRule
+
+SPLIT_NAMES = ("train", "validation", "test")
+TRAIN = 0  # number of the training split among the splits of a dataset
+
+# Exponents would allow numbers that take hours to write out.
+_SHARE = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}|[0-9]{1,20}/[0-9]{1,20}", re.ASCII)
+_INTEGER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+
+# One file without marks between its days is cut as the public DLRM cuts the Kaggle file, which has seven.
+_DAYS_IN_ONE_FILE = 7
+
+SplitKind = Literal["shares", "days", "none", "time", "column"]
+_WANTED = {
+    "time": "after 'time:' there must be three shares that add up to 1, such as '0.8,0.1,0.1', or the times at which "
+    "validation and test begin, in rising order, such as '2014-10-28,2014-10-30' or seconds since 1970; a single time "
+    "is that of the test",
+    "column": "after 'column:' there must be the name of a column with the values train, validation and test, or "
+    "NAME=A,B,C with the values that stand for them; of NAME=A,C there is no validation",
+    "shares": "it must be three shares that add up to 1, such as '0.8,0.1,0.1' or '1/2,1/4,1/4', of which the second "
+    "and the third may be 0; 'days'; 'none'; 'time:' with such shares, or with the times at which validation and test "
+    "begin; 'column:' with the name of a column; or, with --vocabulary, 'validation' or 'test'",
+}
+"""The allowed forms of each kind of rule, for errors."""
+
+
+def parse_shares(text: str, wanted: str) -> tuple[Fraction, ...]:
+    """Reads shares that add up to 1, as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``wanted``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_SHARE.fullmatch(part) for part in parts):
+        raise UserError(wanted)
+    try:
+        shares = tuple(Fraction(part) for part in parts)
+    except ZeroDivisionError:
+        raise UserError(wanted) from None
+    if shares[0] <= 0 or sum(shares) != 1:
+        raise UserError(wanted)
+    return shares
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How rows are divided; rows keep the order of the input.
+
+    ::
+
+    0.8,0.1,0.1                    the first 80% of the rows train, the next 10% validate, the last 10% test
+    days                           each input is a day (one input has seven); the last is halved into validation
+                                   and test
+    none, validation, test         all rows are in one split, ``none`` in training
+    time:0.8,0.1,0.1               shares in the order of the time column; rows of equal times stay together
+    time:2014-10-28,2014-10-30     validation begins at the first time, test at the second; or seconds since 1970
+    column:NAME, column:NAME=a,b,c the column says it, by the splits' names or by these values; of two, no validation
+    """
+
+    kind: SplitKind  # ``none``: all are in one split
+    names: tuple[str, ...] = SPLIT_NAMES  # of the splits that there are, in order; only the first may train
+    shares: tuple[Fraction, ...] = ()  # of the splits, exact numbers that add up to 1, of ``shares`` and ``time``
+    times: tuple[int, ...] = ()  # at which the splits after training begin, of ``time`` without shares
+    column: str = ""  # whose values say the split, of ``column``
+    values: tuple[str, ...] = ()  # of the splits in that column
+
+    @classmethod
+    def parse(cls, text: str) -> SplitRule:
+        if text == "days":
+            return cls("days")
+        if text in ("none", *SPLIT_NAMES[1:]):
+            return cls("none", (SPLIT_NAMES[TRAIN] if text == "none" else text,))
+        prefix, _, rest = text.partition(":")
+        kind: SplitKind = "time" if prefix == "time" else "column" if prefix == "column" else "shares"
+        wanted = f"split (--split) is {text[:100]!r}: {_WANTED[kind]}"
+        if kind == "column":
+            column, given, values_text = rest.partition("=")
+            values = tuple(part.strip() for part in values_text.split(",")) if given else SPLIT_NAMES
+            if not column or "" in values or len(set(values)) != len(values) or len(values) not in (2, 3):
+                raise UserError(wanted)
+            return cls(kind, _split_names(len(values)), column=column, values=values)
+        parts = [part.strip() for part in (rest if kind == "time" else text).split(",")]
+        if kind == "shares" or len(parts) == len(SPLIT_NAMES):
+            shares = parse_shares(",".join(parts), wanted)
+            if len(shares) != len(SPLIT_NAMES):
+                raise UserError(wanted)
+            names = tuple(name for name, share in zip(SPLIT_NAMES, shares, strict=True) if share)
+            return cls(kind, names, tuple(share for share in shares if share))
+        times = tuple(_parse_time(part, wanted) for part in parts)
+        if len(times) > 2 or list(times) != sorted(set(times)):
+            raise UserError(wanted)
+        return cls(kind, _split_names(len(times) + 1), times=times)
+
+    @property
+    def trains(self) -> bool:
+        return self.names[TRAIN] == SPLIT_NAMES[TRAIN]
+
+    def bounds(self, source_rows: Sequence[int]) -> tuple[int, ...]:
+        """Returns the rows where each split begins and the last ends, given the rows of each input in order."""
+        total = sum(source_rows)
+        if self.kind == "none":
+            return 0, total
+        if self.kind == "shares":
+            return tuple(int(total * sum(self.shares[:count])) for count in range(len(self.shares) + 1))
+        if len(source_rows) > 1:
+            last_day = total - source_rows[-1]
+        else:
+            last_day = total * (_DAYS_IN_ONE_FILE - 1) // _DAYS_IN_ONE_FILE
+        return 0, last_day, last_day + (total - last_day) // 2, total
+
+
+def _split_names(count: int) -> tuple[str, ...]:
+    return SPLIT_NAMES if count == len(SPLIT_NAMES) else (SPLIT_NAMES[0], SPLIT_NAMES[-1])
+
+
+def _parse_time(text: str, wanted: str) -> int:
+    """Returns a time in seconds since 1970, of a date in UTC; a number is itself."""
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise UserError(wanted) from None
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
 
 
 @dataclass(frozen=True)
 class ProgressUpdate:
     """How far one stage of a preparation is."""
 
-    stage: str  # ``read``, ``vocabulary`` (but of interactions), ``write`` in this order, or a small one beside these
+    stage: str  # ``read``, ``vocabulary`` (but of interactions), ``write`` in this order, or a small one between them
     bytes_done: int  # of the stage's work
     bytes_total: int | None  # equals ``bytes_done`` when the stage is over; None where it is not known, as with pipes
     rows_done: int  # well-formed rows that the stage has dealt with
 
 
 ProgressCallback = Callable[[ProgressUpdate], None]
-NoteCallback = Callable[[str], None]
-"""Takes one sentence about the input, for example that a header was left out."""
+NoteCallback = Callable[[str], None]  # takes one sentence about the input, for example that a header was left out
 
 
 def ignore(_: object) -> None:
@@ -36,11 +156,9 @@ def ignore(_: object) -> None:
 
 INTERPRETER_BYTES = 224 << 20
 """Memory of an idle process (Python, numpy, PyArrow and DuckDB: 140 MB), and memory that is kept when freed."""
-LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (96 << 20)
-"""The least that a process can work in, everything included."""
+LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (96 << 20)  # the least that a process can work in, everything included
 MOST_THREADS = 1024
-ENGINES = ("threads", "ray", "spark")
-"""Who can run the tasks (``engine.py``)."""
+ENGINES = ("threads", "ray", "spark")  # who can run the tasks (``work.py``)
 
 # Each thread has one block, one is being read and one waits. Parsing takes so many times a block's size.
 _MEMORY_PER_BLOCK_BYTE, _MEMORY_PER_BYTE_OF_LISTS = 10, 20
@@ -105,14 +223,14 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options that a dataset's bytes depend on, besides the rows and the layout of their columns."""
+    """The options that a dataset's bytes depend on, in addition to the rows and the layout of their columns."""
 
-    split: str = "0.8,0.1,0.1"  # how rows are divided (:class:`~distembed.data.prepare.split.SplitRule`)
+    split: str = "0.8,0.1,0.1"  # how rows are divided (:class:`~distembed.data.prepare.options.SplitRule`)
     max_rejected: float = 0.01  # largest share of malformed rows that is no error; ``rejected.tsv`` lists them
     # a dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new ones
     vocabulary: str | os.PathLike[str] | None = None
-    grow: bool = False  # whether values that ``vocabulary`` lacks get ids behind those that are there
-    recorded: Mapping[str, Any] = field(default_factory=dict)  # in the manifest, before what was learnt
+    grow: bool = False  # whether new values get ids after the last one of ``vocabulary``
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # in the manifest, before learnt parameters
 
     @property
     def rule(self) -> SplitRule:

@@ -29,14 +29,12 @@ import numpy as np
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
 from distembed.base.version import __version__
-from distembed.data.dataset.manifest import DataFile, Manifest, Split, Vocabulary
-from distembed.data.dataset.pieces import PIECE
+from distembed.data.dataset.manifest import PIECE, DataFile, Manifest, Vocabulary
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.base import Base
 from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
-from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
+from distembed.data.prepare.feature_ids import Base
+from distembed.data.prepare.ingest import Ingested, InputPart, PartFound, PartReader, RawInput, RowSource
 from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
-from distembed.data.prepare.row_source import Part, RawInput, RowSource
 from distembed.data.prepare.spool import RowSplits, row_splits, split_column
 from distembed.data.prepare.staging import Destination, require_outside
 from distembed.data.prepare.work import Advance, Work, resumable_work
@@ -54,7 +52,11 @@ from distembed.data.remote import join_url
 def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
     """Yields lines of text on a prepared dataset: rows of each split, and rows that were left out."""
     for name, split in manifest.splits.items():
-        yield f"{name}: {split.num_rows:,} rows{_label_text(manifest, split)}"
+        mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
+        kind = "label rate" if manifest.schema.label_kind == "binary" else "mean label"
+        unweighted = "" if manifest.schema.weight is None else "unweighted "
+        label = "" if manifest.schema.label is None else f", {unweighted}{kind} {mean}"
+        yield f"{name}: {split.num_rows:,} rows{label}"
     if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
         users, items = (manifest.vocabularies[name].num_ids for name in (USER, ITEM))
         yield f"{users:,} users, {items:,} items"
@@ -95,14 +97,6 @@ def _applied_text(manifest: Manifest) -> str:
     return f"{grown}values are out of the vocabulary that was applied {times}"
 
 
-def _label_text(manifest: Manifest, split: Split) -> str:
-    if manifest.schema.label is None:
-        return ""
-    mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
-    unweighted = "" if manifest.schema.weight is None else "unweighted "
-    return f", {unweighted}{'label rate' if manifest.schema.label_kind == 'binary' else 'mean label'} {mean}"
-
-
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     """Yields warnings: one label only, splits without rows, vocabularies without ids."""
     rates = {name: split.label_rate for name, split in manifest.splits.items()}
@@ -128,10 +122,8 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
         )
 
 
-_UNPACKED_RATIO = 8
-"""Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
-PART_BYTES = 1 << 29
-"""Bytes of a plain input that are read as one part, by one worker; a kill costs at most one part."""
+_UNPACKED_RATIO = 8  # most bytes of rows in a byte of a compressed input, to estimate whether it is small
+PART_BYTES = 1 << 29  # bytes of a plain input that are read as one part, by one worker; a kill costs at most one part
 
 
 def prepare_rows(
@@ -164,7 +156,7 @@ def prepare_rows(
         base.require_fits(source.layout)
     purpose = _purpose(source, options, limits, base)
     with resumable_work(destination, purpose, limits, report=progress, note=note) as (folder, work):
-        return Preparation(source, options, limits, folder, destination, base, work).run(note)
+        return _Preparation(source, options, limits, folder, destination, base, work).run(note)
 
 
 def _purpose(
@@ -181,7 +173,7 @@ def _purpose(
         return None
     return {
         "version": __version__,
-        "inputs": [asdict(each) | {"version": _version(each)} for each in source.inputs],
+        "inputs": [asdict(each) | {"version": _input_version(each)} for each in source.inputs],
         "layout": repr(source.layout),
         "options": repr(options),
         "base": None if base is None else base.recorded,
@@ -194,7 +186,7 @@ def _block_bytes(source: RowSource, limits: ResourceLimits) -> int:
     return limits.block_bytes(any(column.is_list for column in source.layout.ids))
 
 
-def _version(described: RawInput) -> str:
+def _input_version(described: RawInput) -> str:
     """Returns a text that changes when an input does."""
     try:
         return described.version or str(os.stat(described.place).st_mtime_ns)
@@ -203,7 +195,7 @@ def _version(described: RawInput) -> str:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class _Preparation:
     """One preparation."""
 
     source: RowSource
@@ -243,7 +235,7 @@ class Preparation:
         self.destination.finish(self.folder, list(written))
         return Manifest.load(self.folder)
 
-    def _read(self, parts: Sequence[Part]) -> Ingested:
+    def _read(self, parts: Sequence[InputPart]) -> Ingested:
         spool = self.work.folder / "blocks"
         _remove_abandoned(self.work.folder, spool)
         block_bytes = _block_bytes(self.source, self.limits)
@@ -258,7 +250,7 @@ class Preparation:
             found[part.source].append(PartFound(**result))
         return Ingested(self.source, spool, found)
 
-    def _parts_at_once(self, parts: Sequence[Part], block_bytes: int) -> int:
+    def _parts_at_once(self, parts: Sequence[InputPart], block_bytes: int) -> int:
         """Returns how many parts are read at a time: several only where each is a block or two."""
         for part in parts:
             given = self.source.inputs[part.source]

@@ -23,8 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 from distembed.base.errors import UserError
 from distembed.data.dataset.records import Jagged
 from distembed.data.hashing import text_keys
-from distembed.data.prepare.count import Database, count_numbers, values_at_ranks
-from distembed.data.prepare.split import TRAIN, SplitRule
+from distembed.data.prepare.count import Database, count_distinct, values_at_ranks
+from distembed.data.prepare.options import TRAIN, SplitRule
 from distembed.data.table.blocks import BlockLayout, ParsedBlock, code_dtype
 from distembed.data.table.values import value_texts
 
@@ -99,23 +99,18 @@ def write_block(path: Path, block: ParsedBlock, layout: BlockLayout) -> list[int
         if ids.lengths is not None:
             arrays.append(ids.lengths.astype(np.int32))
         arrays += [np.asarray(ids.codes, code_dtype(len(ids.keys))), np.asarray(ids.keys, column.key_dtype)]
-        if column.kind == "string":
-            arrays += _text_buffers(ids.texts)
+        if ids.texts is not None:
+            texts = ids.texts.cast(pa.large_string())
+            _, offsets, data = texts.buffers()
+            ends = np.frombuffer(offsets or bytes(8), np.int64)[texts.offset : texts.offset + len(texts) + 1]
+            arrays += [ends - ends[0], np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]]
     with open(path, "wb") as file:
         for array in arrays:
             file.write(np.ascontiguousarray(array).data)  # unlike tofile, it says why it fails
     return np.cumsum([0, *(array.nbytes for array in arrays)]).tolist()
 
 
-def _text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    texts = texts.cast(pa.large_string())
-    _, offsets, data = texts.buffers()
-    places = np.frombuffer(offsets or bytes(8), np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    return places - places[0], np.frombuffer(data or b"", np.uint8)[places[0] : places[-1]]
-
-
-Rows: TypeAlias = slice | NDArray[np.int64]
-"""Rows of a block in rising order: a range where they follow each other, else their numbers."""
+Rows: TypeAlias = slice | NDArray[np.int64]  # of a block in rising order: a range if they are adjacent, else numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +193,7 @@ def row_splits(
         return RowSplits(rule, blocks, rule.times if rule.kind == "time" else rule.bounds(source_rows))
     place = split_column(rule, blocks[0].layout)
     with Database(folder, memory_bytes) as database:
-        total = count_numbers(database, (block.numbers(place) for block in blocks), pa.int64())
+        total = count_distinct(database, (block.numbers(place) for block in blocks), pa.int64())
         ranks = [int(total * sum(rule.shares[:count])) for count in range(1, len(rule.shares))]
         return RowSplits(rule, blocks, tuple(values_at_ranks(database, ranks, pa.int64()).tolist()))
 

@@ -33,13 +33,11 @@ import pyarrow as pa
 from distembed.base.checksums import checksum_of
 from distembed.base.errors import TemporaryFailure, UserError
 from distembed.base.files import free_space, full_disk_explained, replaced_file
-from distembed.data.dataset.manifest import MANIFEST_NAME
-from distembed.data.prepare.row_source import REJECTED_NAME
-from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.dataset.manifest import MANIFEST_NAME, REJECTED_NAME
+from distembed.data.prepare.options import SPLIT_NAMES
 from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
 
-STAGED = "staged"
-"""Name of the folder, in a kept one, that becomes the output."""
+STAGED = "staged"  # name of the folder, in a kept one, that becomes the output
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class KeptFolder:
     """A folder that outlives the process which works in it."""
 
     path: Path  # its folder ``staged`` becomes the output
-    is_resumed: bool  # a command with the same purpose was interrupted, and this one goes on with its files
+    is_resumed: bool  # a command with an equal purpose was interrupted, and its files are reused
     is_anew: bool  # the files of an interrupted command were removed
 
 
@@ -91,11 +89,17 @@ def kept_folder(
         shutil.rmtree(replaced, ignore_errors=True)
         own = folder / str(purpose)[:8]  # a lost worker of another command writes elsewhere
         was_begun = (folder / "purpose").is_file()
-        if refused := os.path.lexists(output) and _refusal(output, overwrite, kind, marker):
+        if os.path.lexists(output) and not (overwrite and (output / marker).is_file()):
             if not was_begun:
                 _remove(folder)
-            raise UserError(refused)
-        is_resumed = purpose is not None and (own / STAGED).is_dir() and _is_for(folder / "purpose", purpose)
+            if overwrite:
+                raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
+            raise UserError(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
+        is_resumed = False
+        with suppress(OSError, ValueError):  # no file, or half of one
+            known, host, boot = (folder / "purpose").read_text().split()
+            is_fresh = host != socket.gethostname() or boot == _boot()  # else files may not be on the disk
+            is_resumed = known == purpose and is_fresh and (own / STAGED).is_dir()
         try:
             writing = (OSError, pa.ArrowException)
             with full_disk_explained(lambda error: _disk_is_full(error, output, folder), writing, max_file_size=True):
@@ -134,15 +138,6 @@ def _locked(folder: Path, output: Path, kind: str) -> Iterator[None]:
         yield
 
 
-def _is_for(file: Path, purpose: str) -> bool:
-    """Returns whether a folder is for a purpose, and was begun by another machine or since this one was started."""
-    try:
-        known, host, boot = file.read_text().split()
-    except (OSError, ValueError):
-        return False
-    return known == purpose and (host != socket.gethostname() or boot == _boot())
-
-
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -163,17 +158,6 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         _empty(folder)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _refusal(output: Path, overwrite: bool, kind: str, marker: str) -> str | None:
-    """Returns why the present ``output`` may not be replaced; None where it may."""
-    if not overwrite:
-        return f"{output} exists already: name another output, remove it, or replace it with --overwrite"
-    return (
-        None
-        if (output / marker).is_file()
-        else f"{output} is no {kind} (no {marker}), so it is not overwritten: name another"
-    )
 
 
 def _put_in_place(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
@@ -251,7 +235,7 @@ _DATASET_FILE = re.compile(
 class Destination:
     """Where a dataset goes."""
 
-    path: Path  # the folder; of a URL, the local place beside which the work is done, where nothing will be
+    path: Path  # the folder; of a URL, a local path that stays empty, next to which the work is done
     url: str | None  # the URL; None for a local folder
     overwrite: bool  # whether a dataset that is there is replaced
 

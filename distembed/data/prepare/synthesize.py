@@ -17,7 +17,6 @@ exact and the signal harder to find.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import math
 import os
@@ -127,7 +126,8 @@ def synthesize_criteo(
         f"{num_rows:,} rows take {row_bytes} bytes each or more. Free space, name an output elsewhere, or ask for fewer"
     )
     require_free_space(path, num_rows * row_bytes, remedy)
-    source, quality, positives = RowSource(num_rows, seed), _BayesQuality(), 0
+    source, quality, positives = _RowDistribution(num_rows, seed), _BayesQuality(), 0
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     with (
         whole_file(path) as part,
         full_disk_explained(lambda _: f"{path} could not be written: its disk is full; {remedy}"),
@@ -138,7 +138,10 @@ def synthesize_criteo(
         ):
             for start in range(0, num_rows, CHUNK_ROWS):
                 rows = source.draw(start, min(start + CHUNK_ROWS, num_rows))
-                packed.write(_text(rows))
+                integers = [pa.array(values, mask=values == -2) for values in (rows.labels, *rows.dense)]
+                columns = [*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))]
+                table = pa.table(columns, [str(number) for number in range(len(columns))])
+                csv.write_csv(table, packed, options)
                 positives += int(rows.labels.sum())
                 quality.add(rows.probabilities, rows.times)
                 if progress is not None:
@@ -155,7 +158,7 @@ def synthesize_criteo(
 
 
 @dataclass(frozen=True)
-class Rows:
+class _DrawnRows:
     """The rows of one chunk; -1 is a missing id, and -2 a missing integer."""
 
     times: NDArray[np.float64]
@@ -165,7 +168,7 @@ class Rows:
     probabilities: NDArray[np.float64]
 
 
-class RowSource:
+class _RowDistribution:
     """The distribution that rows are drawn from, a function of the seed and the number of rows."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
@@ -189,20 +192,30 @@ class RowSource:
         self._dense_weights = random.standard_normal(len(CRITEO_DENSE)) * _DENSE_WEIGHT
         self._bias = 0.0
         times = np.linspace(0, 1, _PILOT_ROWS, endpoint=False)
-        self._bias = _bias_for(self._logits(times, *self._features(np.random.default_rng([seed, 1]), times)))
+        logits = self._logits(times, *self._features(np.random.default_rng([seed, 1]), times))
+        low, high = -20.0, 20.0
+        for _ in range(60):  # bisection to the bias whose mean probability is the label rate
+            middle = (low + high) / 2
+            is_low = np.mean(1 / (1 + np.exp(-(logits + middle)))) < _LABEL_RATE
+            low, high = (middle, high) if is_low else (low, middle)
+        self._bias = low
 
-    def draw(self, start: int, stop: int) -> Rows:
+    def draw(self, start: int, stop: int) -> _DrawnRows:
         random = np.random.default_rng([self._seed, 2, start])
         times = np.arange(start, stop) / self._num_rows
         dense, ids = self._features(random, times)
         probabilities = 1 / (1 + np.exp(-self._logits(times, dense, ids)))
         labels = (random.random(stop - start) < probabilities).astype(np.int64)
-        return Rows(times, labels, dense, ids, probabilities)
+        return _DrawnRows(times, labels, dense, ids, probabilities)
 
     def _features(
         self, random: np.random.Generator, times: NDArray[np.float64]
     ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-        dense = [_draw_integers(random, column, len(times)) for column in range(len(CRITEO_DENSE))]
+        dense = []
+        for column, (mean, missing) in enumerate(zip(_DENSE_MEAN, _DENSE_MISSING, strict=True)):
+            drawn = np.exp(random.standard_normal(len(times)) * _DENSE_DEVIATION + mean) - 1
+            dense.append(np.clip(drawn, -1 if column == 1 else 0, _DENSE_LIMIT).astype(np.int64))
+            dense[-1][random.random(len(times)) < missing] = -2
         sizes = zip(self.cardinalities, ID_MISSING, strict=True)
         return dense, [_draw_ids(random, size, missing, times) for size, missing in sizes]
 
@@ -225,13 +238,6 @@ class RowSource:
         return logits + _PRODUCT_WEIGHT * standardised[1] * standardised[6]
 
 
-def _draw_integers(random: np.random.Generator, column: int, num_rows: int) -> NDArray[np.int64]:
-    drawn = np.exp(random.standard_normal(num_rows) * _DENSE_DEVIATION + _DENSE_MEAN[column]) - 1
-    values = np.clip(drawn, -1 if column == 1 else 0, _DENSE_LIMIT).astype(np.int64)
-    values[random.random(num_rows) < _DENSE_MISSING[column]] = -2
-    return values
-
-
 def _draw_ids(
     random: np.random.Generator, cardinality: int, missing: float, times: NDArray[np.float64]
 ) -> NDArray[np.int64]:
@@ -247,16 +253,6 @@ def _draw_ids(
     if missing:
         ids[random.random(len(times)) < missing] = -1
     return np.minimum(ids, cardinality - 1)
-
-
-def _bias_for(logits: NDArray[np.float64]) -> float:
-    """Returns the bias at which the mean probability is the wanted label rate, by bisection."""
-    low, high = -20.0, 20.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        is_low = np.mean(1 / (1 + np.exp(-(logits + middle)))) < _LABEL_RATE
-        low, high = (middle, high) if is_low else (low, middle)
-    return low
 
 
 class _BayesQuality:
@@ -296,12 +292,3 @@ def _id_texts(feature: int, ids: NDArray[np.int64]) -> pa.Array:
     offsets = pa.py_buffer(np.arange(len(ids) + 1, dtype=np.int32) * 8)
     texts = pa.StringArray.from_buffers(len(ids), offsets, digits)
     return pc.if_else(ids >= 0, texts, None)
-
-
-def _text(rows: Rows) -> bytes:
-    integers = [pa.array(values, mask=values == -2) for values in (rows.labels, *rows.dense)]
-    columns = [*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))]
-    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    text = io.BytesIO()
-    csv.write_csv(pa.table(columns, [str(number) for number in range(len(columns))]), text, options)
-    return text.getvalue()

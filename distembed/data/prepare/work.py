@@ -58,8 +58,7 @@ Submit = Callable[[Any], "Future[Any]"]
 _LOOK_SECONDS = 0.05
 _RAY_RETRIES = 5
 _CONNECT_SECONDS = 10
-_SPARK_JOBS = 256
-"""Most Spark jobs at a time; the cluster's cores decide how many of them run."""
+_SPARK_JOBS = 256  # most Spark jobs at a time; the cluster's cores decide how many of them run
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,7 @@ class _Failed:
 
 
 def run_tasks(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    limits: ResourceLimits,
-    threads: int,
+    function: Callable[[Task], Result], tasks: Sequence[Task], limits: ResourceLimits, threads: int
 ) -> Iterator[list[Result]]:
     """Yields the results of tasks as they are done, and an empty list now and then."""
     pools: dict[str, Callable[[], AbstractContextManager[Submit]]] = {
@@ -94,20 +90,20 @@ def run_tasks(
 
 @contextmanager
 def _threads(function: Callable[[Any], Any], threads: int) -> Iterator[Submit]:
-    if threads == 1:
-        yield lambda task: _done(function(task))
+    if threads == 1:  # in the caller's thread
+
+        def call(task: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(function(task))
+            return future
+
+        yield call
         return
     pool = ThreadPoolExecutor(threads, "distembed-task")
     try:
         yield lambda task: pool.submit(function, task)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _done(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
 
 
 @contextmanager
@@ -237,8 +233,7 @@ def _lost(engine: str, error: BaseException) -> TemporaryFailure:
     )
 
 
-Advance = Callable[[int, int], None]
-"""Reports, from within a task, how many more bytes and rows it has dealt with."""
+Advance = Callable[[int, int], None]  # reports, from within a task, how many more bytes and rows it has dealt with
 
 
 @dataclass(frozen=True)
@@ -307,7 +302,7 @@ def _run_task(
             advance(num_bytes, num_rows)
 
     result = do(task, counted)
-    pa.default_memory_pool().release_unused()  # else the next stage works beside what this one has freed
+    pa.default_memory_pool().release_unused()  # else memory that this stage has freed adds to the next one's
     text = json.dumps({**done, "result": result}, default=asdict)
     write_text(file, text, flush=False)  # after a power cut the work is not resumed anyway
     return file, json.loads(text)  # as after a kill

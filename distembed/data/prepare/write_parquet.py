@@ -20,8 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.dataset.manifest import DataFile, Split
-from distembed.data.dataset.pieces import Pieces, file_pieces
+from distembed.data.dataset.manifest import DataFile, Pieces, Split, file_pieces
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.feature_ids import LookupTables, list_rows
 from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
@@ -74,14 +73,10 @@ class WrittenFile:
 def written_split(files: Sequence[WrittenFile]) -> Split:
     """Returns the manifest's entry of a split, given its files in the order of their rows."""
     num_rows = sum(one.file.num_rows for one in files)
-    label_rate = _mean([one.label_sum for one in files], num_rows)
-    mean_weight = _mean([one.weight_sum for one in files], num_rows)
+    sums = [[one.label_sum for one in files], [one.weight_sum for one in files]]
+    known = [[each for each in column if each is not None] for column in sums]
+    label_rate, mean_weight = (sum(column) / num_rows if column and num_rows else None for column in known)
     return Split(num_rows, label_rate, tuple(one.file for one in files), mean_weight)
-
-
-def _mean(sums: Sequence[float | None], num_rows: int) -> float | None:
-    known = [each for each in sums if each is not None]
-    return sum(known) / num_rows if known and num_rows else None
 
 
 def write_file(
@@ -99,7 +94,11 @@ def write_file(
         schema,
         compression="zstd",
         use_dictionary=False,
-        use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
+        use_byte_stream_split=[
+            f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+            for field in schema
+            if field.name != label
+        ],
         write_statistics=False,
         write_page_checksum=True,
     ) as writer:
@@ -112,11 +111,6 @@ def write_file(
     return WrittenFile(file, label_sum, file_pieces(path), weight_sum)
 
 
-def _leaf(field: pa.Field) -> str:
-    """Returns the name that Parquet has for a column's values."""
-    return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
-
-
 @dataclass(frozen=True)
 class OutputColumn:
     """A column of a dataset's files."""
@@ -125,7 +119,7 @@ class OutputColumn:
     read: Callable[[SpooledBlock, Rows], pa.Array]  # reads some rows of a block
 
 
-def read_numbers(
+def spooled_numbers(
     block: SpooledBlock,
     rows: Rows,
     place: int,
@@ -137,7 +131,7 @@ def read_numbers(
     return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
 
 
-def read_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
+def spooled_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
     """Reads rows of a column of ids, one a row, or of lists of ids, given its number among the columns of keys."""
     table = lookup.table(block.index)
     if not block.layout.ids[place].is_list:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from distembed.data.dataset.records import Block, Jagged, RecordLayout
+from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
 from distembed.data.single_ids import carry_single_ids, has_single_ids, mark_single_ids
 
@@ -48,7 +48,15 @@ class Batch(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Returns this batch on another device; a GPU keeps lengths and offsets of bags with one id."""
-        return self._each(lambda field: _move(field, torch.device(device), non_blocking))
+        device = torch.device(device)
+
+        def move(field: Field) -> Field:
+            if device.type == "cpu" or not _has_unit_bags(field):
+                return field.to(device=device, non_blocking=non_blocking)
+            values = field.values().to(device, non_blocking=non_blocking)
+            return _with_bags(field, values, *unit_bags(values.numel(), device))
+
+        return self._each(move)
 
     def record_stream(self, stream: torch.Stream) -> None:
         for field in self.fields.values():
@@ -56,7 +64,15 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """Returns this batch in page-locked memory, for asynchronous copies to a GPU; fields that are there stay."""
-        return self._each(_pin)
+
+        def pin(field: Field) -> Field:
+            if (field.device() if isinstance(field, KeyedJaggedTensor) else field.device).type != "cpu":
+                return field
+            if not _has_unit_bags(field):
+                return field.pin_memory()
+            return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
+
+        return self._each(pin)
 
     def write(self, path: Path) -> None:
         """Writes the rows as a NumPy archive: an array a field; names, values and lengths of a field of lists."""
@@ -78,22 +94,6 @@ class Batch(Pipelineable):
             if isinstance(field, KeyedJaggedTensor) and isinstance(changed, KeyedJaggedTensor):
                 carry_single_ids(field, changed)
         return Batch(fields, self.global_batch_size)
-
-
-def _move(field: Field, device: torch.device, non_blocking: bool) -> Field:
-    if device.type == "cpu" or not _has_unit_bags(field):
-        return field.to(device=device, non_blocking=non_blocking)
-    values = field.values().to(device, non_blocking=non_blocking)
-    return _with_bags(field, values, *unit_bags(values.numel(), device))
-
-
-def _pin(field: Field) -> Field:
-    device = field.device() if isinstance(field, KeyedJaggedTensor) else field.device
-    if device.type != "cpu":
-        return field
-    if not _has_unit_bags(field):
-        return field.pin_memory()
-    return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
 
 
 def _has_unit_bags(field: Field) -> TypeGuard[KeyedJaggedTensor]:
@@ -135,7 +135,7 @@ class BatchAssembler:
         self.layout = RecordLayout.from_schema(schema)
         self._schema = schema
 
-    def assemble(self, blocks: Sequence[Block], global_sizes: Sequence[int]) -> Iterator[Batch]:
+    def assemble(self, blocks: Sequence[RecordBlock], global_sizes: Sequence[int]) -> Iterator[Batch]:
         """Yields batches of equally many rows each."""
         layout, schema, count = self.layout, self._schema, len(global_sizes)
         empty = np.empty((count, 0, layout.width), layout.dtype)
@@ -158,7 +158,7 @@ class BatchAssembler:
 
     def _single_valued(self, ids: NDArray[np.int64]) -> dict[str, KeyedJaggedTensor]:
         """Returns the jagged field of features with one id a row, ``[num_keys, num_rows]``."""
-        # what depends on the shape alone is made once, so that no batch pays for sums of ones
+        # lengths and offsets depend on the shape alone, and are made once for all batches
         num_keys, num_rows = ids.shape
         lengths, offsets = unit_bags(num_keys * num_rows, _CPU)
         features = KeyedJaggedTensor(
@@ -172,7 +172,7 @@ class BatchAssembler:
         )
         return {SPARSE_FEATURES: mark_single_ids(features)}
 
-    def _jagged_fields(self, ids: NDArray[np.int64], blocks: Sequence[Block]) -> dict[str, KeyedJaggedTensor]:
+    def _jagged_fields(self, ids: NDArray[np.int64], blocks: Sequence[RecordBlock]) -> dict[str, KeyedJaggedTensor]:
         """Returns the jagged fields of rows, of ids ``[num_keys, num_rows]`` of single-valued features and of lists."""
         num_rows = ids.shape[1]
         ones = np.ones(num_rows, np.int64)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.base.errors import RunError, UserError
-from distembed.data.dataset.records import Block, Jagged, RecordLayout
+from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.order import Segment, require_at_least
@@ -77,7 +77,14 @@ class GroupRows:
             numbers = self._finite(column.flatten(), name, self.schema.missing_dense, lengths)
             columns[name] = Jagged.from_lengths(numbers, lengths)
         for name in self.schema.dense_sequences:
-            self._check_aligned(name, columns)
+            lengths = columns[name].lengths
+            for other, values in columns.items():
+                for row in np.flatnonzero(values.lengths != lengths)[:1]:
+                    raise self._error(
+                        name,
+                        f"row {self.start + row} has {lengths[row]} numbers, and {other!r} has {values.lengths[row]} "
+                        "values there; dense_sequences have one number for each id of the list columns",
+                    )
         return columns
 
     def _ids(self, column: pa.Array, feature: CategoricalFeature) -> NDArray[Any]:
@@ -101,7 +108,7 @@ class GroupRows:
             raise self._error(name, f"{column.null_count} values are null; {remedy}")
         if pa.types.is_boolean(column.type):
             column = pc.cast(column, pa.uint8())
-        with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and refused
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite, and refused
             values: NDArray[np.float32] = column.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
         wrong = np.isinf(values) if may_miss else ~np.isfinite(values)
         self._refuse(name, values, wrong, "every value must be a finite number", remedy, lengths)
@@ -121,17 +128,6 @@ class GroupRows:
             row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
             suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
             raise self._error(name, f"row {self.start + row} is {values[place]}; {law}{suffix}")
-
-    def _check_aligned(self, name: str, columns: dict[str, Jagged]) -> None:
-        """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""
-        lengths = columns[name].lengths
-        for other, column in columns.items():
-            for row in np.flatnonzero(column.lengths != lengths)[:1]:
-                raise self._error(
-                    name,
-                    f"row {self.start + row} has {lengths[row]} numbers, and {other!r} has {column.lengths[row]} "
-                    "values there; dense_sequences have one number for each id of the list columns",
-                )
 
     def _column(self, name: str) -> pa.Array:
         column = self.table.column(name)
@@ -157,7 +153,7 @@ class Decoding:
 
     threads: int = 0  # that decode rows ahead; 0 decodes them where batches are made
     skip_unreadable: int = 0  # row groups that may be unreadable, whose rows others take the place of
-    pins: bool = False  # whether batches are made in page-locked memory, which a GPU copies while the host goes on
+    pins: bool = False  # whether batches are in page-locked memory, from which a GPU copies asynchronously
 
     def __post_init__(self) -> None:
         require_at_least("decode_threads", self.threads, 0)
@@ -172,17 +168,25 @@ class Decoder:
         self._layout = RecordLayout.from_schema(schema)
         self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
 
-    def decode(self, segments: Sequence[Segment]) -> Block:
+    def decode(self, segments: Sequence[Segment]) -> RecordBlock:
         """Reads one or more rows into one block."""
         records = np.empty((sum(stop - start for _, start, stop in segments), self._layout.width), self._layout.dtype)
         lists: list[dict[str, Jagged]] = []
         filled = 0
         for index, start, stop in segments:
-            rows = self._rows(index, start, stop)
-            self._fill_records(records[filled : filled + stop - start], rows)
+            rows, out = self._rows(index, start, stop), records[filled : filled + stop - start]
+            ids = [rows.ids(feature) for feature in self._layout.single]
+            numbers = [rows.numbers(name) for name in self._layout.numbers]
+            floats = out.view(np.float32)
+            for low in range(0, len(out), _TILE_ROWS):
+                high = low + _TILE_ROWS
+                for column, values in enumerate(ids):
+                    out[low:high, column] = values[low:high]
+                for column, values in enumerate(numbers, start=self._layout.first_float):
+                    floats[low:high, column] = values[low:high]
             lists.append(rows.lists())
             filled += stop - start
-        return Block(records, {name: Jagged.concatenate([each[name] for each in lists]) for name in lists[0]})
+        return RecordBlock(records, {name: Jagged.concatenate([each[name] for each in lists]) for name in lists[0]})
 
     def _rows(self, index: int, start: int, stop: int) -> GroupRows:
         """Reads rows of one row group, or as many of the next that can be read."""
@@ -201,17 +205,6 @@ class Decoder:
                 return GroupRows(group, self.schema, start, table.slice(start, stop - start))
             return GroupRows(group, self.schema, 0, table.take(np.arange(start, stop) % group.num_rows))
         raise UserError(f"no row group can be read: {'; '.join(self.unreadable.values())}")
-
-    def _fill_records(self, out: NDArray[Any], rows: GroupRows) -> None:
-        ids = [rows.ids(feature) for feature in self._layout.single]
-        numbers = [rows.numbers(name) for name in self._layout.numbers]
-        floats = out.view(np.float32)
-        for low in range(0, len(out), _TILE_ROWS):
-            high = low + _TILE_ROWS
-            for column, values in enumerate(ids):
-                out[low:high, column] = values[low:high]
-            for column, values in enumerate(numbers, start=self._layout.first_float):
-                floats[low:high, column] = values[low:high]
 
 
 def too_many_unreadable(found: dict[str, str], most: int) -> UserError:

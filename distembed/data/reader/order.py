@@ -29,7 +29,7 @@ from distembed.base.errors import UserError
 MAX_LANES = 8
 WINDOW_ROWS = 131_072
 
-# Streams of random numbers: what a generator is for is part of its seed.
+# Streams of random numbers: the purpose of a generator is part of its seed.
 _GROUP_ORDER, _WINDOW_ORDER = 0, 1
 
 
@@ -38,7 +38,7 @@ class BatchOrder:
     """How the rows of a split are ordered and cut into batches."""
 
     batch_size: int  # rows of a step over all ranks
-    shuffle: bool = True  # anew in every epoch; False reads the files in order
+    shuffle: bool = True  # again in every epoch; False reads the files in order
     seed: int = 0
     drop_last: bool = False  # leaves out the rows that do not fill a batch (others in every epoch, if shuffled)
 
@@ -141,7 +141,7 @@ class EpochOrder:
         return parts
 
     def _lane_begin(self, lane: int) -> int:
-        """Returns where a lane begins in the epoch's sequence of rows: behind all slots of the lanes before."""
+        """Returns where a lane begins in the epoch's sequence of rows: after all slots of earlier lanes."""
         full, rest = divmod(self.num_rows, self.batches.batch_size)
         last = 0 if self.batches.drop_last else lane * rest // self.num_lanes
         first = 0 if self.rows is None else self.rows.start

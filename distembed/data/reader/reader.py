@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.records import Block
+from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.reader.batch import Batch, BatchAssembler
 from distembed.data.reader.decode import Decoder, Decoding
@@ -62,12 +62,11 @@ class Prefetcher(Generic[Item]):
         with suppress(RuntimeError):  # the garbage collector may call this in the thread itself
             self._thread.shutdown(cancel_futures=True)
         self._items.clear()
-        self._make_next = iter(()).__next__  # drops the iterator with what it holds
+        self._make_next = iter(()).__next__  # drops the iterator and its rows
 
 
-# Batches of fewer rows than this are made several at a time.
-_ROWS_AT_ONCE = 4096
-_Decoded: TypeAlias = tuple[Block, NDArray[np.int64] | None]  # rows, and their order, unless they stay as they are
+_ROWS_AT_ONCE = 4096  # batches of fewer rows are made several at a time
+_Decoded: TypeAlias = tuple[RecordBlock, NDArray[np.int64] | None]  # rows, and their order if they are shuffled
 
 
 def epoch_batches(
@@ -98,7 +97,11 @@ def epoch_batches(
 
         lanes = {lane: open_lane(lane, first) for lane, first, _ in first_parts}
         while batch < order.num_batches:
-            count = 1 if assembler.layout.has_lists else _num_at_once(order, batch, world_size)
+            count = 1
+            if not assembler.layout.has_lists:  # several small batches at once, so that numpy's calls do not dominate
+                rows_each = -(-order.batches.batch_size // world_size)
+                num_full = order.num_rows // order.batches.batch_size - batch
+                count = max(1, min(num_full, _ROWS_AT_ONCE // rows_each))
             blocks = []
             for lane, first, stop in order.rank_parts(batch, rank, world_size):
                 if lane not in lanes:  # in the last batch, whose slots are shorter
@@ -110,14 +113,6 @@ def epoch_batches(
             batch += count
 
 
-def _num_at_once(order: EpochOrder, batch: int, world_size: int) -> int:
-    """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
-    batch_size = order.batches.batch_size
-    full_batches = order.num_rows // batch_size - batch
-    rows_each = -(-batch_size // world_size)
-    return max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
-
-
 class _LaneCursor:
     """Reads a lane's rows from front to back: it holds one decoded window, and begins the next ones ahead."""
 
@@ -127,7 +122,7 @@ class _LaneCursor:
         self._window = Window(-1, 0, 0, ())
         self._decoded: _Decoded | None = None
 
-    def gather(self, positions: NDArray[np.int64]) -> Block:
+    def gather(self, positions: NDArray[np.int64]) -> RecordBlock:
         """Returns the rows at these places in the lane, which must go up from call to call."""
         gathered = []
         while len(positions):
@@ -136,7 +131,7 @@ class _LaneCursor:
             rows = positions[:here] - self._window.start
             gathered.append(block.gather(rows if permutation is None else permutation[rows]))
             positions = positions[here:]
-        return gathered[0] if len(gathered) == 1 else Block.concatenate(gathered)
+        return gathered[0] if len(gathered) == 1 else RecordBlock.concatenate(gathered)
 
     def _reach(self, position: int) -> _Decoded:
         """Returns the decoded window that holds a row; it skips the windows before."""

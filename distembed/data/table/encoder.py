@@ -6,12 +6,6 @@ The result equals, value for value, the rows that preparing with the dataset's v
     row        price 12.5   site "a"   device (missing)                  price 0.31    site 17   device 0
 
 The vocabularies are in memory as sorted keys, 16 bytes an id.
-
-Bins: of n numbers in rising order, x_0 to x_(n-1), a bin begins
-at x_(k n // num_bins) for k = 1, 2, ..., and the first at the lowest number; equal numbers stay in one bin::
-
-    numbers    1 1 1 1 2 3 7 9        4 bins would begin at 1, 1, 2, 7: edges 2, 7
-    ids        1 1 1 1 2 2 3 3        0 is a missing number
 """
 
 from __future__ import annotations
@@ -30,9 +24,9 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import Block, Jagged, RecordLayout
+from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.table.blocks import BlockLayout, IdColumn, NumberColumn, ParsedBlock
-from distembed.data.table.keys import KEY_KINDS, coded, id_column
+from distembed.data.table.keys import KEY_KINDS, coded, keyed_column
 from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
 from distembed.data.table.values import given_column
@@ -81,7 +75,7 @@ Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_missing: bool) -> NDArray[Any]:
-    """Returns numbers, less the mean and divided by the deviation where these are learnt; NaN may become 0."""
+    """Subtracts the mean and divides by the deviation where these are learnt; NaN becomes 0 unless it is kept."""
     if learnt is not None:
         numbers = ((numbers.astype(np.float64) - learnt["mean"]) / learnt["std"]).astype(np.float32)
     return numbers if keeps_missing else np.nan_to_num(numbers, copy=False, nan=0.0)
@@ -127,7 +121,7 @@ class RowEncoder:
         self._unknown = UnknownValues(manifest)
         self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
 
-    def encode(self, block: ParsedBlock) -> Block:
+    def encode(self, block: ParsedBlock) -> RecordBlock:
         """Returns the well-formed rows of a block; a missing label is NaN, and a missing weight 1."""
         numbers, ids = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
         lists: dict[str, Jagged] = {}
@@ -146,7 +140,7 @@ class RowEncoder:
                 ids[key.name] = own
             else:
                 lists[key.name] = Jagged.from_lengths(own, found.lengths.astype(np.int64))
-        return Block(self._fill(block.num_rows, numbers, ids), lists)
+        return RecordBlock(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
         """Returns the ids of raw values of a feature; None and the schema's missing texts are missing values."""
@@ -172,7 +166,7 @@ class RowEncoder:
         if keys.wrong.any():
             place = int(np.argmax(np.concatenate([[False], keys.wrong])[found.codes]))
             raise UserError(f"value {place} ({values[place]!r}) of {feature!r} is none of its kind, {kinds[feature]}.")
-        return self._ids(feature, id_column(found, keys, None))
+        return self._ids(feature, keyed_column(found, keys, None))
 
     def _ids(self, feature: str, column: IdColumn) -> NDArray[np.int64]:
         """Returns the id of each value; a value that repeats is searched for once."""

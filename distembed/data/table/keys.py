@@ -198,7 +198,7 @@ def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
     return np.bincount(rows[values], minlength=num_rows) > 0
 
 
-def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
+def keyed_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
     """Returns the keys of the well-formed rows, each once, without keys of malformed rows."""
     codes, lengths = column.codes, column.lengths
     if good is not None:
@@ -230,6 +230,7 @@ def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np
 
 
 def _whole_numbers(values: pa.Array) -> Keys:
+    """Returns the integers of numbers and truth values, or of their texts."""
     numbers, wrong = values_as_numbers(values)
     wrong = wrong | ~((np.floor(numbers) == numbers) & (np.abs(numbers) <= _LARGEST_EXACT))
     return Keys(np.where(wrong, 0, numbers).astype(np.int64), wrong)

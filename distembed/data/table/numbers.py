@@ -7,6 +7,7 @@ A missing value is null, or NaN in a column of floating-point numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -62,7 +63,7 @@ def is_number(text: str) -> bool:
 def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], Bools]:
     """Returns finite numbers, and which values are none: these are NaN."""
     try:
-        # texts that are all numbers, as almost all are, need no second look: what is not finite is found below
+        # texts that are all numbers, as almost all are, need no second look: infinite values are found below
         numbers = pc.cast(values, pa.float64(), safe=False)
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(values, _NUMBER)
@@ -96,7 +97,7 @@ def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
         values = numbers.astype(np.float32)
         wrong |= np.isinf(values)
         if transform == "log":
-            # 0 times NaN brings NaN back, of which numpy's logarithm takes ten times as long as of a number
+            # 0 times NaN brings NaN back; numpy's logarithm of NaN takes ten times as long as of a number
             values = np.log1p(np.fmax(values, np.float32(0))) + values * np.float32(0)
     return values, wrong
 
@@ -115,8 +116,12 @@ def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8]
     if label.kind == "number":
         values, wrong = dense_values(column, "none")
         return values, wrong | np.isnan(values)
-    values, wrong = _by_distinct_value(column, _binary_values)
-    return values, wrong
+
+    def read(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
+        numbers, wrong = values_as_numbers(distinct)
+        return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
+
+    return _by_distinct_value(column, read)
 
 
 def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], Bools]:
@@ -143,11 +148,6 @@ def _by_distinct_value(
     values, wrong = np.append(values, np.zeros(1, values.dtype)), np.append(wrong, True)
     codes = encoded.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
     return values[codes], wrong[codes]
-
-
-def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
-    numbers, wrong = values_as_numbers(distinct)
-    return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
 
 
 def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64], Bools]:
@@ -179,23 +179,17 @@ def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64]
     # Arrow makes March 2 of February 30
     may_be_moved = pc.and_(pc.less_equal(pc.day(times), 3), pc.match_substring_regex(distinct, "29|30|31"))
     for place in np.flatnonzero(pc.fill_null(may_be_moved, False).to_numpy(zero_copy_only=False)).tolist():
-        wrong[place] |= _is_no_day(distinct[place].as_py(), layout)
+        try:
+            datetime.strptime(distinct[place].as_py(), layout)
+        except ValueError as error:
+            wrong[place] |= "range" in str(error) and "month" in str(error)
     return seconds, wrong
-
-
-def _is_no_day(text: str, layout: str) -> bool:
-    """Returns whether Python says of a text in a format that its month does not have its day."""
-    try:
-        datetime.strptime(text, layout)
-    except ValueError as error:
-        return "range" in str(error) and "month" in str(error)
-    return False
 
 
 def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     """Returns the seconds of texts that are numbers of seconds, or days and times as ISO 8601 writes them."""
     seconds, wrong = _seconds(distinct, 1)
-    # a number of milliseconds may look like a day without hyphens and what follows
+    # a number of milliseconds may look like a day and a time without hyphens
     rest = np.flatnonzero(wrong)
     if len(rest):
         rest = np.flatnonzero(wrong & number_values(distinct)[1])
@@ -209,17 +203,12 @@ def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     zoned = pc.match_substring_regex(texts, _ZONED)
     for kind in (pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
         if pc.all(pc.equal(zoned, kind.tz is not None)).as_py():
-            try:
+            with suppress(pa.ArrowInvalid):
                 return _timestamps(texts.cast(kind))
-            except pa.ArrowInvalid:
-                pass
-    found = [_iso_time(text) for text in texts.to_pylist()]
-    return np.array([time or 0 for time in found], np.int64), np.array([time is None for time in found], bool)
-
-
-def _iso_time(text: str) -> int | None:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // timedelta(seconds=1)
+    seconds, wrong = np.zeros(len(texts), np.int64), np.ones(len(texts), bool)
+    for place, text in enumerate(texts.to_pylist()):
+        with suppress(ValueError):
+            time = datetime.fromisoformat(text)
+            seconds[place] = ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // timedelta(seconds=1)
+            wrong[place] = False
+    return seconds, wrong

@@ -32,18 +32,11 @@ from distembed.data.table.keys import (
     coded,
     coded_lists,
     crossed,
-    id_column,
+    keyed_column,
     with_distinct_keys,
     wrong_rows,
 )
-from distembed.data.table.numbers import (
-    Bools,
-    dense_values,
-    has_missing_text,
-    label_values,
-    time_values,
-    weight_values,
-)
+from distembed.data.table.numbers import Bools, dense_values, has_missing_text, label_values, time_values, weight_values
 from distembed.data.table.raw_columns import FEW_ROWS, TableColumns, as_lists
 from distembed.data.table.schema import TableSchema
 
@@ -82,12 +75,17 @@ class TableParser:
         for (reason, _), rows in sorted(wrong.items(), key=lambda each: -REASONS.index(each[0][0])):
             reasons[rows] = REASONS.index(reason)
         good = reasons < 0 if (reasons >= 0).any() else None
+        rejected = []
+        for row in np.flatnonzero(reasons >= 0).tolist():
+            reason = REASONS[reasons[row]]
+            name = next(column for (its_reason, column), rows in wrong.items() if its_reason == reason and rows[row])
+            rejected.append(RejectedRow(row, reason, row_text(columns, row), name))
         return ParsedBlock(
             num_lines=num_rows,
             num_rows=num_rows if good is None else int(good.sum()),
             numbers=tuple(column if good is None else column[good] for column in numbers),
-            ids=tuple(id_column(column, keys, good) for column, keys in ids),
-            rejected=() if good is None else tuple(_rejected(columns, reasons, wrong)),
+            ids=tuple(keyed_column(column, keys, good) for column, keys in ids),
+            rejected=tuple(rejected),
         )
 
     def _numbers(
@@ -181,7 +179,7 @@ def table_layout(schema: TableSchema) -> BlockLayout:
     if schema.time is not None:
         numbers.append(NumberColumn(schema.time.name, "time", np.dtype(np.int64)))
     for name, dense in schema.dense.items():
-        # what a number alone decides, as its logarithm, is done by the parser
+        # transforms of a number by itself, as the logarithm, are the parser's
         transform = dense.transform if dense.transform == "standardize" else "none"
         keeps_missing = dense.missing == "keep"
         numbers.append(NumberColumn(name, "dense", np.dtype(np.float32), transform, keeps_missing=keeps_missing))
@@ -212,15 +210,6 @@ def _key_column(name: str, schema: TableSchema) -> KeyColumn:
 
 def _quantile_bins(schema: TableSchema) -> list[str]:
     return [name for name, column in schema.categorical.items() if column.kind == "quantile_bins"]
-
-
-def _rejected(
-    columns: Mapping[str, pa.Array], reasons: NDArray[np.int8], wrong: Mapping[tuple[str, str], Bools]
-) -> Iterator[RejectedRow]:
-    for row in np.flatnonzero(reasons >= 0).tolist():
-        reason = REASONS[reasons[row]]
-        first = next(column for (of_reason, column), rows in wrong.items() if of_reason == reason and rows[row])
-        yield RejectedRow(row, reason, row_text(columns, row), first)
 
 
 def row_text(columns: Mapping[str, pa.Array], row: int) -> bytes:

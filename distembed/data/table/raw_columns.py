@@ -15,8 +15,8 @@ from distembed.data.table.schema import BINS, TableSchema
 
 FEW_ROWS = 1024
 """From here on a column by itself, whose distinct values fit the cache, is parsed as fast as several end to end."""
+# Kinds of Arrow's types; a number may have a fraction.
 TEXT, NUMBER, INTEGER, BOOLEAN, TIME, LIST = "text", "number", "integer", "boolean", "time", "list"
-"""Kinds of Arrow's types; a number may have a fraction."""
 
 _NUMERIC = (TEXT, NUMBER, INTEGER, BOOLEAN)
 VALUE_TYPES = {
@@ -49,12 +49,12 @@ class TableColumns:
             if schema.categorical[name].holds_lists:
                 entries[columns[0]] = [kind for kind in entries.get(columns[0], allowed) if kind in allowed]
                 separator = schema.categorical[name].separator
-                # a column with two separators has texts alone: a list beside a text could be divided by neither
+                # a column with two separators has texts only: no separator would apply to a list
                 if self.separators.setdefault(columns[0], separator) == separator:
                     allowed = (LIST, *allowed)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
-        # columns of whose values the distinct ones are looked at, and those that are something else too
+        # columns that are keys, whose distinct values suffice, and columns with another use
         keyed = {schema.split_column} if schema.split_column is not None else set()
         others = {each.column for each in (schema.label, schema.weight, schema.time) if each is not None}
         for name, columns in schema.categorical_columns.items():
@@ -176,7 +176,8 @@ def plain_array(column: pa.Array) -> pa.Array:
     if type_kind(column.type) == LIST:
         lists = column.cast(pa.list_(column.type.value_type))
         values = plain_array(lists.flatten())
-        offsets = pa.concat_arrays([pa.array([0], pa.int32()), _list_ends(lists)])
+        ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())
+        offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
         return pa.ListArray.from_arrays(offsets, values)
     if pa.types.is_decimal32(column.type) or pa.types.is_decimal64(column.type):  # which Arrow computes little with
         return column.cast(pa.decimal128(column.type.precision, column.type.scale))
@@ -189,8 +190,3 @@ def plain_array(column: pa.Array) -> pa.Array:
     except pa.ArrowInvalid:
         texts = [None if value is None else value.decode(errors="backslashreplace") for value in column.to_pylist()]
         return pa.array(texts, pa.string())
-
-
-def _list_ends(lists: pa.Array) -> pa.Array:
-    """Returns where each row's values end among the values of all rows; a missing list has none."""
-    return pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())

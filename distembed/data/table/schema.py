@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from distembed.data.dataset.manifest import Manifest
 
 
-TABLE, CRITEO = "table", "criteo"
-"""Names of the parsers, and of the sources that a manifest names."""
-BINS = ("log_bins", "quantile_bins")
-"""Kinds of categorical columns that are numbers in the table."""
+TABLE, CRITEO = "table", "criteo"  # names of the parsers, and of the sources that a manifest names
+BINS = ("log_bins", "quantile_bins")  # kinds of categorical columns that are numbers in the table
 SPLIT_BY_COLUMN, SPLIT_BY_TIME = "column:", "time:"
 _SPECIAL_TIMES = ("auto", "seconds", "milliseconds")
 _MinCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
@@ -137,7 +135,7 @@ class CategoricalColumn:
     """A column of values that get ids; null stands for the schema's min_count and hash_size."""
 
     column: str | None = None  # the table's column; null for the dataset's name
-    # integer: of 64 bits; hexadecimal: of up to 8 digits, which those of a number are too; log_bins: the square of the
+    # integer: of 64 bits; hexadecimal: of up to 8 digits, as those of a number; log_bins: the square of the
     # logarithm of a number above 2, rounded down, and lower numbers rounded down themselves; quantile_bins: bins of
     # equally many training rows, as far as equal numbers allow
     kind: Literal["string", "integer", "hexadecimal", "log_bins", "quantile_bins"] = "string"
@@ -196,7 +194,7 @@ class TableSchema:
     time: TimeColumn | None = None
     dense: dict[str, DenseColumn] = field(default_factory=dict)
     categorical: dict[str, CategoricalColumn] = field(default_factory=dict)
-    split: str = "0.8,0.1,0.1"  # into training, validation and test; see distembed.data.prepare.split.SplitRule
+    split: str = "0.8,0.1,0.1"  # into training, validation and test; see distembed.data.prepare.options.SplitRule
     min_count: _MinCount = 2  # of the columns that have none of their own
     hash_size: _HashSize | None = None  # of the columns that have none of their own, but for bins; null: vocabularies
     text: TextFormat = field(default_factory=TextFormat)
@@ -323,6 +321,11 @@ def shipped_schemas() -> list[str]:
     return sorted(path.stem for path in _SHIPPED_FOLDER.glob(f"*{_SUFFIX}"))
 
 
+@cache
+def _shipped_schema(name: str) -> TableSchema:
+    return read_schema(_SHIPPED_FOLDER / (name + _SUFFIX))
+
+
 def load_schema(name_or_path: str) -> TableSchema:
     """Reads a shipped schema by its name, or a YAML file; a UserError lists every mistake with the nearest name."""
     if name_or_path in shipped_schemas():
@@ -336,11 +339,6 @@ def load_schema(name_or_path: str) -> TableSchema:
             f"Shipped: {', '.join(shipped_schemas())}; `distembed prepare schema INPUT -o schema.yaml` writes one."
         )
     return read_schema(path)
-
-
-@cache
-def _shipped_schema(name: str) -> TableSchema:
-    return read_schema(_SHIPPED_FOLDER / (name + _SUFFIX))
 
 
 def read_schema(path: Path) -> TableSchema:

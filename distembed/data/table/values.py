@@ -42,7 +42,7 @@ _CHANGES = (
     rf"|{_TIME}"
 )
 _CHANGING, _TIMES = re.compile(_CHANGES, re.ASCII), re.compile(_TIME, re.ASCII)
-_MARKS = (b".", b":", b"+", b"-")  # of which a number or a time that changes has one
+_MARKS = (b".", b":", b"+", b"-")  # a number or a time that changes has one of them
 _LAST = np.isin(np.arange(256), np.frombuffer(b"0123456789eEZC", np.uint8))
 _FIRST_OF_BOOLEANS = np.isin(np.arange(256), np.frombuffer(b"TF", np.uint8))
 _FIRST = _FIRST_OF_BOOLEANS | np.isin(np.arange(256), np.frombuffer(b"-0123456789", np.uint8))
@@ -109,8 +109,7 @@ def _time_text(text: str, day: str, clock: str, fraction: str | None, zone: str 
 
 ARROW_TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _LISTS = (list, tuple, np.ndarray)
-_MOST_DIGITS = 4000
-"""Digits up to which Python makes an integer of a text."""
+_MOST_DIGITS = 4000  # digits up to which Python makes an integer of a text
 
 
 def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> tuple[pa.Array, list[int]]:
@@ -196,10 +195,8 @@ def _list_column(values: Sequence[Any], separator: str | None) -> tuple[pa.Array
 
 
 def _entries(value: Any, separator: str | None) -> Sequence[Any]:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return value
+    if isinstance(value, _LISTS):
+        return value.tolist() if isinstance(value, np.ndarray) else value
     text = value_text(value)
     if text is None:
         return []

@@ -20,17 +20,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.pieces import REMEDY
+from distembed.data.dataset.manifest import REMEDY, Manifest
 from distembed.data.hashing import mix64_array, text_keys
 from distembed.data.table.blocks import KeyColumn, KeyKind
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 VOCABULARY_GROUP_ROWS = 131_072
-_TEXT_GROUP_ROWS = 16_384
-"""Rows of a row group of texts, which may be long."""
-TEXTS_AT_A_TIME = 4096
-"""Texts in memory at a time while vocabularies are read and written."""
+_TEXT_GROUP_ROWS = 16_384  # rows of a row group of texts, which may be long
+TEXTS_AT_A_TIME = 4096  # texts in memory at a time while vocabularies are read and written
 KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": pa.int64(), "string": pa.string()}
 """Type of the keys in a vocabulary's file, by the kind of the values."""
 
@@ -47,7 +44,7 @@ def reserved_ids(manifest: Manifest, table: str) -> tuple[int, ...]:
 class HashMap:
     """Ids by hashing, which needs no data."""
 
-    num_embeddings: int  # number of ids, of which 0 is for missing values
+    num_embeddings: int  # number of ids; id 0 is for missing values
     seed: int  # seed of the hash
 
     def ids(self, keys: NDArray[Any]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from distembed.base.errors import UserError
 from distembed.data.prepare.options import ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
-from distembed.data.prepare.table.rows import NamedRows, RowReader
+from distembed.data.prepare.table.source import NamedRows, RowReader
 from distembed.data.table.keys import coded
 from distembed.data.table.numbers import finite_numbers
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT, type_kind

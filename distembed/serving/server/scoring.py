@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import Block
+from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.batches import plain_tensors
@@ -126,7 +126,7 @@ class Scorer:
         outputs = self._run(decoded.block)
         return Answer(self._columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._decoder.columns))
 
-    def _run(self, block: Block) -> dict[str, NDArray[Any]]:
+    def _run(self, block: RecordBlock) -> dict[str, NDArray[Any]]:
         """Returns the program's outputs for decoded rows; nothing where there are no rows."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():

@@ -29,7 +29,7 @@ from distembed.data.prepare.interactions import (
     prepare_sequences,
     tables,
 )
-from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.prepare.options import SPLIT_NAMES
 from tests.data.interactions.test_interactions import read
 from tests.data.reference import folder_bytes
 

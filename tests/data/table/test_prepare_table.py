@@ -1,9 +1,11 @@
 """Tables of any form to datasets: the same rows give the same dataset, whatever the files, and Criteo's is its own."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import math
 import os
 import random
@@ -201,14 +203,23 @@ def test_parts_and_several_files_are_as_one_file(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("form", ["rows.csv", "rows.tsv.zst", "rows.jsonl"])
 def test_a_pipe_is_read_as_a_file(form: str, tmp_path: Path) -> None:
+    """Beside a file, and written byte after byte at first, as slow writers do."""
     content = FORMS[form](drawn_rows(90, seed=2))
-    (tmp_path / form).write_bytes(content)
+    for name in (form, f"other-{form}"):
+        (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,))
+
+    def write() -> None:
+        with open(tmp_path / "pipe", "wb", buffering=0) as file:
+            for piece in [*(content[place : place + 1] for place in range(20)), content[20:]]:
+                file.write(piece)
+
+    writer = threading.Thread(target=write)
     writer.start()
-    prepare_table([tmp_path / "pipe"], tmp_path / "piped", SCHEMA, limits=ONE_THREAD)
+    manifest = prepare_table([tmp_path / form, tmp_path / "pipe"], tmp_path / "piped", SCHEMA, limits=ONE_THREAD)
     writer.join()
-    prepare_table([tmp_path / form], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
+    assert [source.name for source in manifest.sources] == [form, "pipe-2"]
+    prepare_table([tmp_path / form, tmp_path / f"other-{form}"], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
     assert data_files(tmp_path / "piped") == data_files(tmp_path / "made")
 
 
@@ -305,7 +316,11 @@ def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Pat
         ("rows.jsonl", b'[{"rating": 1}]\n', ["no JSON object", "jq"]),
         ("rows.parquet", b"no parquet", ["named as a Parquet file"]),
         ("rows.parquet", b"PAR1 cut short", ["cannot be read as Parquet"]),
-        ("rows.csv", b"PK\x03\x04", ["zip archive"]),
+        ("rows.csv", b"PK\x03\x04", ["is a zip archive", "into a pipe"]),
+        ("rows.txt", bz2.compress(b"x"), ["is a bzip2 file"]),
+        ("rows.txt", lzma.compress(b"x"), ["is an xz file"]),
+        ("rows.tsv", "é\t".encode("utf-16"), ["is text in UTF-16 or UTF-32", "iconv"]),
+        ("rows.tsv.gz", gzip.compress("é\t".encode("utf-32")), ["is text in UTF-16 or UTF-32", "iconv"]),
         ("rows.csv.gz", gzip.compress(b"x" * 5000, mtime=0)[:-9], ["damaged gzip"]),
         ("rows.csv.zst", pa.compress(b"x" * 5000, "zstd", asbytes=True)[:-3], ["damaged zstd"]),
     ],
@@ -405,7 +420,7 @@ def test_a_key_that_a_file_lacks_is_missing_there(tmp_path: Path) -> None:
 def test_a_key_that_no_first_megabyte_has_is_listed_or_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distembed.data.prepare.input_bytes.PIECE_BYTES", 1000)
+    monkeypatch.setattr("distembed.data.prepare.table.inputs.PIECE_BYTES", 1000)
     lines = [{"price": 1, "c": "a"}] * 100 + [{"price": 1, "c": "a", "late": 5}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values: dict[str, Any] = {"dense": {"late": {}}, "categorical": {"c": {}}, "split": "none"}

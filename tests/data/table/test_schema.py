@@ -1,15 +1,18 @@
 """Schemas of tables: every mistake at once, with its place and what is near it."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from distembed.base.errors import UserError
 from distembed.base.validation import format_yaml
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
+from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema, load_schema, read_schema
 from tests.data import reference
 
@@ -98,3 +101,16 @@ def test_a_column_of_which_nothing_is_said_has_the_defaults(tmp_path: Path) -> N
     (tmp_path / "short.yaml").write_text("dense:\n  x:\n  y: {transform: log}\ncategorical:\n  c:\n  d: ~\n")
     long = {"dense": {"x": {}, "y": {"transform": "log"}}, "categorical": {"c": {}, "d": {}}}
     assert load_schema(str(tmp_path / "short.yaml")) == TableSchema.from_json(long, "the test")
+
+
+def test_missing_columns_say_which_of_them_the_schema_names() -> None:
+    columns = TableColumns(TableSchema.from_json({"dense": {"x": {}}}, "the schema"))
+    table = pa.schema([("y", pa.int64())])
+    for source, wanted, said in (
+        (table, (), "no column 'x', which the schema names. It has 'y'."),
+        (table, ("key",), "which the schema names ('key' is to be kept). It has 'y'."),
+        (pa.schema([("x", pa.int64())]), ("key",), "no column 'key', which is to be kept. It has 'x'."),
+        (pa.schema([]), (), "It has no columns."),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            columns.require(source, wanted=wanted)

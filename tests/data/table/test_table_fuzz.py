@@ -5,6 +5,7 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,11 +13,13 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_rows import JsonBlock
 from distembed.data.table.schema import TableSchema
-from tests.data.table.mutations import mutated
+from tests.data.table import reference
+from tests.data.table.reference import mutated
 from tests.data.table.test_prepare_table import FORMS, SCHEMA, delimited, drawn_rows, json_lines
 
-FEW, MANY = 200, 1000
+FEW, MANY = 80, 1000
 TEXT_FORMS = {
     "rows.csv": lambda rows: delimited(rows, ","),
     "rows.tsv": lambda rows: delimited(rows, "\t", "\r\n"),
@@ -134,3 +137,41 @@ def test_a_damaged_footer_ends_no_process(tmp_path: Path) -> None:
             read(source, 1 << 29, 1 << 20)
         except UserError as error:
             assert "rows.parquet" in str(error), error
+
+
+TOKENS = (
+    *("null", "true", "false", "0", "-0", "10", "1.0", "-0.0", "2.5", "1e15", "1e39", "1e400", "NaN", "Infinity"),
+    *("9007199254740993", "9223372036854775808", "12345678901234567890", "-9223372036854775809", "9" * 400),
+    *('""', '"10"', '"1f"', '"true"', '"1e15"', '"a|b"', '"\\ud800"', '"\\u00e9"', "{}", "[]", "[[1]]", '["a", 1]'),
+    *("[1]", "[1.5]", "[12345678901234567890]", "[NaN]", '["a|b"]', "[true, null]"),
+)
+BEFORE = ("null", "1.5", "1", "true", '"a"', "[1.5]", '["a"]', "NaN")
+COLUMNS: dict[str, dict[str, Any]] = {
+    "dense": {"dense": {"v": {}}},
+    "label": {"label": {"column": "v", "kind": "number"}, "categorical": {"c": {}}},
+    "time": {"time": {"column": "v"}, "categorical": {"c": {}}},
+    **{kind: {"categorical": {"v": {"kind": kind}}} for kind in ("string", "integer", "hexadecimal", "log_bins")},
+    "texts": {"categorical": {"v": {"separator": "|"}}},
+    "integers": {"categorical": {"v": {"kind": "integer", "is_list": True}}},
+}
+
+
+@pytest.mark.parametrize("values", COLUMNS.values(), ids=COLUMNS)
+def test_a_value_does_not_depend_on_the_lines_before_it(values: dict[str, Any]) -> None:
+    source = TableSource([], TableSchema.from_json(values, "the test"))
+
+    def answer(tokens: list[str]) -> str:
+        """Returns the reason for which the last of some lines is refused, or its row."""
+        text = "".join(f'{{"c": "x", "v": {token}}}\n' for token in tokens).encode()
+        block = source.parse(JsonBlock(text, source.parser.columns))
+        refused = {row.line: row.reason for row in block.rejected}
+        row = refused.get(len(tokens) - 1) or str(reference.rows_of(source.parser, block)[-1])
+        return row.replace(": -0.0", ": 0.0")  # equal numbers
+
+    found = {token: answer([token]) for token in TOKENS}
+    assert len(set(found.values())) > 3
+    for before in BEFORE:
+        for token in TOKENS:
+            assert answer([*[before] * 21, token]) == found[token], (before, token)
+    for token in TOKENS:
+        assert answer([*TOKENS, token]) == found[token], token

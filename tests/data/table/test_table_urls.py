@@ -15,9 +15,8 @@ from distembed.data import remote
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.preparation import criteo_inputs
-from tests.data.flaky_files import flaky_files
+from tests.data.flaky_files import flaky_files, flaky_s3
 from tests.data.table.test_prepare_table import FORMS, ONE_THREAD, SCHEMA, data_files, drawn_rows
-from tests.robustness.s3_server import BUCKET, failing_s3
 
 ROWS = drawn_rows(80, seed=7)
 
@@ -47,7 +46,8 @@ def write_forms(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_urls_give_what_files_give(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_forms(tmp_path / "raw")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / form).write_bytes(FORMS[form](ROWS))
     prepare_table([tmp_path / "raw" / form], tmp_path / "local", SCHEMA, limits=ONE_THREAD)
     monkeypatch.setattr(pipeline, "PART_BYTES", 2000)
     with flaky_files(0.05):
@@ -91,26 +91,17 @@ def test_a_web_server_that_does_not_answer_is_asked_again(tmp_path: Path, monkey
         find_inputs([f"{url}/rows.csv"])
 
 
-def test_a_folder_of_an_object_store_is_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fs = pytest.importorskip("s3fs")
+@pytest.mark.slow
+def test_a_folder_of_an_object_store_is_its_files(tmp_path: Path) -> None:
     write_forms(tmp_path / "raw")
     names = ["rows.CSV.gz", "rows.csv", "rows.parquet"]
     options = TableOptions(min_count=1)
     prepare_table([tmp_path / "raw" / name for name in names], tmp_path / "local", SCHEMA, options, ONE_THREAD)
-    (tmp_path / "server").mkdir()
-    with failing_s3(tmp_path / "server", share=0.02, seed=0) as url:
-        for name, value in {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
+    with flaky_s3(tmp_path, 0.02) as bucket:
         for name in names:
-            remote.upload(tmp_path / "raw" / name, f"s3://{BUCKET}/day/{name}")
-        prepare_table([f"s3://{BUCKET}/day"], tmp_path / "s3", SCHEMA, options, ONE_THREAD)
-        prepare_table([f"s3://{BUCKET}/day/rows.*"], tmp_path / "pattern", SCHEMA, options, ONE_THREAD)
+            remote.upload(tmp_path / "raw" / name, f"{bucket}/day/{name}")
+        prepare_table([f"{bucket}/day"], tmp_path / "s3", SCHEMA, options, ONE_THREAD)
+        prepare_table([f"{bucket}/day/rows.*"], tmp_path / "pattern", SCHEMA, options, ONE_THREAD)
     assert data_files(tmp_path / "s3") == data_files(tmp_path / "local") == data_files(tmp_path / "pattern")
 
 

@@ -24,10 +24,9 @@ from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.hashing import mix64_array
-from distembed.data.prepare.split import parse_shares
+from distembed.data.prepare.options import parse_shares
 
-TRAIN, VALIDATION, TEST = range(3)
-"""Numbers of the splits: places in ``SPLIT_NAMES``."""
+TRAIN, VALIDATION, TEST = range(3)  # numbers of the splits: places in ``SPLIT_NAMES``
 BY_FILES = "files"
 _LAST = {"last-one": 1, "last-two": 2}
 _TIME, _RANDOM = "time", "random"
@@ -97,8 +96,7 @@ class InteractionSplit:
         return [(part, int(total * sum(self.shares[: part + 1]))) for part in range(len(self.shares) - 1)]
 
 
-RATING = "rating"
-"""Name of the label's column in a dataset of ratings."""
+RATING = "rating"  # name of the label's column in a dataset of ratings
 COLUMNS, LISTS = "columns", "lists"
 LATEST, ALL = "latest", "all"
 DUPLICATES = ("first", "last", "keep", "error")
@@ -112,8 +110,8 @@ class InteractionColumns:
     item: str | None = None  # column of the item; ``item``, or the second one, unless given
     rating: str | None = None  # column of a number; None where there is none
     time: str | None = None  # column of the time, a number or a date; None where rows are in the order of time
-    categorical: tuple[str, ...] = ()  # columns of other values that say more of an interaction, such as a genre
-    dense: tuple[str, ...] = ()  # columns of numbers, such as a price; they may be missing
+    categorical: tuple[str, ...] = ()  # columns of categorical attributes, for example a genre
+    dense: tuple[str, ...] = ()  # columns of numeric attributes, for example a price; values may be missing
     has_header: bool = True  # whether text files begin with the names of their columns
     newlines_in_values: bool = False  # whether a value in quotation marks of a text file may have several lines
 
@@ -194,7 +192,7 @@ class SequenceOptions(InteractionOptions):
 
     split: str = "last-two"
     duplicates: str = "keep"
-    max_length: int = 50  # most items of a training row, besides the last one, which only is predicted; 1 or more
+    max_length: int = 50  # most items of a training row, plus the last one, which is only predicted; 1 or more
     # Which training rows a user has: ``latest`` for one with the most recent items, or ``all`` for as many as it takes
     # that each item but the first is predicted once.
     windows: str = LATEST

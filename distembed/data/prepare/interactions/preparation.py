@@ -1,6 +1,6 @@
 """Interactions of users with items to a Parquet dataset: of ratings, or of sequences.
 
-1. ``read``: files are read into a database (``reading.py``);
+1. ``read``: files are read into a database (``tables.py``);
 2. interactions are selected and split by SQL: by their rating, without duplicates, and by the k-core, the largest set
    in which every user and every item has at least k interactions (found by removing rarer ones until none is left);
 3. ``write``: users, items and other values get ids, and rows are written as Parquet (``tables.py``).
@@ -38,12 +38,13 @@ from distembed.data.prepare.interactions.options import (
     SequenceOptions,
     require_free_names,
 )
-from distembed.data.prepare.interactions.reading import InteractionInput, read_interactions
 from distembed.data.prepare.interactions.tables import (
     EncodedInteractions,
+    InteractionInput,
     Windows,
     encoded_interactions,
     rating_rows,
+    read_interactions,
     sequence_rows,
     user_bounds,
     write_splits,
@@ -69,8 +70,17 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
             f"(select k0, k1, place, row_number() over (partition by k0, k1 order by {order}) as number from rows "
             "semi join (select k0, k1 from rows group by k0, k1 having count(*) > 1) using (k0, k1))"
         )
-        if options.duplicates == "error":
-            _require_none(database, f"{repeated} as repeated where number > 1")
+        (count,) = database.row(f"select count(*) from {repeated} where number > 1")
+        if count and options.duplicates == "error":
+            user, item = database.row(
+                "select users.key, items.key "
+                f"from (select * from {repeated} where number > 1 order by place limit 1) "
+                "join keys as users on k0 = users.code join keys as items on k1 = items.code"
+            )
+            raise UserError(
+                f"{count:,} interactions of a user with an item are there more than once, such as user {user!r} and "
+                f"item {item!r}: keep one (--duplicates first, or last) or all (--duplicates keep)"
+            )
         left_out["duplicates"] = _delete(database, f"place in (select place from {repeated} where number > 1)")
     if options.k_core > 1:
         rare = "{0} in (select {0} from rows group by {0} having count(*) < {1})"
@@ -94,20 +104,6 @@ def _delete(database: Database, condition: str) -> int:
     return int(database.row(f"delete from rows where {condition}")[0])
 
 
-def _require_none(database: Database, repeated: str) -> None:
-    (count,) = database.row(f"select count(*) from {repeated}")
-    if count:
-        user, item = database.row(
-            "select users.key, items.key "
-            f"from (select * from {repeated} order by place limit 1) "
-            "join keys as users on k0 = users.code join keys as items on k1 = items.code"
-        )
-        raise UserError(
-            f"{count:,} interactions of a user with an item are there more than once, such as user {user!r} and item "
-            f"{item!r}: keep one (--duplicates first, or last) or all (--duplicates keep)"
-        )
-
-
 LEAST_MEMORY_BYTES = 64 << 20
 DEFAULT_MEMORY_BYTES = 2 << 30
 
@@ -126,7 +122,7 @@ class InteractionFiles:
 
     train: Sequence[AnyPath]  # all rows, or the training rows
     validation: Sequence[AnyPath] = ()  # only with a test
-    test: Sequence[AnyPath] = ()  # then the others do not test
+    test: Sequence[AnyPath] = ()  # then no other file has test rows
 
 
 @dataclass(frozen=True)
@@ -134,10 +130,10 @@ class Preparation:
     """Where a dataset is made, and how."""
 
     output: AnyPath
-    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # beside the interpreter's own (about 150 MB)
+    memory_limit_bytes: int = DEFAULT_MEMORY_BYTES  # in addition to the interpreter's own (about 150 MB)
     overwrite: bool = False  # whether a dataset at the output is replaced
     progress: ProgressCallback = field(default=ignore)
-    note: NoteCallback = field(default=ignore)  # is told in a sentence what should be known of the input
+    note: NoteCallback = field(default=ignore)  # takes one sentence about the input
 
     def __post_init__(self) -> None:
         if self.memory_limit_bytes < LEAST_MEMORY_BYTES:
@@ -194,7 +190,12 @@ def _prepare(
             (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
             left_out = select(database, options, in_time)
             total = num_rows(database)
-            _require_memory(total, columns, preparation.memory_limit_bytes)
+            needed = total * (_ROW_BYTES + _COLUMN_BYTES * (len(columns.keys) + len(columns.numbers)))
+            if needed > (allowed := preparation.memory_limit_bytes):
+                raise UserError(
+                    f"{total:,} interactions take about {format_bytes(needed)}, and the memory limit is "
+                    f"{format_bytes(allowed)}: their ids must fit, so allow more (--memory-limit)"
+                )
             vocabularies, ids = write_text_vocabularies(database, folder, columns.key_names)
             part, number = split.in_sql(in_time, total)
             order = f"k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
@@ -241,15 +242,6 @@ def _find_inputs(
     named = {TRAIN: files.train, VALIDATION: files.validation, TEST: files.test}
     parts = [part for part, paths in named.items() if paths or part == TRAIN for _ in find_inputs(paths, note)]
     return find_inputs([path for paths in named.values() for path in paths]), parts
-
-
-def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: int) -> None:
-    needed = num_rows * (_ROW_BYTES + _COLUMN_BYTES * (len(columns.keys) + len(columns.numbers)))
-    if needed > memory_bytes:
-        raise UserError(
-            f"{num_rows:,} interactions take about {format_bytes(needed)}, and the memory limit is "
-            f"{format_bytes(memory_bytes)}: their ids must fit, so allow more (--memory-limit)"
-        )
 
 
 def _notes(chosen: EncodedInteractions, windows: Mapping[str, Windows]) -> Iterator[str]:

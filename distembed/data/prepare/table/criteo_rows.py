@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -27,8 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
-from distembed.data.prepare.table.raw_rows import Lines, RawRows
-from distembed.data.prepare.table.text_rows import DelimitedBlock, TextLayout
+from distembed.data.prepare.table.text_rows import DelimitedBlock, Lines, RawRows, TextLayout
 from distembed.data.table.blocks import IdColumn, ParsedBlock, code_dtype
 from distembed.data.table.keys import decode_hexadecimals, integer_keys
 from distembed.data.table.numbers import dense_values, is_number
@@ -45,7 +45,7 @@ _PANDAS_HEADER = [str(column) for column in range(len(_COLUMNS))]
 _CACHED_BYTES = 1 << 20
 # What Arrow would let pass though the grammar does not: blanks around numbers, signs, and 0x1F.
 _SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\r")
-# A table's line is UTF-8, and a carriage return ends it. In Criteo's grammar, such bytes make a value malformed alone.
+# A table's line is UTF-8, and a carriage return ends it. In Criteo's grammar, these bytes only make a value malformed.
 _HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in range(256))
 
 
@@ -54,10 +54,9 @@ def parse_regular(text: bytes) -> ParsedBlock | None:
     text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
     if not text.isascii() or any(mark in text for mark in _SUSPICIOUS):
         return None
-    try:
+    with suppress(ValueError):  # as Arrow's errors are
         return _parse_typed(text)
-    except ValueError:  # as Arrow's errors are
-        return None
+    return None
 
 
 def _parse_typed(text: bytes) -> ParsedBlock:
@@ -74,7 +73,7 @@ def _parse_typed(text: bytes) -> ParsedBlock:
         ),
     )
     columns = [one_array(column) for column in table.columns]
-    del table  # of which the columns are copies
+    del table  # the columns are copies
     labels = np.frombuffer(columns[0].buffers()[1], np.uint8)[: len(columns[0])] - ord("0")
     if columns[0].null_count or labels.max() > 1:
         raise ValueError("a label is neither 0 nor 1")
@@ -130,14 +129,10 @@ def criteo_layout(layout: TextLayout, place: str, first: bytes) -> TextLayout:
     end = first.find(b"\n", layout.first_row_byte) + 1 or len(first)
     line = first[layout.first_row_byte : end].removesuffix(b"\n").removesuffix(b"\r")
     fields = line.decode(errors="backslashreplace").split("\t")
-    if not _is_header(fields):
+    first_names = fields[:_FIRST_ID]
+    is_named = len(set(first_names)) == len(first_names) and all(n.strip() and not is_number(n) for n in first_names)
+    if fields != _PANDAS_HEADER and not (len(fields) == len(_COLUMNS) and is_named):
         return layout
     names = [field.strip('"') for field in fields]
     note = f"{place}: its first line is a header ({names[0]}, {names[1]}, ..., {names[-1]}), which is no row"
     return dataclasses.replace(layout, first_row_byte=end, header_lines=1, notes=(note,))
-
-
-def _is_header(fields: list[str]) -> bool:
-    names = fields[:_FIRST_ID]
-    is_named = len(set(names)) == len(names) and all(name.strip() and not is_number(name) for name in names)
-    return fields == _PANDAS_HEADER or (len(fields) == len(_COLUMNS) and is_named)

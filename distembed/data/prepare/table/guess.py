@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.base.validation import parse_yaml
-from distembed.data.prepare.input_bytes import InputBytes
-from distembed.data.prepare.table.inputs import PARQUET, TableInput
-from distembed.data.prepare.table.raw_rows import opened_parquet
+from distembed.data.prepare.table.inputs import PARQUET, InputBytes, TableInput
 from distembed.data.prepare.table.source import text_layout
+from distembed.data.prepare.table.text_rows import opened_parquet
 from distembed.data.table.numbers import number_values, time_values, values_as_numbers
 from distembed.data.table.raw_columns import (
     BOOLEAN,
@@ -52,21 +51,13 @@ _LEAST_SHARE = 0.9  # of the first lines, which a dialect has to read as rows
 
 
 @dataclass(frozen=True)
-class Sample:
+class _Sample:
     """The first rows of an input."""
 
     name: str
     table: pa.Table  # with all columns
     text: TextFormat = field(default_factory=TextFormat)
     separator: str | None = None  # of fields; None for Parquet and JSON lines
-
-    def fits(self, schema: TableSchema) -> bool:
-        """Returns whether a schema has the same columns, by name, or by number without a header."""
-        if schema.text.header != self.text.header:
-            return False
-        if not self.text.header:
-            return (self.separator, self.table.num_columns) == (schema.text.separator, len(schema.text.columns or []))
-        return set(TableColumns(schema).names) <= set(self.table.column_names)
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,8 @@ class ColumnProfile:
         is_missing = rows.is_null(nan_is_null=pa.types.is_floating(rows.type))
         if kind == TEXT:
             is_missing = pc.or_(is_missing, pc.is_in(rows, value_set=pa.array(missing, rows.type)))
-        if kind == "other":
-            return cls(name, kind, rows, rows[:0], None)
-        rows = pc.if_else(is_missing, pa.scalar(None, rows.type), rows)
-        if kind == LIST:
+        rows = rows if kind == "other" else pc.if_else(is_missing, pa.scalar(None, rows.type), rows)
+        if kind in ("other", LIST):
             return cls(name, kind, rows, rows[:0], None)
         values = rows.drop_null()
         counts = values.value_counts()
@@ -102,19 +91,20 @@ class ColumnProfile:
     def missing_share(self) -> float:
         return float(self.rows.null_count / max(1, len(self.rows)))
 
-    @property
-    def texts(self) -> list[str]:
-        return [str(value) for value in self.distinct.cast(pa.string()).to_pylist()] if len(self.distinct) else []
 
-    @property
-    def is_whole(self) -> bool:
-        return self.numbers is not None and bool((self.numbers == np.floor(self.numbers)).all())
-
-
-def read_sample(inputs: Sequence[TableInput], num_rows: int) -> Sample:
+def read_sample(inputs: Sequence[TableInput], num_rows: int) -> _Sample:
     """Reads about ``num_rows`` rows of the first input that has rows."""
     for source in inputs:
-        sample = (_read_parquet if source.format == PARQUET else _read_text)(source, num_rows)
+        if source.format == PARQUET:
+            with opened_parquet(source.place) as file:
+                table = file.schema_arrow.empty_table()
+                for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+                    table = pa.concat_tables([table, pa.Table.from_batches([batch], file.schema_arrow)])
+                    if table.num_rows >= num_rows:
+                        break
+            sample = _Sample(source.raw.name, table)
+        else:
+            sample = _read_text(source, num_rows)
         names = sample.table.column_names
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{source.place} has several columns named {repeated[0]!r}; rename them.")
@@ -125,18 +115,7 @@ def read_sample(inputs: Sequence[TableInput], num_rows: int) -> Sample:
     )
 
 
-def _read_parquet(source: TableInput, num_rows: int) -> Sample:
-    with opened_parquet(source.place) as file:
-        batches, num_read = [], 0
-        for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
-            batches.append(batch)
-            num_read += batch.num_rows
-            if num_read >= num_rows:
-                break
-        return Sample(source.raw.name, pa.Table.from_batches(batches, file.schema_arrow))
-
-
-def _read_text(source: TableInput, num_rows: int) -> Sample:
+def _read_text(source: TableInput, num_rows: int) -> _Sample:
     lines = b""
     for piece in InputBytes(source.place).pieces():
         lines += piece
@@ -144,12 +123,12 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
             lines = lines[: lines.rfind(b"\n") + 1] or lines
             break
     if not lines.strip():
-        return Sample(source.raw.name, pa.table({}))
+        return _Sample(source.raw.name, pa.table({}))
     first = lines[:_FIRST_BYTES]
     text = _text_format(source, first)
     layout = text_layout(source, first, text)
     table = layout.block(lines[layout.first_row_byte :]).rows(layout.columns).table
-    return Sample(source.raw.name, table, text, layout.dialect.separator if layout.dialect is not None else None)
+    return _Sample(source.raw.name, table, text, layout.dialect.separator if layout.dialect is not None else None)
 
 
 def _text_format(source: TableInput, first: bytes) -> TextFormat:
@@ -277,8 +256,10 @@ def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
             yield _Guess("time", name, {} if format == "auto" else {"format": format})
         elif column is weight:
             yield _Guess("weight", name, {})
-        elif reason := _why_useless(column) or _why_outcome(column, label):
+        elif reason := _why_useless(column):
             yield _Guess("left out", name, {}, reason)
+        elif label is not None and column.kind != LIST and _OUTCOME.fullmatch(name) and _has_few_values(column):
+            yield _Guess("left out", name, {}, "its name is an outcome's, which is not known before the label")
         elif format:
             yield _Guess("left out", name, {}, "it is a time, of which the schema has one")
         else:
@@ -324,16 +305,8 @@ def _why_useless(column: ColumnProfile) -> str | None:
     return None
 
 
-def _share(column: ColumnProfile, pattern: str) -> float:
-    return float(pc.mean(pc.match_substring_regex(column.distinct[:_LOOKED_AT], pattern)).as_py())
-
-
-def _why_outcome(column: ColumnProfile, label: ColumnProfile | None) -> str | None:
-    """Returns why a column is known no sooner than the label, by its name; None where it may be a feature."""
-    is_few = _is_binary(column) or (column.numbers is not None and len(column.distinct) <= _FEW_OUTCOMES)
-    if label is not None and column.kind != LIST and is_few and _OUTCOME.fullmatch(column.name):
-        return "its name is an outcome's, which is not known before the label"
-    return None
+def _has_few_values(column: ColumnProfile) -> bool:
+    return _is_binary(column) or (column.numbers is not None and len(column.distinct) <= _FEW_OUTCOMES)
 
 
 def _feature(column: ColumnProfile) -> _Guess:
@@ -345,8 +318,10 @@ def _feature(column: ColumnProfile) -> _Guess:
         return _Guess("categorical", name, {**kind, "is_list": True}, why)
     if separator := _separator(column):
         return _Guess("categorical", name, {"separator": separator})
-    if column.kind == TEXT and _share(column, "^[0-9a-f]{8}$") == 1 and _share(column, "[a-f]") > 0:
-        return _Guess("categorical", name, {"kind": "hexadecimal"})
+    some = texts[:_LOOKED_AT]
+    if column.kind == TEXT and pc.all(pc.match_substring_regex(some, "^[0-9a-f]{8}$")).as_py():
+        if pc.any(pc.match_substring_regex(some, "[a-f]")).as_py():
+            return _Guess("categorical", name, {"kind": "hexadecimal"})
     if column.numbers is None or column.kind == BOOLEAN:
         return _Guess("categorical", name, {})
     lowest, middle, highest = (float(each) for each in np.quantile(column.numbers, (0, 0.5, 1)))
@@ -354,7 +329,7 @@ def _feature(column: ColumnProfile) -> _Guess:
     is_id = bool(_ID_NAME.search(name)) or len(texts) <= _FEW_WHOLE_NUMBERS or bool(why)
     # of a column without a name: counts are mostly far below their largest, ids are not, and are never missing
     is_id = is_id or (name.isdecimal() and lowest >= 0 and highest < 20 * middle and not column.missing_share)
-    if column.is_whole and is_id:
+    if is_id and (column.numbers == np.floor(column.numbers)).all():
         return _Guess("categorical", name, kind, why)
     transform = "log" if lowest >= -3 and highest > 100 else "standardize"
     return _Guess("dense", name, {"transform": transform}, f"{lowest:g} to {highest:g}, middle {middle:g}")
@@ -382,11 +357,15 @@ def _separator(column: ColumnProfile) -> str | None:
     return None
 
 
-def _lines(sample: Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -> Iterator[str]:
+def _lines(sample: _Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -> Iterator[str]:
     first = f"the first {sample.table.num_rows:,} rows of {_shortened(sample.name)}"
     yield f"# Guessed from {first}: read it, and mend what is wrong."
     for name in shipped_schemas():
-        if sample.fits(load_schema(name)):
+        schema, columns = load_schema(name), sample.table.column_names
+        wanted = TableColumns(schema).names if sample.text.header else schema.text.columns or []
+        is_fit = set(wanted) <= set(columns) if sample.text.header else len(wanted) == len(columns)
+        has_separator = sample.text.header or sample.separator == schema.text.separator
+        if schema.text.header == sample.text.header and is_fit and has_separator:
             yield f"# Its columns are those of the shipped schema {name}, which may do: `--schema {name}`."
     for section in ("label", "weight", "time", "dense", "categorical", "left out"):
         chosen = [guess for guess in guesses if guess.section == section]
@@ -413,8 +392,9 @@ def _comment(column: ColumnProfile, why: str) -> str:
     parts = [why] if why else []
     parts += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
     parts += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []
-    values = column.texts[:3] or [str(each) for each in column.rows.drop_null()[:3].to_pylist()]
-    return "; ".join([*parts, *([f"such as {', '.join(map(_shortened, values))}"] if values else [])])
+    values = column.distinct[:3].cast(pa.string()) if len(column.distinct) else column.rows.drop_null()[:3]
+    shown = [_shortened(str(value)) for value in values.to_pylist()]
+    return "; ".join([*parts, *([f"such as {', '.join(shown)}"] if shown else [])])
 
 
 def _shortened(text: str) -> str:

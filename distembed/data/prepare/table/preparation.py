@@ -5,19 +5,23 @@ Criteo's logs are tables of the shipped schema ``criteo``, with options of their
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.base import Base
-from distembed.data.prepare.options import NoteCallback, PrepareOptions, ProgressCallback, ResourceLimits, ignore
+from distembed.data.prepare.feature_ids import Base
+from distembed.data.prepare.options import (
+    NoteCallback,
+    PrepareOptions,
+    ProgressCallback,
+    ResourceLimits,
+    SplitRule,
+    ignore,
+)
 from distembed.data.prepare.pipeline import prepare_rows
-from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.table.inputs import TEXT, TableInput, find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TABLE, TableSchema, load_schema, schema_of_preparation
@@ -27,7 +31,7 @@ _RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """The options that decide a dataset's bytes; a value out of its range is a UserError."""
+    """The options that decide a dataset's bytes."""
 
     min_count: int = 2  # values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more
     hash_size: int | None = None  # size of the tables that ids are hashed into, to 2^62; None builds a vocabulary
@@ -36,7 +40,7 @@ class CriteoOptions:
     max_rejected: float = 0.01  # largest share of malformed rows that is no error; rejected.tsv lists them
     missing: str = "zero"  # missing integers: zero makes them 0, keep null
     vocabulary: str | os.PathLike[str] | None = None  # folder or URL of a dataset, or a run, whose ids are applied
-    grow: bool = False  # whether values that vocabulary lacks, seen min_count times, get ids behind its own
+    grow: bool = False  # whether new values, seen min_count times, get ids after the vocabulary's last
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -85,13 +89,10 @@ def prepare_criteo(
     return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
 
 
-def _is_criteo_file(path: Path) -> bool:
-    return path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst")
-
-
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
-    """Returns the named inputs, which are read as text, with any suffix."""
-    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _is_criteo_file)]
+    """Returns the named inputs, which are read as text, with any suffix; of folders, the files that may be text."""
+    found = find_inputs(named, note, lambda path: path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst"))
+    return [replace(each, format=TEXT) for each in found]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class TableOptions:
     missing: str | None = None  # zero or keep, for all dense columns
     max_rejected: float = 0.01  # largest share of malformed rows that is no error
     vocabulary: str | os.PathLike[str] | None = None  # folder or URL of a dataset, or a run, whose ids are applied
-    grow: bool = False  # whether values that vocabulary lacks get ids behind its own
+    grow: bool = False  # whether new values get ids after the vocabulary's last
 
     def applied_to(self, schema: TableSchema) -> TableSchema:
         """Returns the schema with these options in place of its settings."""
@@ -145,23 +146,19 @@ def prepare_table(
     """
     options = options or TableOptions()
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
-    chosen = options.applied_to(_schema(schema, base))
+    if schema is None:
+        if base is None:
+            raise UserError(
+                "schema (--schema) is missing, which says what becomes of each column: give a YAML file, as `distembed "
+                "prepare schema` writes it, or the name of a shipped one; or with --vocabulary a dataset that has one."
+            )
+        schema = TableSchema.of_manifest(base.manifest)
+    elif not isinstance(schema, TableSchema):
+        schema = load_schema(os.fspath(schema))
+    chosen = options.applied_to(schema)
     if base is not None:
         base.require_same_values(chosen)
     source = TableSource(find_inputs(inputs, note), chosen)
     recorded = {"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected}
     prepared = PrepareOptions(chosen.split, options.max_rejected, options.vocabulary, options.grow, recorded)
     return prepare_rows(source, output, prepared, limits, overwrite=overwrite, progress=progress, note=note)
-
-
-def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:
-    if isinstance(given, TableSchema):
-        return given
-    if given is not None:
-        return load_schema(os.fspath(given))
-    if base is None:
-        raise UserError(
-            "schema (--schema) is missing, which says what becomes of each column: give a YAML file, as `distembed "
-            "prepare schema` writes it, or the name of a shipped one; or with --vocabulary a dataset that has one."
-        )
-    return TableSchema.of_manifest(base.manifest)

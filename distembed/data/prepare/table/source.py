@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between, require_text, sha256_of
-from distembed.data.prepare.row_source import OpenPart, Part
+from distembed.data.dataset.manifest import SourceFile
+from distembed.data.prepare.ingest import InputPart, OpenPart
+from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
 from distembed.data.prepare.table.criteo_rows import WANTED, criteo_layout, parse_regular, strict_rows
-from distembed.data.prepare.table.inputs import JSON_LINES, PARQUET, TEXT, TableInput
-from distembed.data.prepare.table.raw_rows import RawBlock, parquet_batches, parsed_block, row_group_bytes
-from distembed.data.prepare.table.text_rows import DelimitedBlock, Dialect, TextLayout, keys_of_lines
-from distembed.data.table.blocks import ParsedBlock
-from distembed.data.table.parser import REASONS, TableParser
+from distembed.data.prepare.table.inputs import (
+    JSON_LINES,
+    PARQUET,
+    TEXT,
+    InputBytes,
+    TableInput,
+    blocks_of_lines,
+    lines_between,
+    require_text,
+    sha256_of,
+)
+from distembed.data.prepare.table.text_rows import (
+    DelimitedBlock,
+    Dialect,
+    ParquetBlock,
+    RawBlock,
+    RawRows,
+    TextLayout,
+    keys_of_lines,
+    opened_parquet,
+)
+from distembed.data.table.blocks import ParsedBlock, RejectedRow
+from distembed.data.table.parser import REASONS, TableParser, row_text
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import CRITEO, TableSchema, TextFormat, load_schema
 
@@ -27,11 +50,7 @@ _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
 
 def text_layout(
-    source: TableInput,
-    first: bytes,
-    text: TextFormat,
-    may_lack: str | None = None,
-    wanted: TableColumns | None = None,
+    source: TableInput, first: bytes, text: TextFormat, may_lack: str | None = None, wanted: TableColumns | None = None
 ) -> TextLayout:
     """Returns how a text input is read, given its beginning, unpacked, and how the schema says that text is read.
 
@@ -82,18 +101,13 @@ def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
     return decoded.split(separator) if decoded else []
 
 
-def first_bytes(source: TableInput) -> bytes:
-    """Returns the beginning of an input that is no pipe, unpacked: about a megabyte."""
-    return next(InputBytes(source.place).pieces(), b"")
-
-
 class TextPart:
     """A range of a text input that is being read."""
 
     def __init__(
         self,
         source: TableInput,
-        part: Part,
+        part: InputPart,
         block_bytes: int,
         layout: TextLayout | None,
         learn: Callable[[TableInput, bytes], TextLayout],
@@ -172,11 +186,24 @@ class TableSource:
         self.parser.columns.wanted_by = wanted_by
         self.layout = self.parser.layout
         self.columns = tuple(dict.fromkeys((*self.parser.columns.names, *others)))
-        self.wanted = f"A row has {_wanted(self.parser.columns)}."
-        self.hints: Mapping[str, str] = _hints(schema)
+        kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in self.parser.columns.kinds.items()]
+        self.wanted = f"A row has {', '.join(kinds[:8])}{' ...' if len(kinds) > 8 else ''}."
+        hints = {
+            "text": "Text is read as UTF-8: convert other encodings, such as with `iconv -f WINDOWS-1252 -t UTF-8`."
+        }
+        if schema.time is not None and schema.time.format in ("auto", "seconds"):
+            hints["time"] = (
+                f"The schema's time.format is {schema.time.format!r}, where numbers are seconds since 1970 until the "
+                "year 9999: of milliseconds, give `format: milliseconds`, of texts one such as %Y%m%d."
+            )
+        self.hints: Mapping[str, str] = hints
         self._is_criteo = schema.parser == CRITEO and needs_label and not others
         if self._is_criteo:
-            _require_criteo(schema)
+            if _columns(schema) != _columns(load_schema(CRITEO)):
+                raise UserError(
+                    "the schema's parser is 'criteo', which reads Criteo's columns as the shipped schema has them "
+                    "alone; give `parser: table`"
+                )
             self.wanted = WANTED
         lists = [(each.column or name, each) for name, each in schema.categorical.items() if each.holds_lists]
         self._lists = [column for column, each in lists if each.separator is None]
@@ -188,32 +215,46 @@ class TableSource:
         for number, layout in self._layouts.items():  # once all are known: a key of one file is one of all
             self._require_columns(inputs[number].place, layout)
 
-    def parts(self, part_bytes: int) -> list[Part]:
+    def parts(self, part_bytes: int) -> list[InputPart]:
         return [part for number, each in enumerate(self._tables) for part in self._parts(number, each, part_bytes)]
 
     def checksum(self, source: int) -> str:
         return sha256_of(self._tables[source].place)
 
-    def open(self, part: Part, block_bytes: int) -> OpenPart:
+    def open(self, part: InputPart, block_bytes: int) -> OpenPart:
         table = self._tables[part.source]
         if table.format == PARQUET:
             return _ParquetPart(table, part, self._groups[part.source], self.columns, block_bytes)
         return TextPart(table, part, block_bytes, self._layouts.get(part.source), self._learn)
 
     def parse(self, raw: RawBlock) -> ParsedBlock:
+        columns = self.parser.columns
         if self._is_criteo and isinstance(raw, DelimitedBlock):
-            columns = self.parser.columns.names
-            return parse_regular(raw.text) or parsed_block(strict_rows(raw, columns), self.parser)
-        return parsed_block(raw.rows(self.parser.columns.names, self.parser.columns.numbers), self.parser)
+            if (regular := parse_regular(raw.text)) is not None:
+                return regular
+            rows = strict_rows(raw, columns.names)
+        else:
+            rows = raw.rows(columns.names, columns.numbers)
+        block, rejected = self.parser.parse(rows.table), list(rows.bad)
+        for row in block.rejected:
+            line = int(rows.lines[row.line])
+            rejected.append(RejectedRow(line, row.reason, rows.line_text(line) if rows.line_text else row.text))
+        rejected.sort(key=lambda row: row.line)
+        return replace(block, num_lines=rows.num_lines, rejected=tuple(rejected))
 
     def _look_at(self, number: int, table: TableInput) -> None:
         if table.format == PARQUET:
             if table.is_pipe:
                 raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
-            types, self._groups[number] = row_group_bytes(table.place, table.raw.num_bytes)
+            with opened_parquet(table.place) as file:
+                types, metadata = file.schema_arrow, file.metadata
+            sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+            if table.raw.num_bytes is not None and (total := sum(sizes)) > 0:  # before compression
+                sizes = [size * table.raw.num_bytes // total for size in sizes]
+            self._groups[number] = sizes
             self.parser.columns.require(types, table.place, self.columns)
             self._known |= dict.fromkeys(types.names)
-        elif not table.is_pipe and (first := first_bytes(table)):
+        elif not table.is_pipe and (first := next(InputBytes(table.place).pieces(), b"")):
             self._layouts[number] = self._layout(table, first)
 
     def _layout(self, table: TableInput, first: bytes) -> TextLayout:
@@ -241,7 +282,7 @@ class TableSource:
                 f"{place}, column {self._lists[0]!r}: lists in CSV and TSV need a `separator` in the schema, as '|' is"
             )
 
-    def _parts(self, number: int, table: TableInput, part_bytes: int) -> list[Part]:
+    def _parts(self, number: int, table: TableInput, part_bytes: int) -> list[InputPart]:
         """Returns ranges of bytes, or runs of row groups, of about so many bytes each."""
         if table.format == PARQUET:
             starts, size = [0], 0
@@ -254,14 +295,17 @@ class TableSource:
             starts = [0]
         else:
             starts = list(range(0, table.raw.num_bytes or 1, part_bytes))
-        return [Part(number, start, stop) for start, stop in zip_longest(starts, starts[1:])]
+        return [InputPart(number, start, stop) for start, stop in zip_longest(starts, starts[1:])]
+
+
+_BYTES_A_VALUE = 8  # in memory at least, however often a value is repeated in the file
 
 
 class _ParquetPart:
     """Row groups of a Parquet file that are being read."""
 
     def __init__(
-        self, table: TableInput, part: Part, groups: Sequence[int], columns: Sequence[str], block_bytes: int
+        self, table: TableInput, part: InputPart, groups: Sequence[int], columns: Sequence[str], block_bytes: int
     ) -> None:
         self._table, self._part, self._columns, self._block_bytes = table, part, columns, block_bytes
         self._groups = range(len(groups))[part.start : part.stop]
@@ -270,9 +314,15 @@ class _ParquetPart:
         self.sha256: str | None = None
 
     def raw_blocks(self) -> Generator[RawBlock, None, None]:
-        for block, share in parquet_batches(self._table.place, self._groups, self._columns, self._block_bytes):
-            self.bytes_read = int(share * self._num_bytes)
-            yield block
+        with opened_parquet(self._table.place) as file:
+            groups = [file.metadata.row_group(group) for group in self._groups]
+            num_rows, done = sum(group.num_rows for group in groups), 0
+            row_bytes = max(1.0, sum(group.total_byte_size for group in groups) / max(1, num_rows))
+            batch_rows = max(1, int(self._block_bytes / max(row_bytes, _BYTES_A_VALUE * len(self._columns))))
+            for batch in file.iter_batches(batch_rows, list(self._groups), list(self._columns), use_threads=False):
+                done += batch.num_rows
+                self.bytes_read = int(done / num_rows * self._num_bytes)
+                yield ParquetBlock(pa.table(batch))
         if self._part.is_whole:
             self.sha256 = sha256_of(self._table.place)
 
@@ -280,32 +330,69 @@ class _ParquetPart:
         return []
 
 
-def _wanted(columns: TableColumns) -> str:
-    kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
-    return ", ".join(kinds[:8]) + (" ..." if len(kinds) > 8 else "")
-
-
-def _hints(schema: TableSchema) -> dict[str, str]:
-    """Returns a likely cause for each reason that most rows may be malformed by."""
-    text = {"text": "Text is read as UTF-8: convert other encodings, such as with `iconv -f WINDOWS-1252 -t UTF-8`."}
-    if schema.time is None or schema.time.format not in ("auto", "seconds"):
-        return text
-    return text | {
-        "time": f"The schema's time.format is {schema.time.format!r}, where numbers are seconds since 1970 until the "
-        "year 9999: of milliseconds, give `format: milliseconds`, of texts one such as %Y%m%d."
-    }
-
-
-def _require_criteo(schema: TableSchema) -> None:
-    """Refuses a schema whose rows are not Criteo's, or become something else than the shipped schema makes of them."""
-    if _columns(schema) != _columns(load_schema(CRITEO)):
-        raise UserError(
-            "the schema's parser is 'criteo', which reads Criteo's columns as the shipped schema has them alone; give "
-            "`parser: table`"
-        )
-
-
 def _columns(schema: TableSchema) -> tuple[object, ...]:
     dense = [(name, each.column, each.transform) for name, each in schema.dense.items()]
     ids = [(name, each.column, each.kind, each.holds_lists, each.cross) for name, each in schema.categorical.items()]
     return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """Rows of an input."""
+
+    source: int  # number of the input
+    columns: Mapping[str, pa.Array]  # by name: plain arrays, or a dictionary's where the schema has single keys
+    lines: NDArray[np.int64]  # number of the line of each row in the input, from 1; in Parquet, of the row
+    bad: tuple[RejectedRow, ...]  # lines that are no rows, with their numbers in the input
+    raw: RawRows  # the rows as they were read
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.lines) + len(self.bad)
+
+    def text(self, row: int) -> bytes:
+        """Returns the line of a row; its values with tabs between them where rows are no lines."""
+        if self.raw.line_text is not None:
+            return self.raw.line_text(int(self.raw.lines[row]))
+        return row_text(self.columns, row)
+
+
+class RowReader:
+    """Reads the columns of a schema from inputs, in order."""
+
+    def __init__(self, inputs: Sequence[TableInput], schema: TableSchema) -> None:
+        self.inputs = list(inputs)
+        self.num_lines = [0] * len(inputs)  # number of rows and bad lines read so far
+        self._checksums: list[tuple[int, str]] = []
+        self._source = TableSource(inputs, schema, wanted_by="the command")
+
+    def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
+        """Yields all rows in blocks of about so many bytes of text, and reports each after it has been dealt with."""
+        sizes = [each.raw.num_bytes for each in self.inputs]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        for number, each in enumerate(self.inputs):
+            before = sum(size for size, _ in self._checksums)
+            opened, lines_before = self._source.open(InputPart(number), block_bytes), 0
+            for raw in opened.raw_blocks():
+                lists = opened.lists if isinstance(opened, TextPart) else ()
+                rows = self._named(number, raw, lines_before + opened.header_lines, lists)
+                yield rows
+                lines_before += rows.raw.num_lines
+                report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
+            size = opened.bytes_read if each.raw.num_bytes is None else each.raw.num_bytes
+            self._checksums.append((size, opened.sha256 or ""))
+
+    def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
+        """Returns a manifest's entries of the inputs, once all rows were read; none is malformed unless given."""
+        counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
+        return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
+
+    def _named(self, number: int, block: RawBlock, lines_before: int, lists: Sequence[str] = ()) -> NamedRows:
+        """Returns the rows of a block; an empty line is none. Columns of ``lists`` have texts of several words."""
+        wanted = self._source.parser.columns
+        raw = block.rows(self._source.columns, wanted.numbers)
+        bad = tuple(replace(row, line=lines_before + row.line + 1) for row in raw.bad if row.text.strip())
+        found = wanted.taken_from(raw.table)
+        found |= {name: pc.ascii_split_whitespace(found[name]) for name in lists if name in wanted.separators}
+        self.num_lines[number] += len(raw.lines) + len(bad)
+        return NamedRows(number, found, raw.lines + lines_before + 1, bad, raw)

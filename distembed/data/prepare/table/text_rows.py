@@ -17,23 +17,117 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 import pyarrow.json as pjson
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.prepare.table.raw_rows import Lines, RawBlock, RawRows
+from distembed.base.errors import UserError
+from distembed.data.remote import is_url, open_remote
 from distembed.data.table.blocks import RejectedRow
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.values import ARROW_TYPES, given_column, json_values
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Rows of one block."""
+
+    table: pa.Table  # the columns that were asked for, texts or of Arrow's types
+    lines: NDArray[np.int64]  # number of the line of each row in the block, from 0
+    num_lines: int  # malformed lines included
+    bad: tuple[RejectedRow, ...] = ()  # the lines that are no rows, in order
+    line_text: Callable[[int], bytes] | None = None  # returns the bytes of a line; None where rows are no lines
+
+
+class RawBlock(Protocol):
+    """A block of a file as it was read, which any thread can turn into rows."""
+
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
+        """Returns the rows of the block; a malformed line is never an error."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a text; a newline between two marks ``quote`` ends no line, but after an unclosed mark each does."""
+
+    text: bytes
+    quote: bytes | None = None
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Place after each line, its newline included."""
+        values = np.frombuffer(self.text, np.uint8)
+        ends = np.flatnonzero(values == ord("\n")) + 1
+        if self.quote is not None and self.quote in self.text:
+            quotes = np.flatnonzero(values == self.quote[0])
+            is_enclosed = np.searchsorted(quotes, ends) % 2 == 1
+            if len(quotes) % 2:
+                is_enclosed &= ends <= quotes[-1]
+            ends = ends[~is_enclosed]
+        if len(values) and (not len(ends) or ends[-1] < len(values)):
+            ends = np.append(ends, len(values))
+        return ends
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def unclosed(self) -> range:
+        if self.quote is None or self.text.count(self.quote) % 2 == 0:
+            return range(0)
+        return range(int(np.searchsorted(self.ends, self.text.rindex(self.quote), "right")), len(self))
+
+    def line(self, number: int) -> bytes:
+        """Returns a line without its end."""
+        start = int(self.ends[number - 1]) if number else 0
+        return self.text[start : int(self.ends[number])].removesuffix(b"\n").removesuffix(b"\r")
+
+    def as_array(self) -> pa.Array:
+        """Returns the lines, their ends included, as Arrow's large binary, without a copy."""
+        offsets = np.concatenate([np.zeros(1, np.int64), self.ends.astype(np.int64)])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.text)]
+        return pa.Array.from_buffers(pa.large_binary(), len(self), buffers)
+
+    def without(self, numbers: Sequence[int]) -> bytes:
+        """Returns the text without some lines, which are given in order."""
+        kept, start = [], 0
+        for number in numbers:
+            kept.append(self.text[start : int(self.ends[number - 1]) if number else 0])
+            start = int(self.ends[number])
+        return b"".join([*kept, self.text[start:]])
+
+
+@dataclass(frozen=True)
+class ParquetBlock:
+    """Some rows of a Parquet file."""
+
+    table: pa.Table
+
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
+        return RawRows(self.table.select(list(columns)), np.arange(self.table.num_rows), self.table.num_rows)
+
+
+@contextmanager
+def opened_parquet(place: str) -> Iterator[pq.ParquetFile]:
+    """Yields the Parquet file of a path or a URL; that it cannot be read, or is damaged, is a UserError."""
+    try:
+        source: Any = open_remote(place) if is_url(place) else Path(place)
+        with pq.ParquetFile(source, pre_buffer=False) as file:  # which would hold whole row groups
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{place} cannot be read as Parquet: {error}; write it again.") from error
+
 
 # What Arrow parses at a time: the columns that it builds then stay in cache.
 _CACHED_BYTES = 1 << 20
@@ -81,7 +175,17 @@ class DelimitedBlock:
         bad = _bad_lines(lines, self.dialect)
         good = lines.without(sorted(bad)) if bad else text
         good_lines = np.delete(np.arange(len(lines)), sorted(bad))
-        table, wrong_columns = _read_with_numbers(good, self.dialect, columns, numbers)
+        # as numbers only where all are: Arrow passes over blanks around a number, and takes nan and inf for one
+        has_blanks = any(blank in good for blank in {b" ", b"\t"} - {self.dialect.separator.encode()})
+        for typed in ((),) if has_blanks or not good else (numbers, ()):
+            try:
+                table, wrong_columns = _read(good, self.dialect, columns, typed)
+            except pa.ArrowInvalid:
+                if not typed:
+                    raise
+                continue
+            if all(pc.all(pc.is_finite(table.column(name)), min_count=0).as_py() for name in typed):
+                break
         bad |= {int(line): "columns" for line in good_lines[wrong_columns]}
         return RawRows(
             table=table,
@@ -101,54 +205,27 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
         short = np.flatnonzero(np.diff(lines.ends, prepend=0) <= (2 if has_returns else 1))
         bad |= {line: "columns" for line in short.tolist() if not lines.line(line)}
     if dialect.quote is not None and dialect.quote.encode() in text:
-        bad |= dict.fromkeys((*_badly_quoted(lines, dialect), *lines.unclosed), "columns")
-    if has_returns:
-        bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines.line(line), dialect)}
-    if not text.isascii():
-        bad |= dict.fromkeys(_undecodable(lines), "text")
+        array = lines.as_array()
+        quoted = np.flatnonzero(pc.match_substring(array, dialect.quote))
+        array = array.take(pa.array(quoted)) if len(quoted) < len(array) else array
+        wrong = np.logical_not(pc.match_substring_regex(array, dialect.well_quoted))
+        bad |= dict.fromkeys((*quoted[wrong].tolist(), *lines.unclosed), "columns")
+    for number in range(len(lines)) if has_returns else ():  # a return where Arrow would end the line
+        line = lines.line(number)
+        if b"\r" in line and dialect.record_quote is not None:
+            line = re.sub(rb"%b[^%b]*%b" % ((re.escape(dialect.record_quote),) * 3), b"", line)
+        if b"\r" in line:
+            bad[number] = "text"
+    if not text.isascii() and "\ufffd" in text.decode(errors="replace"):
+        texts = (lines.line(number) for number in range(len(lines)))
+        bad |= {number: "text" for number, own in enumerate(texts) if own.decode(errors="ignore").encode() != own}
     return bad
-
-
-def _badly_quoted(lines: Lines, dialect: Dialect) -> list[int]:
-    array = lines.as_array()
-    places = np.flatnonzero(pc.match_substring(array, dialect.quote))
-    array = array.take(pa.array(places)) if len(places) < len(array) else array
-    good = pc.match_substring_regex(array, dialect.well_quoted)
-    wrong: list[int] = places[np.logical_not(good)].tolist()
-    return wrong
-
-
-def _stray_return(line: bytes, dialect: Dialect) -> bool:
-    """Returns whether a line has a carriage return where Arrow would end it."""
-    if b"\r" in line and dialect.record_quote is not None:
-        line = re.sub(rb"%b[^%b]*%b" % ((re.escape(dialect.record_quote),) * 3), b"", line)
-    return b"\r" in line
-
-
-def _undecodable(lines: Lines) -> list[int]:
-    if "\ufffd" not in lines.text.decode(errors="replace"):
-        return []
-    texts = (lines.line(number) for number in range(len(lines)))
-    return [number for number, text in enumerate(texts) if text.decode(errors="ignore").encode() != text]
-
-
-def _read_with_numbers(
-    text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str]
-) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Reads numbers as float64 where all are finite or missing, and as texts else: Arrow takes nan and blanks."""
-    blanks = {b" ", b"\t"} - {dialect.separator.encode()}
-    if text and numbers and not any(blank in text for blank in blanks):
-        with suppress(pa.ArrowInvalid):  # a value is no number
-            table, wrong = _read(text, dialect, columns, frozenset(numbers))
-            if all(pc.all(pc.is_finite(table.column(name)), min_count=0).as_py() for name in numbers):
-                return table, wrong
-    return _read(text, dialect, columns)
 
 
 def _read(
     text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str] = ()
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Returns columns of the lines that have the right number of fields, and the numbers of the others."""
+    """Returns columns of the lines with the right number of fields, and the numbers of the other lines."""
     wrong: list[int] = []
     if not text:
         return pa.schema([(name, pa.string()) for name in columns]).empty_table(), np.zeros(0, np.int64)
@@ -254,8 +331,11 @@ def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColum
         )
     except (ValueError, KeyError, AttributeError, RecursionError, pa.ArrowException):  # Python finds the lines at fault
         return None
-    if any(_loses_digits(table[name]) for name in columns if wanted is None or name not in wanted.numbers):
-        return None
+    for name in columns:  # numbers may have been integers with digits that a float has not
+        column = pc.list_flatten(table[name]) if pa.types.is_list(table[name].type) else table[name]
+        is_kept = wanted is not None and name in wanted.numbers
+        if not is_kept and pa.types.is_floating(column.type) and (np.abs(column.to_numpy()) >= _EXACT).any():
+            return None
     # Arrow passes over empty lines
     return table.select(list(columns)) if table.num_rows == len(lines) else None
 
@@ -272,17 +352,11 @@ def _arrow_type(values: Sequence[Any]) -> pa.DataType:
     return pa.list_(kind) if isinstance(values[0], list) else kind
 
 
-def _loses_digits(column: pa.ChunkedArray) -> bool:
-    """Returns whether numbers may have been integers with digits that a float has not."""
-    column = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-    return pa.types.is_floating(column.type) and bool((np.abs(column.to_numpy()) >= _EXACT).any())
-
-
 @dataclass(frozen=True)
 class TextLayout:
     """How a text input is read."""
 
-    columns: tuple[str, ...]  # of JSON lines, the keys of the first lines, and those that the schema lists
+    columns: tuple[str, ...]  # of JSON lines, the keys of the first lines, and keys that the schema lists
     dialect: Dialect | None  # how lines become fields; None for JSON lines
     first_row_byte: int  # number of bytes before the first row: a mark of the byte order, and a header
     header_lines: int  # number of lines before the first row
