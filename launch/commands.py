@@ -1,5 +1,7 @@
-"""The commands ``distembed launch``, ``status``, ``logs``, ``cancel`` and ``resume``."""
+"""The commands ``distembed launch``, ``status``, ``logs``, ``cancel`` and ``resume``; their options in groups."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +9,7 @@ import typer
 
 from distembed.base.errors import RunError, UserError
 from distembed.commands.shared import ConfigArgument, OverridesArgument, flattened, say
-from launch.options import JobOptions, SubmitOptions, TrainingOptions
+from launch.apps.request import ElasticRequest
 
 if TYPE_CHECKING:
     from launch.jobs.job import Job
@@ -16,6 +18,93 @@ app = typer.Typer()
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under `runs`.")]
 _SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to continue with 2 nodes.")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of the scheduler and resources of the nodes, whenever a job is submitted; None changes nothing."""
+
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="Of the scheduler: `-o partition=gpu -o time=12:00:00`."),
+    ] = None
+    resource: Annotated[
+        str | None,
+        typer.Option("--resource", help="Named resource of a node, such as gpu_8_h100, in place of its numbers."),
+    ] = None
+    cpus: Annotated[int | None, typer.Option("--cpus", help="CPUs of a node.")] = None
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs of a node; one a process where --gpu is given.")] = (
+        None
+    )
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="Device of each process, where --resource does not say, as for the plan: `h100-80gb`."
+        ),
+    ] = None
+    memory_mb: Annotated[int | None, typer.Option("--memory-mb", help="Memory of a node in MB.")] = None
+    image: Annotated[str | None, typer.Option("--image", help="Container image that holds distembed.")] = None
+    env: Annotated[
+        list[str] | None, typer.Option("--env", help="Environment variable, NAME=VALUE; may be repeated.")
+    ] = None
+
+    def applied_to(self, job: "Job", j: str | None = None) -> "Job":
+        """Returns the job with these options, on other nodes and processes where ``j`` is given."""
+        return job.changed(
+            j,
+            _pairs("--option", self.options),
+            self.gpu,
+            h=self.resource,
+            cpu=self.cpus,
+            gpu=self.gpus,
+            memMB=self.memory_mb,
+            image=self.image,
+            env=_pairs("--env", self.env),
+        )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a job's processes are started and started again, which stays as it was first launched."""
+
+    mount: Annotated[
+        list[str] | None, typer.Option(help="Mount of a container: type=bind,src=/host,dst=/container.")
+    ] = None
+    max_restarts: Annotated[int, typer.Option(help="How often dead processes are started again in place.")] = (
+        ElasticRequest.max_restarts
+    )
+    max_retries: Annotated[int, typer.Option(help="How often the whole job is started again.")] = (
+        ElasticRequest.max_retries
+    )
+    grace_seconds: Annotated[
+        int, typer.Option(help="How long processes may take to save their state when the job is asked to end.")
+    ] = ElasticRequest.grace_seconds
+    rdzv_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the first node where nodes meet; one from 20000 to 29999 by the run folder."),
+    ] = None
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter on the nodes; this one, or `python` in a container.")
+    ] = None
+
+    def applied_to(self, job: "Job") -> "Job":
+        """Returns the job with these options."""
+        return job.changed(
+            mounts=[part for one in self.mount or [] for part in one.split(",")],
+            max_restarts=self.max_restarts,
+            max_retries=self.max_retries,
+            grace_seconds=self.grace_seconds,
+            rdzv_port=self.rdzv_port,
+            python=self.python,
+        )
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """Whether a job is submitted, and then followed."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and the plan.")] = False
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job.")] = False
 
 
 @app.command(
@@ -64,7 +153,7 @@ def launch_command(
 def status_command(run: RunArgument) -> None:
     """Print the state of a launched run."""
     job = _load(run)
-    from launch.jobs.control import job_state, run_progress
+    from launch.jobs.follow import job_state, run_progress
 
     state = job_state(job)
     say(f"{job.run_dir}: {state.text} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
@@ -82,7 +171,7 @@ def logs_command(
 ) -> None:
     """Print what the nodes of a launched run have printed."""
     job = _load(run)
-    from launch.jobs.control import job_log_lines
+    from launch.jobs.follow import job_log_lines
 
     for line in job_log_lines(job, node, follow=follow, say=say):
         say(line)
@@ -92,7 +181,7 @@ def logs_command(
 def cancel_command(run: RunArgument) -> None:
     """End a launched run; `distembed resume` continues it."""
     job = _load(run)
-    from launch.jobs.control import cancel_job
+    from launch.jobs.follow import cancel_job
 
     cancel_job(job)
     say(f"told to end: {job.scheduler} {job.app_id}")
@@ -116,19 +205,25 @@ def resume_command(
 def _load(run: str) -> "Job":
     """Returns the job of a run, as far as its scheduler has it; see :func:`launch.jobs.job.load_job`."""
     _require_torchx()
-    from launch.jobs.job import load_job
-    from launch.jobs.pending import settled
+    from launch.jobs.job import load_job, settled
 
     return settled(load_job(run))
 
 
 def _require_torchx() -> None:
-    """Makes sure that TorchX is installed.
-
-    Raises:
-        UserError: TorchX cannot be imported; the message says how to install it.
-    """
+    """Makes sure that TorchX is installed."""
     try:
         import torchx.runner  # noqa: F401
     except ImportError as error:
         raise UserError(f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh.") from None
+
+
+def _pairs(option: str, texts: Sequence[str] | None) -> Mapping[str, str]:
+    """Reads ``NAME=VALUE`` texts."""
+    pairs = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"{option} is {text!r}; give NAME=VALUE.")
+        pairs[name] = value
+    return pairs

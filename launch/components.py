@@ -1,22 +1,66 @@
 """TorchX components: ``torchx run -s SCHEDULER distembed.train --config CONFIG --run_dir RUN -j 4x8``.
 
 Outside of an installed package the file itself will do: ``torchx run launch/components.py:train ...``. A component also
-has the fields of its request as arguments: ``--image``, ``--cpu`` and so on. TorchX reads the types of the others from
-the source, and knows those of ``typing`` only.
+has the fields of its request as arguments: ``--image``, ``--cpu`` and so on. TorchX reads the types of arguments from
+the source, and knows only types of ``typing``.
 """
 
 # ruff: noqa: UP045
 
-from typing import Optional
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import UnionType
+from typing import Any, Optional, Union, get_args
 
+from docstring_parser import parse
 from torchx import specs
 
+from distembed.commands.shared import dataclass_parameters, flattened
 from launch.apps.applications import benchmark_app, single_node_app, training_app
-from launch.apps.component import component
 from launch.apps.request import ElasticRequest, NodeRequest
 
 
-@component
+def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
+    """Returns the function as a component of TorchX, with the fields of its dataclasses as arguments.
+
+    TorchX reads arguments from the signature and their descriptions from the docstring; of types it knows those of
+    ``typing``.
+    """
+    flat = flattened(function)
+    signature = inspect.signature(flat)
+    parameters = [one.replace(annotation=_torchx_type(one.annotation)) for one in signature.parameters.values()]
+    vars(flat)["__signature__"] = signature.replace(parameters=parameters)
+    lines = (inspect.getdoc(function) or "").splitlines()
+    for name, group in dataclass_parameters(function).items():
+        number = _entry_number(lines, name)
+        lines[number : number + 1] = _field_entries(group)
+    flat.__doc__ = "\n".join(lines)
+    return flat
+
+
+def _torchx_type(annotation: Any) -> Any:
+    """Returns ``Optional[X]`` for ``X | None``, which TorchX does not know."""
+    return Union[get_args(annotation)] if isinstance(annotation, UnionType) else annotation  # noqa: UP007
+
+
+def _entry_number(lines: Sequence[str], name: str) -> int:
+    """Returns the index of the line of a docstring that describes an argument."""
+    numbers = [number for number, line in enumerate(lines) if line.startswith(f"    {name}: ")]
+    if len(numbers) != 1:
+        raise ValueError(f"the docstring describes the argument {name!r} {len(numbers)} times; describe it once.")
+    if any(line.startswith("     ") for line in lines[numbers[0] + 1 : numbers[0] + 2]):
+        raise ValueError(f"the docstring describes the argument {name!r} on several lines; describe it on one.")
+    return numbers[0]
+
+
+def _field_entries(group: type) -> Iterator[str]:
+    """Yields lines that describe the attributes of a dataclass and of its bases as arguments of a function."""
+    for owner in reversed(group.__mro__[:-1]):
+        for field in parse(inspect.cleandoc(owner.__doc__ or "")).params:
+            yield f"    {field.arg_name}: {field.description}"
+
+
+@_component
 def train(
     *overrides: str,
     config: str,
@@ -35,12 +79,12 @@ def train(
         j: [MIN:]NODESxPROCESSES; with MIN the job starts and continues with fewer nodes.
         plan: Place tables as this file of `distembed plan --output` says.
         name: Name of the job; that of the run folder unless given.
-        request: What is asked of the nodes and of their ranks, each field as an argument of its own.
+        request: Resources of the nodes and start of their ranks, each field as an argument of its own.
     """
     return training_app(config, overrides, run_dir=run_dir, j=j, plan=plan, name=name, request=request)
 
 
-@component
+@_component
 def evaluate(
     *arguments: str,
     run_dir: str,
@@ -57,13 +101,13 @@ def evaluate(
         split: Split to evaluate on.
         j: Number of processes, or 1xPROCESSES.
         name: Name of the job; that of the run folder unless given.
-        request: What is asked of the node, each field as an argument of its own.
+        request: Resources of the node, each field as an argument of its own.
     """
     command = ["evaluate", run_dir, "--split", split, *arguments]
     return single_node_app("evaluate", command, j=j, name=name or run_dir, request=request)
 
 
-@component
+@_component
 def prepare(
     *arguments: str,
     output: str,
@@ -76,15 +120,15 @@ def prepare(
     Args:
         arguments: Files, and more arguments of `distembed prepare`, such as --engine ray, after a --.
         output: Folder to make; with a cluster, one that all of its machines see.
-        kind: What is prepared, such as criteo, table or graph; the first two can run on a cluster.
+        kind: Kind of the rows, such as criteo, table or graph; the first two can run on a cluster.
         name: Name of the job; that of the output folder unless given.
-        request: What is asked of the node, each field as an argument of its own.
+        request: Resources of the node, each field as an argument of its own.
     """
     command = ["prepare", kind, *arguments, "--output", output]
     return single_node_app("prepare", command, name=name or output, request=request)
 
 
-@component
+@_component
 def bench(
     *arguments: str,
     benchmark: str = "train",
@@ -97,6 +141,6 @@ def bench(
         arguments: Arguments of the benchmark, such as --output times.json, after a --.
         benchmark: Which benchmark, the NAME of tools/bench_NAME.py.
         name: Name of the job; that of the benchmark unless given.
-        request: What is asked of the node, each field as an argument of its own.
+        request: Resources of the node, each field as an argument of its own.
     """
     return benchmark_app(benchmark, arguments, name=name, request=request)

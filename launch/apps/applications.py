@@ -1,14 +1,20 @@
-"""Builds the applications of the components."""
+"""Builds the applications of TorchX's components, and the script that each node runs by ``bash -c``.
+
+TorchX fills in its macros once on each scheduler, and ``$$`` then stands for ``$``. There is no ``$(command)`` in the
+scripts: Kubernetes takes that for the name of a variable of its own. The application's id and the node's number stand
+between double quotes only, for on Slurm and AWS Batch they are variables of the shell.
+"""
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from torchx import specs
+from torchx.specs import macros
 
 from distembed.base.errors import UserError
-from launch.apps.node_script import elastic_script, single_script
-from launch.apps.request import ElasticRequest, NodeRequest
+from launch.apps.request import ElasticRequest, NodeRequest, Shape, parse_shape
 from launch.apps.roles import (
     GRACE_SECONDS,
     NodeRole,
@@ -19,7 +25,7 @@ from launch.apps.roles import (
     require_gpus,
     threads_per_process,
 )
-from launch.apps.shape import Shape, parse_shape
+from launch.nodes.exit_codes import SIGNALS
 
 
 def training_app(
@@ -41,7 +47,7 @@ def training_app(
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
         plan: File of the saved plan that places the tables; None for a plan of the run's own.
         name: Name of the job; None for that of the run folder.
-        request: What the nodes must have, and how their ranks are started.
+        request: Resources of the nodes, and start of their ranks.
 
     Raises:
         UserError: An argument cannot be accepted.
@@ -50,7 +56,7 @@ def training_app(
     _require_elastic(request, shape, j)
     settings = on_gpus(overrides) if find_resource(request).gpu > 0 else overrides
     module = ["distembed", "train", config, *settings, "--run-dir", run_dir, "--resume-or-start"]
-    script = elastic_script(shape, [*module, "--plan", plan] if plan else module, run_dir, request)
+    script = _elastic_script(shape, [*module, "--plan", plan] if plan else module, run_dir, request)
     role = _role("train", script, shape, request)
     if shape.max_nodes > 1:
         role.port_map = {"c10d": request.rdzv_port}
@@ -61,11 +67,7 @@ def training_app(
 def single_node_app(
     role: str, command: Sequence[str], *, name: str, request: NodeRequest, j: str = "1x1"
 ) -> specs.AppDef:
-    """Returns the application that runs ``distembed COMMAND...`` on one node, in as many processes as ``j`` says.
-
-    Raises:
-        UserError: An argument cannot be accepted.
-    """
+    """Returns the application that runs ``distembed COMMAND...`` on one node, in as many processes as ``j`` says."""
     shape = parse_shape(j)
     if shape.max_nodes > 1:
         raise UserError(
@@ -77,11 +79,7 @@ def single_node_app(
 
 
 def benchmark_app(benchmark: str, arguments: Sequence[str], *, name: str | None, request: NodeRequest) -> specs.AppDef:
-    """Returns the application that runs ``tools/bench_BENCHMARK.py`` on one node.
-
-    Raises:
-        UserError: An argument cannot be accepted.
-    """
+    """Returns the application that runs ``tools/bench_BENCHMARK.py`` on one node."""
     if not re.fullmatch(r"[a-z_]+", benchmark):
         raise UserError(f"benchmark is {benchmark!r}; give the NAME of a file tools/bench_NAME.py, such as train")
     command = [request.python, f"tools/bench_{benchmark}.py", *arguments]
@@ -90,7 +88,7 @@ def benchmark_app(benchmark: str, arguments: Sequence[str], *, name: str | None,
 
 def _single_node_app(role: str, command: Sequence[str], shape: Shape, name: str, request: NodeRequest) -> specs.AppDef:
     """Returns the application whose one node runs the command."""
-    node = _role(role, single_script(command), shape, request)
+    node = _role(role, f"exec {' '.join(map(_quoted, command))}\n", shape, request)
     return specs.AppDef(name=_name(name), roles=[node])
 
 
@@ -122,11 +120,7 @@ def _name(text: str) -> str:
 
 
 def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
-    """Refuses settings with which ``torch.distributed.run`` would not start, or not restart, the ranks.
-
-    Raises:
-        UserError: A number is out of its range, or an elastic job has no restarts.
-    """
+    """Refuses settings with which ``torch.distributed.run`` would not start, or not restart, the ranks."""
     _require_at_least(0, max_restarts=request.max_restarts, last_call_timeout=request.last_call_timeout)
     _require_at_least(1, join_timeout=request.join_timeout, grace_seconds=request.grace_seconds)
     if not 1024 <= request.rdzv_port <= 65535:
@@ -139,11 +133,54 @@ def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
 
 
 def _require_at_least(least: int, **numbers: int) -> None:
-    """Refuses numbers below the least one.
-
-    Raises:
-        UserError: A number is too small; the message has its name.
-    """
+    """Refuses numbers below the least one."""
     for field, value in numbers.items():
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
+
+
+def _quoted(word: object) -> str:
+    """Returns the word as the shell takes it literally, with every ``$`` kept from TorchX's macros."""
+    return shlex.quote(str(word)).replace("$", "$$")
+
+
+def log_dir(run_dir: str) -> str:
+    """Returns the folder of a node's logs within the run folder, for the shell; a requeued job keeps it."""
+    return f'{_quoted(PurePosixPath(run_dir) / "launch" / "logs")}/"{macros.app_id}"/node-"{macros.replica_id}"'
+
+
+def _elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: ElasticRequest) -> str:
+    """Returns the script that runs ``python -m MODULE ...`` on every rank under :mod:`launch.nodes.run`."""
+    lines = ["set -u", f"logs={log_dir(run_dir)}", 'mkdir -p "$$logs" || exit', 'rm -f "$$logs/error.json"']
+    # the launcher writes the error of its ranks here
+    lines += ['export TORCHELASTIC_ERROR_FILE="$$logs/error.json"']
+    # Else ranks meet in the agents' store under a number of restarts that nodes count differently: a rank that did not
+    # fail itself looks for the addresses of the ranks of the start before.
+    lines += ["export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+    # so that the lines of rank 0 can be told from others, whichever node it is on
+    lines += ["export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank $${rank}]:'"]
+    # A single node takes any free port, so that several jobs fit on one machine.
+    endpoint, awaited = "localhost:0", ""
+    conf = f"join_timeout={request.join_timeout},last_call_timeout={request.last_call_timeout}"
+    if shape.max_nodes > 1:
+        # Empty on node 0 itself on AWS Batch.
+        lines += [f'host="$${{{macros.rank0_env}:-localhost}}"']
+        endpoint = f'"$$host":{request.rdzv_port}'
+        awaited = f' --host "$$host" --port {request.rdzv_port} --seconds {request.join_timeout}'
+        awaited += " --elastic" if shape.elastic else ""
+        # Set here, not guessed from names: a node may have several. And where the port is taken this node fails, in
+        # place of joining whoever has it.
+        lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
+        conf += ',is_host="$$is_host"'
+    launcher = [
+        f'--node "{macros.replica_id}" --starts "$$logs/../starts" --grace {request.grace_seconds}{awaited} --',
+        f"--nnodes {shape.nodes} --nproc-per-node {shape.processes}",
+        f'--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id "{macros.app_id}"',
+        f"--rdzv-conf {conf}",
+        f"--max-restarts {request.max_restarts} --signals-to-handle {SIGNALS}",
+        '--tee 3 --log-dir "$$logs"',
+        f"-m {' '.join(map(_quoted, module))}",
+    ]
+    # exec: signals are for the launcher, not for a shell
+    lines += [" \\\n    ".join([f"exec {_quoted(request.python)} -m launch.nodes.run", *launcher])]
+    return "\n".join(lines) + "\n"

@@ -1,16 +1,21 @@
-"""What a job asks for, as values that travel from the command line to the scripts of the nodes.
+"""The request of a job: its nodes and processes, ``-j [MIN:]NODESxPROCESSES``, and their resources.
 
-The fields are arguments of TorchX's components under the same names, and their descriptions are those of
-``torchx run ... --help``; see :mod:`launch.apps.component`.
+The fields of requests are arguments of TorchX's components under the same names, and their descriptions are those of
+``torchx run ... --help``; see :mod:`launch.components`.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Self
+
+from distembed.base.errors import UserError
+
+_FORM = re.compile(r"(?:(?:([0-9]+):)?([0-9]+)x)?([0-9]+)")
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What every component asks of the nodes that it runs on.
+    """Resources of the nodes of a job, and its retries.
 
     Attributes:
         image: Container image that holds distembed, for `bench` a checkout of it; a folder on Ray.
@@ -35,10 +40,9 @@ class NodeRequest:
     python: str = "python"
 
     def changed(self, **fields: Any) -> Self:
-        """Returns the request with other values of some fields; None and what is empty change nothing.
+        """Returns the request with other values of some fields; None and empty values change nothing.
 
-        A named resource, ``h``, says all that a node has, and removes the numbers. Environment variables are added to
-        those that there are.
+        A named resource, ``h``, removes the numbers. Environment variables are added to the present ones.
         """
         given = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
         if "env" in given:
@@ -49,7 +53,7 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class ElasticRequest(NodeRequest):
-    """What training asks for besides: how ``torch.distributed.run`` starts its ranks, and starts them again.
+    """A request for training: also how ``torch.distributed.run`` starts its ranks, and starts them again.
 
     Attributes:
         max_restarts: How often processes that died are started again on the nodes that they run on.
@@ -66,3 +70,50 @@ class ElasticRequest(NodeRequest):
     join_timeout: int = 600
     last_call_timeout: int = 30
     grace_seconds: int = 120
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nodes of a job and processes on each of them.
+
+    Args:
+        min_nodes: Fewest nodes that the job starts and continues with.
+        max_nodes: Most nodes that the job takes.
+        processes: Ranks on each node.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    processes: int
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it can run on fewer nodes than it asks for."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def nodes(self) -> str:
+        """The nodes as ``torch.distributed.run --nnodes`` takes them: ``4`` or ``2:4``."""
+        return f"{self.min_nodes}:{self.max_nodes}" if self.elastic else str(self.max_nodes)
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.processes}"
+
+
+def parse_shape(j: str) -> Shape:
+    """Reads ``4x8`` (4 nodes, 8 processes each), ``2:4x8`` (2 to 4 nodes) or ``8`` (8 processes on one node)."""
+    forms = "give NODESxPROCESSES such as 4x8, MIN:NODESxPROCESSES such as 2:4x8, or PROCESSES of one node such as 8"
+    found = _FORM.fullmatch(j.strip())
+    if found is None:
+        raise UserError(f"j is {j!r}; {forms}")
+    least, nodes, processes = found.groups()
+    most = int(nodes or 1)
+    shape = Shape(int(least or most), most, int(processes))
+    if shape.min_nodes < 1 or shape.processes < 1:
+        raise UserError(f"j is {j!r}: nodes and processes start at 1; {forms}")
+    if shape.min_nodes > shape.max_nodes:
+        raise UserError(
+            f"j is {j!r}: at least {shape.min_nodes} nodes are more than the {shape.max_nodes} at most; "
+            f"the fewest come first, as in {shape.max_nodes}:{shape.min_nodes}x{shape.processes}"
+        )
+    return shape

@@ -1,4 +1,4 @@
-"""The role of an application: what its nodes have, and what some schedulers cannot do for it."""
+"""The role of an application: resources of its nodes, and checks against the abilities of its scheduler."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ from typing import Any
 from torchx import specs
 
 from distembed.base.errors import UserError
-from launch.apps.request import NodeRequest
-from launch.apps.shape import Shape
+from launch.apps.request import NodeRequest, Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
 """Schedulers, by TorchX's names of their back ends, on which a job continues with fewer nodes."""
@@ -53,11 +52,8 @@ class NodeRole(specs.Role):
 def job_name(text: str) -> str:
     """Returns a name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
 
-    TorchX drops what Kubernetes does not allow and may leave a name that starts with a digit: its Service, and with
-    it the names of the nodes, would be refused when the job has been accepted.
-
-    Raises:
-        UserError: No letter is left of the text.
+    TorchX may leave a name that starts with a digit. Kubernetes accepts such a job and then refuses its Service, which
+    names the nodes.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())
     name = re.sub(r"^[^a-z]+", "", name)[:_LONGEST_NAME].rstrip("-")
@@ -67,11 +63,7 @@ def job_name(text: str) -> str:
 
 
 def find_resource(request: NodeRequest) -> specs.Resource:
-    """Returns what a node has: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is given.
-
-    Raises:
-        UserError: The name is not registered, there are numbers beside a name, or a number is below its least.
-    """
+    """Returns the resources of a node: named ones, or numbers; 2 CPUs and 4096 MB where nothing is given."""
     h, numbers = request.h, {"cpu": request.cpu, "gpu": request.gpu, "memMB": request.memMB}
     given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
@@ -95,12 +87,7 @@ def find_resource(request: NodeRequest) -> specs.Resource:
 
 
 def _whole(field: str, value: int) -> int:
-    """Returns the value as a whole number.
-
-    Raises:
-        UserError: It is none.
-    """
-    # TorchX hands over the text of the command line where an argument may be None
+    """Returns the value as a whole number: TorchX hands over text where an argument may be None."""
     try:
         return int(value)
     except ValueError:
@@ -108,11 +95,7 @@ def _whole(field: str, value: int) -> int:
 
 
 def require_gpus(shape: Shape, resource: specs.Resource) -> None:
-    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU.
-
-    Raises:
-        UserError: There are more processes than GPUs.
-    """
+    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU."""
     if 0 < resource.gpu < shape.processes:
         raise UserError(
             f"j is '{shape}', {shape.processes} processes on a node of {resource.gpu} GPUs; "
@@ -124,9 +107,6 @@ def on_gpus(overrides: Sequence[str]) -> list[str]:
     """Returns a training's settings with which it trains on the GPUs of its nodes, or fails where it cannot use them.
 
     A node whose driver has failed would otherwise train on its processor: slowly, with every other rank waiting for it.
-
-    Raises:
-        UserError: A setting says that it trains on processors.
     """
     if "train.device=cpu" in overrides:
         raise UserError(
@@ -142,11 +122,7 @@ def threads_per_process(resource: specs.Resource, processes: int) -> str:
 
 
 def parse_mounts(mounts: list[str] | None) -> list[Any]:
-    """Returns TorchX's mounts from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
-
-    Raises:
-        UserError: TorchX cannot read one of them.
-    """
+    """Returns TorchX's mounts from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas."""
     try:
         return specs.parse_mounts(mounts) if mounts else []
     except (KeyError, ValueError) as error:

@@ -1,13 +1,20 @@
-"""What is said of a scheduler that cannot be asked, or not from here."""
+"""Asks schedulers about jobs: the package that each needs, its errors, and jobs found by their names.
+
+Before a job is submitted its run folder notes the name that it will have there, which no other job has. A process that
+submits a job may die before the scheduler answers; the next one finds the job by its name.
+"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from torchx import specs
+from torchx.runner import Runner
 
 from distembed.base.errors import RunError, UserError
+from launch.schedulers.slurm.queries import find_job
 
 _PACKAGES = {
     "kubernetes": ("kubernetes", "tools/setup.sh kubernetes"),
@@ -18,11 +25,7 @@ _PACKAGES = {
 
 
 def require_package(scheduler: str, *, dry_run: bool) -> None:
-    """Makes sure that the package is installed which only this scheduler needs; AWS Batch needs its to submit only.
-
-    Raises:
-        UserError: It is not; the message has the command that installs it.
-    """
+    """Makes sure that the package is installed which only this scheduler needs; AWS Batch needs its to submit only."""
     package, command = _PACKAGES.get(scheduler, ("", ""))
     if package and not (dry_run and scheduler == "aws_batch") and find_spec(package) is None:
         raise UserError(f"--scheduler {scheduler} needs the package {package}, which is not installed: run {command}.")
@@ -30,12 +33,7 @@ def require_package(scheduler: str, *, dry_run: bool) -> None:
 
 @contextmanager
 def asking(scheduler: str) -> Iterator[None]:
-    """Names the scheduler in whatever its client raises: each has errors of its own, and no common one.
-
-    Raises:
-        UserError: The scheduler refuses the job.
-        RunError: The scheduler cannot be used.
-    """
+    """Names the scheduler in errors that its client raises in the block: each client has types of its own."""
     try:
         yield
     except (UserError, RunError):
@@ -44,3 +42,33 @@ def asking(scheduler: str) -> Iterator[None]:
         raise UserError(f"the scheduler {scheduler} does not take this job: {error}") from error
     except Exception as error:
         raise RunError(f"{scheduler} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _kubernetes_name(dryrun_info: Any) -> str:
+    namespace = dryrun_info._cfg.get("namespace") or "default"
+    return f"{namespace}:{dryrun_info.request.resource['metadata']['name']}"
+
+
+_NAMES: dict[str, Callable[[Any], str]] = {
+    "slurm": lambda info: info.request.full_name,
+    "kubernetes": _kubernetes_name,
+    "aws_batch": lambda info: f"{info.request.queue}:{info.request.name}",
+    "ray": lambda info: f"{info.request.dashboard_address}-{info.request.app_id}",
+}
+
+
+def planned_name(scheduler: str, dryrun_info: Any) -> str | None:
+    """Returns the name by which a scheduler can be asked for a job before it is submitted.
+
+    Returns:
+        Slurm's name of the job, or TorchX's id of it; None where the scheduler cannot be asked by a name, or its jobs
+        end with the process that submits them.
+    """
+    return _NAMES[scheduler](dryrun_info) if scheduler in _NAMES else None
+
+
+def find_handle(scheduler: str, name: str, runner: Runner) -> str | None:
+    """Returns TorchX's handle of the job of a name; None where the scheduler has no such job."""
+    app_id = find_job(name) if scheduler == "slurm" else name
+    handle = None if app_id is None else str(specs.make_app_handle(scheduler, "torchx", app_id))
+    return handle if handle is None or scheduler == "slurm" or runner.status(handle) is not None else None

@@ -1,19 +1,22 @@
-"""Follows a job to its end: its state, and the lines that its nodes print."""
+"""Follows a launched job to its end, prints its logs and its state, and cancels it."""
 
+import json
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchx.runner import Runner
+from torchx.runner import Runner, get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
-from distembed.training.run_folder.record import RunInfo
-from launch.jobs.failures import first_failure
+from distembed.training.run_folder.record import RunInfo, last_metrics
+from launch.jobs.asking import asking
 from launch.jobs.job import LOCAL_SCHEDULERS, Job
 from launch.nodes.exit_codes import MISTAKES
 from launch.schedulers.slurm.scheduler import create_scheduler
@@ -29,17 +32,15 @@ _REREAD_SECONDS = 5.0
 """Seconds after which a log whose stream has broken off is read again."""
 # Kubernetes puts a time before each line.
 _RANK_PREFIX = re.compile(r"^(?:node \d+: )?(?:\d{4}-\S+Z )?\[rank (\d+)\]:")
+# What a rank prints when another one has died.
+_IS_CONSEQUENCE = re.compile(
+    r"^(DistBackendError|DistNetworkError|DistStoreError|Rendezvous\w*|SignalException)\b"
+    r"|Connection (closed|reset) by peer|Broken pipe|\bnccl\w*Error\b"
+)
 
 
 def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
-    """Submits a job to its scheduler, and follows it unless ``detach`` is set.
-
-    Raises:
-        RunError: The job has failed.
-        UserError: It has failed of a mistake of the user's that shows on the nodes only.
-        Interrupted: The job was interrupted and is not started again by its scheduler; or Ctrl-C was pressed. A job on
-            this machine has ended with it, any other continues.
-    """
+    """Submits a job to its scheduler, and follows it unless ``detach`` is set."""
     started = time.time()
     earlier = _changed_at(job)
     job = job.submit(runner)
@@ -80,7 +81,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
 
 
 def _record(job: Job) -> Path:
-    """Returns the file in which the run itself says how it goes."""
+    """Returns the file of the run's own status."""
     return Path(job.run_dir) / "run.json"
 
 
@@ -111,9 +112,6 @@ def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
 
     Returns:
         The job's last state; None where the scheduler knows no such job.
-
-    Raises:
-        RunError: The scheduler has not answered for minutes.
     """
     watch = Watch(runner, job.handle, say)
     printed = None
@@ -134,13 +132,7 @@ def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
 
 
 class Watch:
-    """The state of a job, for many threads that ask; a scheduler that does not answer is asked again for minutes.
-
-    Args:
-        runner: TorchX's runner.
-        handle: TorchX's name of the job.
-        say: Prints the scheduler's errors while it does not answer.
-    """
+    """The state of a job, for many threads that ask; a scheduler that does not answer is asked again for minutes."""
 
     def __init__(self, runner: Runner, handle: str, say: Say) -> None:
         self._runner = runner
@@ -151,20 +143,12 @@ class Watch:
         self._asked: float | None = None
 
     def has_ended(self) -> bool:
-        """Returns whether the job has ended, or the scheduler knows no such job.
-
-        Raises:
-            RunError: The scheduler has not answered for minutes.
-        """
+        """Returns whether the job has ended, or the scheduler knows no such job; raises as :meth:`status` does."""
         status = self.status()
         return status is None or status.is_terminal()
 
     def status(self) -> AppStatus | None:
-        """Returns the job's state, which may be a second old; None where there is no such job.
-
-        Raises:
-            RunError: The scheduler has not answered for minutes.
-        """
+        """Returns the job's state, which may be a second old; None where there is no such job."""
         with self._lock:
             if self._asked is None or time.monotonic() - self._asked >= _POLL_SECONDS:
                 self._last = self._ask()
@@ -172,11 +156,7 @@ class Watch:
             return self._last
 
     def _ask(self) -> AppStatus | None:
-        """Asks the scheduler, again and again for minutes while it fails; once where the job runs on this machine.
-
-        Raises:
-            RunError: It has not answered.
-        """
+        """Asks the scheduler, again for minutes while it fails; once where the job runs on this machine."""
         is_here = self._handle.partition("://")[0] in LOCAL_SCHEDULERS
         deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
         while True:
@@ -200,10 +180,7 @@ def node_lines(
         job: The job that writes the logs.
         runner: TorchX's runner.
         nodes: Numbers of the nodes.
-        has_ended: Whether the job has ended; until then logs are read on. None to read only what is there now.
-
-    Raises:
-        RunError: None of the nodes has a log.
+        has_ended: Whether the job has ended; until then logs are read on. None to read only the present lines.
     """
     lines = queue.Queue[tuple[str, str] | None]()
 
@@ -260,3 +237,144 @@ def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str
         scheduler = create_scheduler("", log_dir=job.options.get("log_dir") or str(job.folder / "logs"))
         return scheduler.log_iter(job.app_id, ROLE, node, should_tail=should_tail)
     return runner.log_lines(job.handle, ROLE, node, should_tail=should_tail)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a job's newest submission.
+
+    Attributes:
+        text: The state in words, with the scheduler's message where there is one.
+        is_known: Whether the scheduler knows the job, and has not forgotten it.
+        is_active: Whether the job waits or runs.
+    """
+
+    text: str
+    is_known: bool
+    is_active: bool
+
+
+def job_state(job: Job) -> JobState:
+    """Returns the state of a job's newest submission."""
+    with get_runner() as runner:
+        return _state(job, runner)
+
+
+def run_progress(run_dir: Path) -> list[str]:
+    """Returns lines that say how far a run has come by its own record; none where it has not started."""
+    try:
+        status = RunInfo.read(run_dir / "run.json").status
+        # whether it goes on is in the state of the job, which is printed with these lines
+        lines = [f"run: {'running' if status == 'unfinished' else status}"]
+        newest = last_metrics(run_dir / "metrics.jsonl")
+    except (OSError, UserError):
+        return []
+    return lines if newest is None else [*lines, f"last metrics: {json.dumps(newest)}"]
+
+
+def job_log_lines(job: Job, node: int | None, *, follow: bool, say: Say) -> Iterator[str]:
+    """Yields the lines that the nodes of a job have printed.
+
+    Args:
+        job: The job, which was submitted.
+        node: Number of the only node whose lines are read; None for every node.
+        follow: Whether to continue until the job has ended.
+        say: Prints the scheduler's errors while it does not answer.
+    """
+    if job.scheduler in LOCAL_SCHEDULERS:
+        raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
+    handle, nodes = job.handle, job.nodes
+    if node is not None and node not in nodes:
+        raise UserError(f"--node is {node}; the nodes of {job.run_dir} are 0 to {len(nodes) - 1}.")
+    with get_runner() as runner:
+        has_ended = Watch(runner, handle, say).has_ended if follow else None
+        yield from node_lines(job, runner, nodes if node is None else [node], has_ended)
+
+
+def cancel_job(job: Job) -> None:
+    """Asks the scheduler to end a job."""
+    if job.scheduler in LOCAL_SCHEDULERS:
+        raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
+    with get_runner() as runner:
+        state = _state(job, runner)
+        if not state.is_active:
+            raise UserError(f"{job.run_dir} runs no longer: {state.text}.")
+        with asking(job.scheduler):
+            runner.cancel(job.handle)
+
+
+def require_ended(job: Job) -> None:
+    """Makes sure that a job does not run, so that it may be submitted again."""
+    if not job.submissions or job.scheduler in LOCAL_SCHEDULERS:
+        return
+    state = job_state(job)
+    if state.is_active:
+        raise UserError(f"{job.run_dir} is {state.text} ({job.app_id}); cancel it first, or let it be.")
+
+
+def _state(job: Job, runner: Runner) -> JobState:
+    """Returns the state of a job's newest submission; see :func:`job_state`."""
+    with asking(job.scheduler):
+        status = runner.status(job.handle)
+    if status is not None:
+        return JobState(state_text(status), is_known=True, is_active=not status.is_terminal())
+    if job.scheduler in LOCAL_SCHEDULERS:  # known only to the command that launched it
+        return JobState("launched on this machine", is_known=True, is_active=False)
+    return JobState("unknown", is_known=False, is_active=False)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a rank.
+
+    Attributes:
+        where: File that holds the error; its folder is that of the node's logs.
+        message: Type and text of the error.
+        traceback: Python's traceback; "" where there is none.
+        time: When the error was noted, in seconds since 1970.
+        exit_code: The exit code with which the rank has ended of it; 1 where it is not noted.
+    """
+
+    where: Path
+    message: str
+    traceback: str
+    time: float
+    exit_code: int = 1
+
+
+def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
+    """Returns the error that a rank has noted first in the last start of a job; None where no rank has noted one.
+
+    One that only follows from the death of another rank comes after all others: clocks of machines differ.
+
+    Args:
+        logs: Folder of all nodes' logs; see :func:`launch.apps.applications.log_dir`.
+        since: Seconds since 1970; errors that were noted before are left out.
+    """
+    files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
+    found = [failure for file in files if (failure := _read(file)) and failure.time >= since]
+    return min(found, key=lambda one: (bool(_IS_CONSEQUENCE.search(one.message)), one.time), default=None)
+
+
+def _error_files(node: Path) -> Iterator[Path]:
+    """Yields the error files of a node's last start; the launcher keeps those of all, RUN/attempt_N/RANK/error.json."""
+    yield from node.glob("error.json")
+    starts = [folder for folder in node.iterdir() if folder.is_dir()]
+    if starts:
+        attempts = max(starts, key=lambda folder: folder.stat().st_mtime).glob("attempt_*")
+        last = max(attempts, key=lambda folder: int(folder.name.removeprefix("attempt_")), default=None)
+        yield from last.rglob("error.json") if last else ()
+
+
+def _read(file: Path) -> Failure | None:
+    """Reads the error that a rank or torch has written; None where the file is damaged."""
+    try:
+        noted: Any = json.loads(file.read_text())["message"]
+        if isinstance(noted, str):
+            return Failure(file, noted, "", file.stat().st_mtime)
+        extra = noted.get("extraInfo", {})
+        seconds = float(extra["time_ns"]) / 1e9 if "time_ns" in extra else float(extra.get("timestamp", 0))
+        code = int(extra.get("exit_code", 1))
+        return Failure(file, str(noted["message"]), str(extra.get("py_callstack", "")), seconds, code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

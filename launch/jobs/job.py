@@ -1,43 +1,43 @@
-"""A training job: what is asked for, what its run folder keeps of it, and handing it to a scheduler.
+"""A training job: its request, its files in the run folder, and its submission to a scheduler.
 
-A run folder holds, beside what the run itself leaves (:class:`distembed.training.run_folder.folder.RunFolder`)::
+A launched run's folder has, in addition to the files of :class:`distembed.training.run_folder.folder.RunFolder`::
 
     launch/
       config.yaml       the resolved config that every node reads
       plan.json         where each table goes on all of the nodes asked for
-      job.json          what was asked for, and each time that it was submitted
-      submission-1/     what was installed when it was submitted first
+      job.json          the request, and each time that it was submitted
+      submission-1/     the code of the first submission
         git.txt         revision of distembed's working tree, and files in it that git does not know
-        git.diff        what was changed since
+        git.diff        changes since
         packages.txt    installed packages and their versions
       logs/             of every rank; error.json in a node's is the traceback of the rank that failed first
 """
 
 import os
+import subprocess
 import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from torchx import specs
-from torchx.runner import Runner
+from torchx.runner import Runner, get_runner
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import write_json, write_text
 from distembed.base.machine import host_memory_bytes
 from distembed.base.names import one_of
+from distembed.base.version import __version__
 from distembed.training.run_folder.lock import owned
 from launch.apps.applications import training_app
-from launch.apps.request import ElasticRequest
-from launch.apps.shape import parse_shape
-from launch.jobs.asking import asking
-from launch.jobs.pending import find_handle, planned_name
-from launch.jobs.versions import keep_versions
+from launch.apps.request import ElasticRequest, parse_shape
+from launch.jobs.asking import asking, find_handle, planned_name
 from launch.schedulers.slurm.submission import OutcomeUnknown
 
 FOLDER = "launch"
@@ -45,6 +45,8 @@ LOCAL_SCHEDULERS = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
 CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
 """Schedulers whose jobs see nothing of a node but its mounts."""
+_SETTLE_SECONDS = 60
+"""How long a submission may still be on its way to the scheduler after the process that began it has died."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Submission:
         handle: TorchX's name of the job, ``slurm://session/123``; "" until the scheduler has it.
         time: When it was submitted, in UTC.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
-        name: What the scheduler is asked for while there is no handle; see :mod:`launch.jobs.pending`.
+        name: Name by which the scheduler is asked while there is no handle; see :mod:`launch.jobs.asking`.
     """
 
     handle: str
@@ -73,7 +75,7 @@ class Job:
         scheduler: Name of the scheduler, one of TorchX's.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
         options: Options of the scheduler, such as Slurm's partition.
-        component: What the nodes must have, and how their ranks are started: arguments of ``launch.components.train``.
+        component: Resources of the nodes, and start of their ranks: arguments of ``launch.components.train``.
         gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
         submissions: Each time that the job was submitted, the newest last.
     """
@@ -88,16 +90,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The folder within the run folder that holds what is described above."""
+        """The folder of the job's files within the run folder."""
         return Path(self.run_dir) / FOLDER
 
     @property
     def handle(self) -> str:
-        """TorchX's name of the newest submission.
-
-        Raises:
-            UserError: The job was never submitted.
-        """
+        """TorchX's name of the newest submission."""
         if not self.submissions:
             raise UserError(f"{self.run_dir} was prepared, but not submitted; start it with `distembed resume`.")
         return self.submissions[-1].handle
@@ -119,7 +117,7 @@ class Job:
         device: str | None = None,
         **fields: Any,
     ) -> "Job":
-        """Returns the job with other values; None and what is empty change nothing.
+        """Returns the job with other values; None and empty values change nothing.
 
         Args:
             j: Nodes and processes.
@@ -136,11 +134,7 @@ class Job:
         )
 
     def require_new(self) -> None:
-        """Makes sure that the run folder is free for a new run.
-
-        Raises:
-            UserError: A run was started in the folder, or a job was submitted.
-        """
+        """Makes sure that the run folder is free for a new run."""
         if self._file.exists() and _read(self._file).submissions:
             raise UserError(
                 f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
@@ -171,29 +165,21 @@ class Job:
         )
 
     def dry_run(self, runner: Runner) -> Any:
-        """Returns what would be submitted, in the scheduler's own form.
-
-        Raises:
-            UserError: The scheduler does not have an option, or refuses it.
-            RunError: The scheduler cannot be asked.
-        """
+        """Returns the job in the scheduler's own form, and submits nothing."""
         one_of("--scheduler", self.scheduler, runner.scheduler_backends())
         app = self.app()
         with asking(self.scheduler):
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))
 
     def prepare(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
-        """Writes into the run folder what is asked for, and what the nodes read.
+        """Writes the request, and the config and the plan that the nodes read, into the run folder.
 
         Args:
             config_yaml: The resolved config.
             plan: The plan, as ``distembed plan --json`` prints it.
-
-        Raises:
-            UserError: The job was submitted by another process since it was read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.locked():
+        with self._locked():
             if self._file.exists():
                 self._require_unchanged()
             write_text(self.folder / "config.yaml", config_yaml)
@@ -210,9 +196,9 @@ class Job:
             UserError: It was submitted by another process since it was read.
         """
         request = self.dry_run(runner)
-        with self.locked():
+        with self._locked():
             self._require_unchanged()
-            keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
+            _keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
             # Noted before: this process may die before the scheduler has answered.
             pending = self._with_submission(planned_name(self.scheduler, request) or "")
             if pending.submissions[-1].name:
@@ -226,33 +212,25 @@ class Job:
             except RunError as error:
                 return pending._recovered(runner, error)
             try:
-                return pending.with_outcome(handle)
+                return pending._with_outcome(handle)
             except BaseException as error:
                 error.add_note(f"The job was submitted all the same: {handle}. `torchx cancel {handle}` ends it.")
                 raise
 
-    def find_pending(self, runner: Runner) -> str | None:
-        """Returns the handle of the newest submission, of which nothing but its name is noted; None if there is no job.
-
-        Raises:
-            RunError: The scheduler cannot be asked.
-        """
+    def _find_pending(self, runner: Runner) -> str | None:
+        """Returns the handle of the newest submission, which has only a name yet; None if there is no such job."""
         with asking(self.scheduler):
             return find_handle(self.scheduler, self.submissions[-1].name, runner)
 
-    def with_outcome(self, handle: str | None) -> "Job":
-        """Notes what has become of the newest submission: its handle, or None where there is no such job."""
+    def _with_outcome(self, handle: str | None) -> "Job":
+        """Notes the handle of the newest submission, or removes the submission where there is no such job."""
         *earlier, last = self.submissions
         newest = [] if handle is None else [replace(last, handle=handle, name="")]
         job = replace(self, submissions=(*earlier, *newest))
         job._save()
         return job
 
-    def reread(self) -> "Job":
-        """Returns the job as its file has it now."""
-        return _read(self._file)
-
-    def locked(self) -> AbstractContextManager[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Locks the folder, so that one process at a time prepares or submits the job."""
         return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
@@ -262,31 +240,23 @@ class Job:
         return replace(self, submissions=(*self.submissions, submission))
 
     def _recovered(self, runner: Runner, error: RunError) -> "Job":
-        """Returns the submitted job where its scheduler has it, although it has answered with an error.
-
-        Raises:
-            RunError: It has not, or does not answer; then the submission stays noted by its name.
-        """
+        """Returns the submitted job where its scheduler has it in spite of an error; else raises the error."""
         if not self.submissions[-1].name:
             raise error
         try:
-            handle = self.find_pending(runner)
+            handle = self._find_pending(runner)
         except (UserError, RunError):
             error.add_note(f"Whether it has the job is not known; `distembed status {self.run_dir}` looks for it.")
             raise error from None
         if handle is None and isinstance(error, OutcomeUnknown):
             raise error  # it may still be on its way
-        job = self.with_outcome(handle)
+        job = self._with_outcome(handle)
         if handle is None:
             raise error
         return job
 
     def _require_unchanged(self) -> None:
-        """Makes sure that no other process has submitted the job.
-
-        Raises:
-            UserError: Another process has.
-        """
+        """Makes sure that no other process has submitted the job."""
         there = _read(self._file).submissions
         if len(there) != len(self.submissions):
             handle = there[-1].handle if there else ""
@@ -320,7 +290,7 @@ _ADAPTER = TypeAdapter(Job)
 
 
 def default_request(scheduler: str, run_dir: str, j: str) -> ElasticRequest:
-    """Returns what a job asks of its nodes where nothing else is given.
+    """Returns the request of a job without options.
 
     Nodes of a job on this machine share all of it, those outside of containers run this interpreter, and a run folder
     has a port of its own, so that jobs which share a node do not meet.
@@ -336,11 +306,7 @@ def default_request(scheduler: str, run_dir: str, j: str) -> ElasticRequest:
 
 
 def load_job(run: str) -> Job:
-    """Returns the job of a run, by its folder or by its name under ``runs``.
-
-    Raises:
-        UserError: There is no such job, or its file is damaged.
-    """
+    """Returns the job of a run, by its folder or by its name under ``runs``."""
     for folder in (Path(run), Path("runs") / run):
         file = folder / FOLDER / "job.json"
         try:
@@ -352,12 +318,28 @@ def load_job(run: str) -> Job:
     raise UserError(f"{run!r} is no run that `distembed launch` has started; give its folder, or its name under runs.")
 
 
-def _read(file: Path) -> Job:
-    """Reads a job; its run folder is the one that the file lies in.
+def settled(job: Job) -> Job:
+    """Returns the job with the outcome of a submission whose process died before it could note the outcome."""
+    if not job.submissions or job.submissions[-1].handle:
+        return job
+    with job._locked():
+        job = _read(job._file)
+        last = job.submissions[-1]
+        if last.handle:
+            return job
+        with get_runner() as runner:
+            handle = job._find_pending(runner)
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(last.time)).total_seconds()
+        if handle is None and seconds < _SETTLE_SECONDS:
+            raise RunError(
+                f"{job.run_dir} was being submitted {seconds:.0f} s ago by a process that is gone, and {job.scheduler} "
+                f"has no such job yet; try again in {_SETTLE_SECONDS - seconds:.0f} s."
+            )
+        return job._with_outcome(handle)
 
-    Raises:
-        UserError: The file is damaged.
-    """
+
+def _read(file: Path) -> Job:
+    """Reads a job; its run folder is the one that the file lies in."""
     try:
         job = _ADAPTER.validate_json(file.read_bytes())
         parse_shape(job.j)
@@ -365,3 +347,32 @@ def _read(file: Path) -> Job:
         raise UserError(f"{file} cannot be read: {error}; start the run anew in another folder.") from error
     # the folder may have been moved since
     return replace(job, run_dir=str(file.parent.parent))
+
+
+def _keep_versions(folder: Path) -> None:
+    """Writes ``git.txt``, ``git.diff`` and ``packages.txt`` into a folder, which is made where it is missing.
+
+    They record distembed's revision, changes since, and installed packages. Of files that git does not know, only the
+    names are written: they may be large.
+    """
+    folder.mkdir(exist_ok=True)
+    root = Path(__file__).parents[2]
+    is_tracked = bool(_git("-C", str(root), "ls-files", "--", "launch/jobs/job.py"))
+    revision, unknown, diff = f"distembed {__version__}, not in a git repository\n", "", ""
+    if is_tracked:
+        revision = _git("-C", str(root), "rev-parse", "HEAD")
+        unknown = _git("-C", str(root), "ls-files", "--others", "--exclude-standard")
+        diff = _git("-C", str(root), "diff", "HEAD")
+    (folder / "git.txt").write_text(revision + (f"\nnot known to git:\n{unknown}" if unknown else ""))
+    (folder / "git.diff").write_text(diff)
+    packages = sorted({f"{found.name}=={found.version}" for found in distributions()})
+    (folder / "packages.txt").write_text("\n".join(packages) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    """Returns the output of git; "" where it fails or is not installed."""
+    try:
+        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""

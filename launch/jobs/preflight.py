@@ -17,7 +17,7 @@ from distembed.reports.doctor import (
     name_trio,
     nvidia_smi_works,
 )
-from launch.apps.shape import Shape
+from launch.apps.request import Shape
 from launch.schedulers.slurm.queries import NodeRecord, list_nodes
 from launch.schedulers.slurm.script import SlurmJob
 from launch.schedulers.slurm.submission import expected_start

@@ -17,10 +17,9 @@ from distembed.planning import describe_plan
 from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.doctor import Finding
 from distembed.training.config import Config, load_config, require_plugins, with_absolute_paths
-from launch.apps.shape import parse_shape
+from launch.apps.request import parse_shape
 from launch.jobs import preflight
-from launch.jobs.control import require_ended
-from launch.jobs.follow import Say, submit_and_follow
+from launch.jobs.follow import Say, require_ended, submit_and_follow
 from launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
 from launch.resources import gpu_name
 
@@ -63,11 +62,6 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         dry_run: Whether to print what would be submitted, with the plan, and to submit nothing.
         detach: Whether to return once it is submitted, without following it.
         say: Prints a line.
-
-    Raises:
-        UserError: The scheduler or the nodes cannot be asked for this at all.
-        typer.Exit: A check fails; the exit code is 3.
-        RunError: The job has failed.
     """
     from distembed.training.initial_run import begun_config
 
@@ -101,11 +95,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
 
 
 def _require_resource(job: Job) -> None:
-    """Refuses a job on a cluster that does not say what its nodes have.
-
-    Raises:
-        UserError: There is no named resource, and the CPUs or the memory are missing.
-    """
+    """Refuses a job on a cluster that does not say what its nodes have."""
     if (
         job.scheduler not in LOCAL_SCHEDULERS
         and job.component.h is None
@@ -118,11 +108,7 @@ def _require_resource(job: Job) -> None:
 
 
 def _cluster(job: Job) -> Cluster:
-    """Returns what is planned for: as many nodes as the job takes at most.
-
-    Raises:
-        UserError: The nodes have GPUs of an unknown kind, or of two kinds at once.
-    """
+    """Returns what is planned for: as many nodes as the job takes at most."""
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
     named = gpu_name(resource)
     given = job.gpu.partition(",")[0] if job.gpu else None

@@ -7,13 +7,13 @@ code says so; see :mod:`launch.nodes.exit_codes` and :mod:`launch.nodes.agent`.
 
 import argparse
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
 from distembed.base.process import PARENT_VARIABLE, end_with_parent
-from launch.nodes.await_host import await_host, unreachable
 from launch.nodes.exit_codes import (
     AGAIN_VARIABLE,
     FAILED,
@@ -27,6 +27,8 @@ from launch.nodes.exit_codes import (
 )
 from launch.nodes.starts import Starts
 
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+_POLL_SECONDS = 1.0
 _LEAVING_SECONDS = 20.0
 _LAST = (0, *MISTAKES, RETRIES_USED)
 """Exit codes after which a job does not start again."""
@@ -76,6 +78,37 @@ def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
         _say(f"the job has failed before, and its retries ({os.environ[RETRIES_VARIABLE]}) are all used")
         return RETRIES_USED
     return None
+
+
+def await_host(host: str, port: int, seconds: float) -> str:
+    """Waits until a port of a host accepts connections; does not wait where the host is this one.
+
+    Returns:
+        "" once it accepts connections, else the last error after ``seconds``.
+    """
+    if host in _LOCAL_HOSTS:
+        return ""
+    deadline = time.monotonic() + seconds
+    printed = ""
+    while True:
+        reason = unreachable(host, port)
+        if not reason or time.monotonic() >= deadline:
+            return reason
+        if reason != printed:
+            _say(f"waiting up to {seconds:g} s for {host}:{port}: {reason}")
+            printed = reason
+        time.sleep(min(_POLL_SECONDS, max(deadline - time.monotonic(), 0)))
+
+
+def unreachable(host: str, port: int) -> str:
+    """Returns why a port accepts no connections; "" where it does."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except socket.gaierror as error:
+        return f"the name does not resolve ({error.strerror})"
+    except OSError as error:
+        return f"it takes no connections ({error.strerror or error})"
+    return ""
 
 
 def _run(launcher_arguments: list[str], grace_seconds: int) -> int:

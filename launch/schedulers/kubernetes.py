@@ -1,9 +1,7 @@
 """TorchX's scheduler for Kubernetes with Volcano, corrected.
 
-What differs from the scheduler of TorchX 0.7.0:
-
 ============================================  ======================================================================
-TorchX                                        here
+TorchX 0.7.0                                  here
 ============================================  ======================================================================
 the gang's size is left to Volcano's webhook  the job says how many pods must start together
 a lost pod of an elastic job restarts it all  its pod alone comes back; the job ends when its first node has failed
@@ -15,8 +13,8 @@ pods are killed 30 seconds after SIGTERM      after the seconds that the role as
 ============================================  ======================================================================
 
 Volcano counts every start of a job alike, and gives up after a number of them that is given in advance. So it is given
-a large one, what is to be done is decided by the exit codes of the nodes (:mod:`launch.nodes.exit_codes`), and the
-nodes themselves count failures. Only those of a role that has a state to save know such codes.
+a large number, acts by the exit codes of the nodes (:mod:`launch.nodes.exit_codes`), and the nodes count failures
+themselves. Only nodes of a role that has a state to save use these codes.
 """
 
 import warnings
@@ -88,7 +86,7 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
 
 
 def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
-    """Returns what Volcano does when a replica's pod has failed or was evicted; the first that applies counts."""
+    """Returns Volcano's policies for a replica's pod that has failed or was evicted; the first that applies counts."""
     # A task is one pod. Replica 0 is where the others meet: without it they cannot continue.
     is_needed = replica == 0 or not _is_elastic(role)
     restart = "RestartJob" if is_needed else "RestartTask"

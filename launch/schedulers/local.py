@@ -1,4 +1,4 @@
-"""TorchX's scheduler for this machine, corrected: what it has started ends with it, also where it is killed.
+"""TorchX's scheduler for this machine, corrected: its processes end with it, also where it is killed.
 
 TorchX 0.7.0 ends its processes when it is asked to end itself. Killed, it left them running, in sessions of their own.
 """

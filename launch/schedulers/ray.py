@@ -16,11 +16,7 @@ from launch.nodes.exit_codes import AGAIN_VARIABLE, RETRIES_VARIABLE
 
 
 def create_scheduler(session_name: str, **options: Any) -> Any:
-    """Returns the scheduler; TorchX calls this for ``-s ray``.
-
-    Raises:
-        ModuleNotFoundError: Ray is not installed. TorchX's commands that list schedulers expect this one.
-    """
+    """Returns the scheduler; TorchX calls this for ``-s ray``."""
     if find_spec("ray") is None:
         raise ModuleNotFoundError("Ray is not installed; pip install 'ray[default]'")
     from torchx.schedulers import ray_scheduler

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 import socket
 import stat
@@ -25,13 +26,11 @@ from torchx.specs.builders import materialize_appdef
 from distembed.base.errors import UserError
 from distembed.planning.devices import DEVICES
 from launch import components, resources
-from launch.apps.component import component
-from launch.apps.request import NodeRequest
+from launch.apps.request import NodeRequest, Shape, parse_shape
 from launch.apps.roles import find_resource, job_name
-from launch.apps.shape import Shape, parse_shape
-from launch.components import bench, evaluate, prepare, train
-from launch.nodes import await_host
-from launch.nodes.await_host import await_host as wait
+from launch.components import _component, bench, evaluate, prepare, train
+from launch.nodes import run as node_run
+from launch.nodes.run import await_host as wait
 from tests.ranks import free_port
 from tests.small_runs import distembed, write_dataset
 
@@ -61,7 +60,7 @@ def test_a_value_is_described_on_one_line(entry: str, message: str) -> None:
 
     build.__doc__ = f"Build.\n\nArgs:\n{entry}\n"
     with pytest.raises(ValueError, match=message):
-        component(build)
+        _component(build)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,13 +92,14 @@ def test_the_schedulers_that_are_mended_are_ours() -> None:
 def test_named_resources_are_those_that_are_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     registered = project["entry-points"]["torchx.named_resources"]
-    assert registered == {
-        name: f"launch.resources:{function.__name__}" for name, function in resources.NAMED_RESOURCES.items()
-    }
-    for name, function in resources.NAMED_RESOURCES.items():
-        assert specs.named_resources[name] == function()
-        gpu = resources.gpu_name(function())
-        assert gpu in DEVICES if function().gpu else gpu in {None, *DEVICES}
+    own = {name for name in vars(resources) if name.partition("_")[0] in ("cpu", "gpu", "aws", "gcp", "azure")}
+    assert {value.partition(":")[2] for value in registered.values()} == own - {"gpu_name"}
+    for name, place in registered.items():
+        assert re.sub(r"[.-]", "_", name).lower() == place.removeprefix("launch.resources:").lower()
+        node = pkgutil.resolve_name(place)()
+        assert specs.named_resources[name] == node
+        gpu = resources.gpu_name(node)
+        assert gpu in DEVICES if node.gpu else gpu in {None, *DEVICES}
     # TorchX's own say which machine they are
     assert resources.gpu_name(specs.named_resources["aws_p5.48xlarge"]) == "h100-80gb"
     assert resources.gpu_name(specs.named_resources["gpu.small"]) is None
@@ -354,7 +354,7 @@ def test_a_name_that_resolves_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
             raise answer
         return socket.socket()
 
-    monkeypatch.setattr(await_host, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(node_run, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(socket, "create_connection", connect)
     assert wait("late", 1, 60) == ""
     assert answers == []
@@ -365,7 +365,7 @@ def test_a_port_that_opens_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     with socket.socket() as server:
         server.bind(("127.0.0.2", port))
         threading.Timer(0.05, server.listen).start()
-        monkeypatch.setattr(await_host, "POLL_SECONDS", 0.1)
+        monkeypatch.setattr(node_run, "_POLL_SECONDS", 0.1)
         assert wait("127.0.0.2", port, 60) == ""
 
 

@@ -9,8 +9,7 @@ import pytest
 from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import RunError, UserError
-from launch.jobs import control
-from launch.jobs.control import cancel_job, job_log_lines, job_state, require_ended, run_progress
+from launch.jobs.follow import cancel_job, job_log_lines, job_state, require_ended, run_progress
 from launch.jobs.job import Job, Submission
 from launch.jobs.start import launch_job
 

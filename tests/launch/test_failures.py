@@ -11,7 +11,7 @@ import pytest
 
 from distembed.base.errors import FolderInUse, RunError, UserError
 from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
-from launch.jobs.failures import first_failure
+from launch.jobs.follow import first_failure
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, file: Path, error: BaseException) -> None:

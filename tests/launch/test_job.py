@@ -17,9 +17,8 @@ from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import RunError, UserError
 from launch.apps.request import ElasticRequest
-from launch.jobs import pending
-from launch.jobs.job import Job, default_request, load_job
-from launch.jobs.pending import settled
+from launch.jobs import job as jobs
+from launch.jobs.job import Job, default_request, load_job, settled
 from launch.schedulers.slurm.submission import OutcomeUnknown
 
 NUMBERS = ElasticRequest(cpu=8, memMB=1000)
@@ -314,7 +313,7 @@ def test_a_submission_that_nobody_noted_is_looked_for_by_its_name(
     if not has_job:
         with pytest.raises(RunError, match=r"by a process that is gone, and \w+ has no such job yet; try again in"):
             settled(load_job(str(tmp_path)))
-        monkeypatch.setattr(pending, "SETTLE_SECONDS", -1)
+        monkeypatch.setattr(jobs, "_SETTLE_SECONDS", -1)
     found = settled(load_job(str(tmp_path)))
     assert [one.handle for one in found.submissions] == ([handle] if has_job else [])
     assert load_job(str(tmp_path)) == found == settled(found)
@@ -329,7 +328,7 @@ def test_a_submission_stays_noted_while_slurm_does_not_answer(tmp_path: Path, mo
     with pytest.raises(Killed):
         load_job(str(tmp_path)).submit(dying)
     queue(tmp_path, monkeypatch, "", code=1)
-    monkeypatch.setattr(pending, "SETTLE_SECONDS", -1)
+    monkeypatch.setattr(jobs, "_SETTLE_SECONDS", -1)
     for _ in range(2):
         with pytest.raises(RunError, match="jobs cannot be listed"):
             settled(load_job(str(tmp_path)))

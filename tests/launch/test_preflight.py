@@ -14,7 +14,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.training.config import Config, validate
-from launch.apps.shape import parse_shape
+from launch.apps.request import parse_shape
 from launch.jobs.preflight import (
     check_acceptance,
     check_capacity,

@@ -240,7 +240,7 @@ def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monke
     names = ["sacct", "-Xnj", job_id, "-o", "JobName%60"]
     while "/train" not in subprocess.run(names, capture_output=True, text=True).stdout:
         time.sleep(0.2)
-    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
     for command in ("scontrol", "squeue"):
         shadow(tmp_path / "bin", command, monkeypatch)
     assert described(scheduler, job_id).state == AppState.SUCCEEDED, "the controller has said so"

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torchx.specs import AppState, is_terminal
 
 from distembed.base.errors import RunError, UserError
-from launch.schedulers.slurm.log_lines import log_lines
 from launch.schedulers.slurm.queries import list_jobs, query_job
 from launch.schedulers.slurm.scheduler import create_scheduler
 from launch.schedulers.slurm.script import CANCEL_SECONDS
-from launch.schedulers.slurm.states import STATES, FollowedJobs, app_state
+from launch.schedulers.slurm.states import STATES, FollowedJobs, app_state, log_lines
 from launch.schedulers.slurm.submission import cancel, expected_start, submit
 
 
@@ -89,8 +88,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{HEARD}{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launch.schedulers.slurm.client.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
     return tmp_path
 
 
@@ -149,7 +148,7 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
 
 
 def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
     accounts(controller, "NODE_FAIL")
     (controller / "away-job").write_text("1")
     says(controller, "PENDING")
@@ -159,7 +158,7 @@ def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypa
     (controller / "controller").unlink()
     record = query_job("7", patience_seconds=0)
     assert record is not None and record.state == "NODE_FAIL" and not record.is_certain
-    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
     assert not FollowedJobs().has_ended("7")
 
 
@@ -252,7 +251,7 @@ def test_a_busy_controller_ends_no_job_without_saving(
     assert set(cancelled(controller)) <= {TOLD} and not (controller / "slurm-7.cancelled").exists()
     # it answers after a while
     (controller / f"away-{what}").write_text(str(asked(controller, what) + 2))
-    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
     assert cancel("7") == 40 + CANCEL_SECONDS
     assert set(cancelled(controller)) == {TOLD} and (controller / "slurm-7.cancelled").exists()
     assert cancel("7") == 0 and cancelled(controller)[-1] == "7", "the second time ends it at once"
@@ -326,7 +325,7 @@ def test_a_job_that_slurm_may_have_taken_is_no_refusal(
 @pytest.fixture
 def hurried_log(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ASK_SECONDS", "LOOK_SECONDS", "LATE_SECONDS"):
-        monkeypatch.setattr(f"launch.schedulers.slurm.log_lines.{name}", 0.05)
+        monkeypatch.setattr(f"launch.schedulers.slurm.states.{name}", 0.05)
 
 
 @pytest.mark.usefixtures("hurried_log")

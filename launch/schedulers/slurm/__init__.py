@@ -1,1 +1,1 @@
-"""TorchX's scheduler for Slurm: the batch script of a job, Slurm's commands, and what its states mean."""
+"""TorchX's scheduler for Slurm: the batch script of a job, Slurm's commands, and the states of jobs."""

@@ -1,39 +1,48 @@
-"""What Slurm knows of jobs and nodes.
+"""Runs Slurm's commands, and reads the state of jobs and nodes from their output.
 
-The controller (``scontrol``, ``squeue``) knows the jobs of now, those that were requeued included, and forgets a job
-minutes after its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node
-had died, and not every cluster has it. So the controller is asked first, and accounting about what it has forgotten.
+The controller (``scontrol``, ``squeue``) knows current jobs, requeued ones included, and forgets a job minutes after
+its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node had died, and not
+every cluster has it. So the controller is asked first, and accounting about jobs that the controller has forgotten. A
+busy controller, or one that starts again, does not answer for a while, which says nothing of a job: it is asked again.
 """
 
 import getpass
 import re
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from distembed.base.errors import RunError, UserError
-from launch.schedulers.slurm.client import failure_reason, retry, run_command
 
+PATIENCE_SECONDS = 30.0
+"""How long a controller that does not answer is asked again."""
+RETRY_SECONDS = 3.0
+"""Seconds between two attempts to ask the controller."""
+
+Completed = subprocess.CompletedProcess[str]
+_Answer = TypeVar("_Answer")
 _JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")
 _LISTED_DAYS = 14
-"""How far back jobs are listed; the same as TorchX takes for other schedulers."""
+"""How many days back jobs are listed; TorchX takes as many for other schedulers."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What Slurm knows of a job.
+    """A job, as Slurm knows it.
 
     Args:
         job_id: Number of the job.
         name: Name of the job.
         state: State in Slurm's words, which may carry more than one, as in "CANCELLED by 0".
-        reason: Why the job waits, or has ended; "" where there is nothing to say.
+        reason: Why the job waits, or has ended; "" for none.
         num_nodes: Number of nodes that the job has, or asks for.
         nodes: The nodes in Slurm's short form, such as "gpu[1-4]"; "" before the job starts.
         restarts: How often the job was requeued; -1 where that is not known.
         output: File of the batch script's output; None where that is not known.
-        is_certain: False for what accounting says while the controller does not answer: it calls a job failed that was
-            requeued.
+        is_certain: False where accounting answers in the place of a silent controller: it calls requeued jobs failed.
     """
 
     job_id: str
@@ -70,13 +79,57 @@ class NodeRecord:
     is_up: bool
 
 
-def list_nodes() -> list[NodeRecord]:
-    """Returns all nodes, each once for every partition that it is in.
+def run_command(
+    command: Sequence[str], stdin: str | None = None, environment: dict[str, str] | None = None
+) -> Completed:
+    """Runs one of Slurm's commands to its end, and returns its output and its exit code.
 
-    Raises:
-        UserError: There is no Slurm on this machine.
-        RunError: Slurm does not answer.
+    Args:
+        command: The command and its arguments.
+        stdin: Text that it reads; None for nothing.
+        environment: Its environment variables; None for those of this process.
     """
+    try:
+        return subprocess.run(
+            command,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no {command[0]} on PATH; run this where Slurm's commands are, such as a cluster's login node, "
+            "or try it on a Slurm on this machine: tests/launch/mini_slurm.sh up"
+        ) from None
+
+
+def failure_reason(completed: Completed) -> str:
+    """Returns the message of a command that failed, or its exit code where it has printed nothing."""
+    return without_prefixes(completed.stderr) or f"{completed.args[0]} ended with code {completed.returncode}"
+
+
+def without_prefixes(stderr: str) -> str:
+    """Returns printed lines as one line, without ``sbatch: error:`` and the like before each."""
+    return "; ".join(re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in stderr.strip().splitlines())
+
+
+def retry(ask: Callable[[], _Answer], patience_seconds: float | None = None) -> _Answer:
+    """Returns the answer of ``ask``, which is called again while it raises RunError, for a limited time."""
+    end = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+    while True:
+        try:
+            return ask()
+        except RunError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
+def list_nodes() -> list[NodeRecord]:
+    """Returns all nodes, each once for every partition that it is in."""
     answer = run_command(["sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T"])
     if answer.returncode:
         raise RunError(f"Slurm does not answer: {failure_reason(answer)}")
@@ -84,12 +137,12 @@ def list_nodes() -> list[NodeRecord]:
 
 
 def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
-    """Returns what is known of a job; None where there is no such job.
+    """Returns the record of a job; None where there is no such job.
 
     Args:
         job_id: Number of the job.
-        patience_seconds: How long a controller that does not answer is asked; :data:`~.client.PATIENCE_SECONDS` unless
-            given. Then accounting is asked, whose answer need not be the end of a job.
+        patience_seconds: How long a controller that does not answer is asked; :data:`PATIENCE_SECONDS` unless given.
+            Then accounting is asked, which may call a requeued job failed.
 
     Raises:
         RunError: The controller cannot be reached, and accounting does not know the job either.
@@ -106,11 +159,7 @@ def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord |
 
 
 def list_jobs() -> list[JobRecord]:
-    """Returns this user's jobs of two weeks, or those that the controller remembers where there is no accounting.
-
-    Raises:
-        RunError: Neither the controller nor accounting answers.
-    """
+    """Returns this user's jobs of two weeks; without accounting, those that the controller remembers."""
     queue = run_command(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
     past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID,State,JobName")
     if queue.returncode and not past:
@@ -122,11 +171,7 @@ def list_jobs() -> list[JobRecord]:
 
 
 def find_job(name: str) -> str | None:
-    """Returns the number of this user's job of a name that no other has; None where there is none.
-
-    Raises:
-        RunError: The controller does not answer, and accounting does not know the job either.
-    """
+    """Returns the number of this user's job of a unique name; None where there is none."""
     queue = run_command(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i"])
     if not queue.returncode and queue.stdout.split():
         return queue.stdout.split()[0]
@@ -145,11 +190,7 @@ def host_names(nodes: str) -> list[str]:
 
 
 def ask_controller(job_id: str) -> JobRecord | None:
-    """Returns what the controller knows of a job; None where it does not know it, or not any more.
-
-    Raises:
-        RunError: The controller does not answer.
-    """
+    """Returns the controller's record of a job; None where it does not know the job, or has forgotten it."""
     answer = run_command(["scontrol", "show", "job", job_id])
     if not answer.returncode and "JobState=" in answer.stdout:
         return _parse_job(answer.stdout)
@@ -159,7 +200,7 @@ def ask_controller(job_id: str) -> JobRecord | None:
 
 
 def _accounted_job(job_id: str) -> JobRecord | None:
-    """Returns what accounting knows of a job; None where it does not know it or does not answer."""
+    """Returns accounting's record of a job; None where it does not know it or does not answer."""
     # the last field may hold the separator; SubmitLine is the only place where accounting has the path of the output
     rows = _accounting([f"--jobs={job_id}"], "JobID,State,NNodes,NodeList,JobName,SubmitLine")
     for row_id, state, num_nodes, nodes, name, line in rows:
@@ -191,7 +232,7 @@ def _accounting(selection: Sequence[str], fields: str) -> list[list[str]]:
 
 
 def _parse_job(text: str) -> JobRecord:
-    """Reads what ``scontrol show job`` prints; of a job of several parts it takes the first."""
+    """Reads the output of ``scontrol show job``; of a job of several parts it takes the first."""
 
     def field(name: str, pattern: str = r"\S*") -> str:
         found = re.search(rf"(?:^|\s){name}=({pattern})", text, re.MULTILINE)
@@ -212,18 +253,15 @@ def _parse_job(text: str) -> JobRecord:
 
 
 def _parse_node(line: str) -> NodeRecord:
-    """Reads a line of ``sinfo``, such as ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``."""
+    """Reads a line of ``sinfo``, such as ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``; "8+" is 8 or more."""
     partition, name, cpus, memory, resources, state = line.split("|")
-    gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", resources))
-    # "*": it does not respond. One that is powered down is started when it is needed.
-    is_up = not re.match(r"(down|drain|fail|unknown|maint|inval|future)|.*\*$", state)
-    # "8+" is 8 or more
     return NodeRecord(
         partition.rstrip("*"),
         partition.endswith("*"),
         name,
         int(cpus.rstrip("+")),
         int(memory.rstrip("+")),
-        gpus,
-        is_up,
+        gpus=sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", resources)),
+        # "*": it does not respond. A node that is powered down is started when it is needed.
+        is_up=not re.match(r"(down|drain|fail|unknown|maint|inval|future)|.*\*$", state),
     )

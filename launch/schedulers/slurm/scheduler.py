@@ -1,9 +1,7 @@
 """TorchX's scheduler for Slurm, corrected.
 
-What differs from the scheduler of TorchX 0.7.0:
-
 ===============================================  ====================================================================
-TorchX                                           here
+TorchX 0.7.0                                     here
 ===============================================  ====================================================================
 a heterogeneous job, one component a node        one plain job, elastic where the role is (``script``)
 ``status`` asserts on "CANCELLED by 0"           every state has an answer, UNKNOWN where it is a new one
@@ -44,10 +42,9 @@ from torchx.specs import (
 from distembed.base.errors import RunError, UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.schedulers.slurm import queries, submission
-from launch.schedulers.slurm.log_lines import log_lines
 from launch.schedulers.slurm.queries import JobRecord
 from launch.schedulers.slurm.script import RANK0_VARIABLE, SlurmJob, further_options, log_pattern, time_limit_seconds
-from launch.schedulers.slurm.states import app_state, followed_jobs
+from launch.schedulers.slurm.states import app_state, followed_jobs, log_lines
 
 SBATCH_OPTIONS = {
     "partition": "partition to run in; the cluster's default where it is not given",
@@ -70,9 +67,8 @@ log = logging.getLogger(__name__)
 class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unused-ignore]
     """Runs the one role of an application as a plain job of Slurm; see the module's comparison with TorchX's.
 
-    Nodes come from the role's ``num_replicas``, and from ``min_replicas`` where that is less: then the job is elastic.
-    In the role's arguments ``$${rank0_env}`` names the variable that holds the name of the first node. As on every
-    scheduler of TorchX, ``$$`` in arguments and variables means ``$``.
+    The job is elastic where the role's ``min_replicas`` is below its ``num_replicas``. In the role's arguments
+    ``$${rank0_env}`` names the variable that holds the name of the first node.
 
     Args:
         session_name: TorchX's session.
@@ -157,7 +153,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return max((node.memory_mb for node in nodes if node.partition in names), default=None)
 
     def _resources(self, role: Role, cfg: Mapping[str, Any]) -> dict[str, str]:
-        """Returns sbatch's options for what the role needs of a node; what is unknown or zero is not asked for."""
+        """Returns sbatch's options for the CPUs, GPUs and memory that the role needs of a node."""
         options = {}
         if role.resource.cpu > 0:
             options["cpus-per-task"] = str(role.resource.cpu)
@@ -181,13 +177,10 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Returns what is known of a job, which may be some seconds old; None where there is no such job.
+        """Returns the state of a job, which may be some seconds old; None where there is no such job.
 
-        Its state is UNKNOWN where accounting has it as ended while the controller does not answer: it may have been
-        requeued.
-
-        Raises:
-            RunError: Slurm does not answer.
+        It is UNKNOWN where accounting says that the job has ended while the controller does not answer: it may have
+        been requeued.
         """
         # TorchX asks in every thread that follows a replica
         answer = followed_jobs.answer(app_id)
@@ -222,7 +215,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             )
 
     def log_file(self, app_id: str, role_name: str = "", k: int = 0) -> Path:
-        """Returns the file of what replica ``k`` of the role has printed, or of Slurm's own messages without a role."""
+        """Returns the log of replica ``k`` of the role, or that of the batch script without a role."""
         record = followed_jobs.answer(app_id).record
         folder = Path(self._log_dir or os.getcwd())
         if record is not None and record.output is not None:
@@ -282,11 +275,7 @@ def _chosen(cfg: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
-    """Returns how long before its time limit the job is sent SIGUSR1; 0 for never.
-
-    Raises:
-        UserError: The time does not suffice to save the state, or the job would be interrupted as soon as it starts.
-    """
+    """Returns how long before its time limit the job is sent SIGUSR1; 0 for never."""
     seconds = cfg.get("signal_seconds")
     if seconds is None:
         # one that is killed at the end of its grace is seen to be, which counts, before Slurm ends the job for good

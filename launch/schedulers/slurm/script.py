@@ -1,10 +1,10 @@
 """The batch script of a job on Slurm: one plain job whose nodes all run the same command.
 
-TorchX makes a heterogeneous job with one component a node. Such a job starts only when every component can, is
-requeued as a whole and cannot lose a node. All replicas of a role are alike, so that a plain job does the same
-and can be elastic: it takes as many nodes as are free from a range, and continues when one of them dies.
+TorchX makes a heterogeneous job with one component a node, which starts only when every component can, is requeued as a
+whole and cannot lose a node. A plain job can be elastic: it takes as many nodes of a range as are free, and continues
+when one of them dies.
 
-What the script does about the end of a step::
+The script decides about the end of a step::
 
     exit code 0                      the job has succeeded
     cancelled                        the script cancels its own job once the step has saved what it has
@@ -17,9 +17,9 @@ What the script does about the end of a step::
     the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
     job died                         the job: script, step and meeting point were lost with it
 
-A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another job takes the nodes. A step that was
-still there `grace_seconds` after SIGUSR1 was killed, with nothing saved as far as is known: that counts as any other
-end, or a job that saves too slowly would start over for ever. Preemption never counts.
+A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another job takes the nodes. A step that runs
+for `grace_seconds` after SIGUSR1 is killed, which counts as a failure: a job that saves too slowly would start over for
+ever. Preemption never counts.
 
 A job is cancelled with SIGUSR2 to its batch script; see :func:`launch.schedulers.slurm.submission.cancel`.
 """
@@ -29,10 +29,10 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from distembed.base.errors import UserError
 from launch.nodes.exit_codes import INTERRUPTED, MISTAKES
-from launch.schedulers.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
 
 JOB_ID = "${app_id}"
 """Stands for the number of the job, in the words of TorchX's macros."""
@@ -59,7 +59,7 @@ _ELASTIC_STEP = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is asked of Slurm, as a batch script and the command that submits it.
+    """A job, as a batch script and the command that submits it.
 
     Args:
         name: Name of the application.
@@ -205,9 +205,6 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
     Args:
         text: The options, with quotes as the shell takes them. A value is joined to its option by ``=``.
         known: Options that are given in another way, ``-o NAME=VALUE``.
-
-    Raises:
-        UserError: A word is no option, or the option is decided elsewhere.
     """
     try:
         words = shlex.split(text)
@@ -227,11 +224,7 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Returns the seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit.
-
-    Raises:
-        UserError: The text has none of Slurm's forms.
-    """
+    """Returns the seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -257,8 +250,203 @@ def _quoted(value: str) -> str:
 
 
 def _shell_text(text: str) -> str:
-    """Returns a word that the shell reads as exactly ``text``, but for the macros, which become variables."""
+    """Returns a word that the shell reads as ``text``, with variables in the place of macros."""
     variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
     parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
     # an empty part beside a macro is nothing; an empty text is a word
     return "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"
+
+
+class _ShellTemplate(Template):
+    """A shell script with ``@name`` in the place of values."""
+
+    delimiter = "@"  # the script is full of dollars
+
+
+# Reads a field of the controller's record of the job, in the script and in the tasks of an elastic one.
+RECORD = r"""
+field() { [[ $record =~ (^|[[:space:]])$1=([^[:space:]]*) ]] && echo "${BASH_REMATCH[2]}"; }
+"""
+
+# The number of failures is kept in a file: SLURM_RESTART_COUNT also counts preemptions and dead nodes.
+# Requeued is only a job that runs: one that is being cancelled would come back from the dead.
+# A preempted job's shell may hear nothing of it, hence PreemptTime.
+# Warned is the step once: a second signal would end a launcher that gives its ranks time.
+BATCH_SCRIPT = _ShellTemplate("""\
+#!/bin/bash
+# Batch script of @job, written by distembed.
+@options
+
+failures=@log_dir/slurm-"$SLURM_JOB_ID".failures
+cancelled=@log_dir/slurm-"$SLURM_JOB_ID".cancelled
+first_ended=@log_dir/slurm-"$SLURM_JOB_ID".first-ended
+max_retries=@max_retries
+min_nodes=@min_nodes
+grace=@grace
+step='' code='' leaving='' told='' warned_at='' timer=''
+
+warn() { [[ $warned_at || ! $step ]] || { warned_at=$SECONDS; kill -USR1 "$step"; }; }
+cancel_later() {
+    [[ ! $timer ]] || return
+    (sleep $((grace + @cancel_seconds)) >/dev/null 2>&1; insist scancel "$SLURM_JOB_ID") &
+    timer=$!
+}
+# The time limit is near. srun hands the signal to every process of the step.
+trap 'caught=yes; warn' USR1
+# Cancelled by `distembed cancel`.
+trap 'caught=yes leaving=yes; cancel_later; warn' USR2
+# Preempted, or cancelled by others. Slurm has told the step itself.
+trap 'caught=yes told=yes' TERM
+
+say() { echo "$(date '+%F %T') the step ended with code $code: $*"; }
+@record
+is_interrupted() {
+    [[ $code == @interrupted || $told || $(field PreemptTime) == [0-9]* ]] ||
+        { [[ $warned_at ]] && ((grace == 0 || took < grace)); }
+}
+is_over() { [[ $(field JobState) && $(field JobState) != RUNNING ]]; }
+# Both for five minutes: a controller that is busy or starts again does not answer.
+ask() {
+    local tries
+    for ((tries = 0; tries < 30; tries++)); do
+        record=$(scontrol show job "$SLURM_JOB_ID") && [[ $(field JobState) ]] && return
+        record=''
+        sleep 10
+    done
+}
+insist() {
+    local tries
+    for ((tries = 0; tries < 30; tries++)); do
+        "$@@" && return
+        record=$(scontrol show job "$SLURM_JOB_ID")
+        ! is_over || return
+        sleep 10
+    done
+    say "Slurm did not take: $*"
+}
+forget_cancelling() {
+    [[ ! $timer ]] || kill "$timer" 2>/dev/null
+    rm -f "$cancelled"
+}
+cancel_itself() {
+    forget_cancelling
+    insist scancel "$SLURM_JOB_ID"
+    exit "${code:-1}"
+}
+
+echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST"
+# a job with this number long ago
+[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f "$failures" "$first_ended"-*
+export PYTHONUNBUFFERED=1 SLURM_UNBUFFEREDIO=1
+export @rank0_variable="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+
+# Runs once on every node.
+IFS= read -r -d '' task <<'@mark'
+@task
+@mark
+
+if [[ $leaving || -e $cancelled ]]; then
+    echo "It was cancelled before it has started."
+    cancel_itself
+fi
+srun @step_options bash -c "$task" &
+step=$!
+while caught=''; wait "$step"; code=$?; [[ $caught ]]; do :; done
+rm -f "$first_ended"-*
+took=$((SECONDS - ${warned_at:-$SECONDS}))
+if [[ $code == 0 ]]; then
+    say "done"
+    forget_cancelling
+    exit 0
+fi
+if [[ $leaving ]]; then
+    say "cancelled"
+    cancel_itself
+fi
+ask
+if is_over; then
+    say "Slurm has ended the job"
+    exit "$code"
+fi
+if is_interrupted; then
+    say "interrupted; it goes on after it was queued again"
+elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
+    say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
+elif ((grace)) && [[ $code =~ ^(@mistakes)$ ]]; then
+    say "failed; no retry: starting again does not mend what is wrong"
+    exit "$code"
+else
+    [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"
+    if ! echo "$(date '+%F %T') $code" >>"$failures" || ! count=$(wc -l <"$failures"); then
+        say "failed; no retry: failures cannot be counted in $failures"
+        exit "$code"
+    fi
+    if ((count > max_retries)); then
+        say "failed; retries: $max_retries, all used"
+        exit "$code"
+    fi
+    say "failed; retry $count of $max_retries"
+fi
+[[ ! $leaving ]] || cancel_itself
+insist scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+""")
+
+# A launcher that does not know SIGUSR1 would die of it. That a signal is ignored is handed on to its children,
+# until one of them says what it does about it.
+FIXED_TASK = _ShellTemplate("""\
+trap '' USR1
+@exports
+exec @program
+""")
+
+# The shell stays to see whether the first node is still there: script, srun and meeting point are lost with it, and
+# Slurm, which keeps the job alive, would leave the others idle until the time limit. Launchers may fail at once or
+# hang. Slurm takes its time to notice a dead node; so they wait for that after a failure, or for the end of the first.
+# Signals reach every process of the step: the shell has only to survive them.
+ELASTIC_TASK = _ShellTemplate("""\
+@exports
+told=''
+trap 'told=yes' TERM USR1
+run() { (trap '' USR1; exec @program); }
+cancelled=@log_dir/slurm-"$SLURM_JOB_ID".cancelled
+first_ended=@log_dir/slurm-"$SLURM_JOB_ID".first-ended-"${SLURM_RESTART_COUNT:-0}"
+if [[ $SLURM_PROCID == 0 ]]; then
+    run
+    code=$?
+    # without the meeting point the others cannot go on
+    : >"$first_ended" || scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID"
+    exit "$code"
+fi
+@record
+first_is_lost() {
+    local names
+    record=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)
+    [[ $(field JobState) == RUNNING ]] && names=$(scontrol show hostnames "$(field NodeList)") && [[ $names ]] || return
+    [[ " ${names//$'\\n'/ } " != *" $@rank0_variable "* ]]
+}
+mind_first() {
+    local tick
+    while :; do
+        # all nodes together ask about once a second
+        for ((tick = 0; tick < SLURM_JOB_NUM_NODES + 10; tick += 2)); do
+            [[ ! -e $first_ended && ! $told ]] || return
+            sleep 2
+        done
+        if first_is_lost && [[ -e $cancelled ]]; then
+            scancel "$SLURM_JOB_ID"
+        elif first_is_lost; then
+            echo "$(date '+%F %T') job $SLURM_JOB_ID has lost its first node, $@rank0_variable; it is queued again"
+            scontrol requeue "$SLURM_JOB_ID"
+        fi
+    done
+}
+mind_first &
+minder=$!
+run
+code=$?
+kill "$minder" 2>/dev/null
+wait "$minder" 2>/dev/null
+[[ $code == 0 ]] || mind_first
+exit "$code"
+""")

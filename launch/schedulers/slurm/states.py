@@ -1,22 +1,32 @@
-"""What Slurm's states mean to TorchX, and what is known of jobs while the controller does not answer."""
+"""Follows a job: TorchX's words for Slurm's states, answers while the controller is silent, and the job's log."""
 
 import math
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torchx.schedulers import slurm_scheduler
 from torchx.specs import AppState, is_terminal
 
 from distembed.base.errors import RunError
 from launch.schedulers.slurm import queries
-from launch.schedulers.slurm.log_lines import ASK_SECONDS
 from launch.schedulers.slurm.queries import JobRecord, query_job
+
+ASK_SECONDS = 3.0
+"""Seconds between two questions whether the job has ended."""
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the log."""
+LATE_SECONDS = 2.0
+"""Seconds that lines may take to be seen here after the job has ended."""
+FOLLOW_PATIENCE_SECONDS = 600.0
+"""How long a job is followed while the controller does not answer; then accounting is believed."""
 
 STATES = {
     **slurm_scheduler.SLURM_STATES,
-    # Those that TorchX does not know. A completing job's processes are still being ended.
+    # Unknown to TorchX. A completing job's processes are still being ended.
     "COMPLETING": AppState.RUNNING,
     "SIGNALING": AppState.RUNNING,
     "STAGE_OUT": AppState.RUNNING,
@@ -28,9 +38,6 @@ STATES = {
     "STOPPED": AppState.PENDING,
 }
 """TorchX's state of each of Slurm's."""
-
-FOLLOW_PATIENCE_SECONDS = 600.0
-"""How long a job is followed while the controller does not answer; then accounting is believed."""
 
 
 def app_state(state: str) -> AppState:
@@ -44,7 +51,7 @@ class Answer:
     """An answer of Slurm about a job.
 
     Attributes:
-        record: What Slurm knows of the job; None where it surely knows no such job.
+        record: Slurm's record of the job; None where it surely knows no such job.
         time: When it answered, in seconds of the monotonic clock.
         heard: When the controller answered last; where it never did, when accounting did first.
     """
@@ -81,9 +88,9 @@ class Answer:
 class FollowedJobs:
     """Slurm's answers about jobs, shared by all threads that read their logs.
 
-    An answer holds for :data:`ASK_SECONDS`, and so does a failure to answer. A job that cannot be asked about has not
-    ended, as far as is known; neither has one whose end only accounting knows of. After
-    :data:`FOLLOW_PATIENCE_SECONDS` accounting is believed.
+    An answer holds for :data:`ASK_SECONDS`, and so does a failure to answer. While the controller is silent a job
+    counts as running, even if accounting says that it has ended; after :data:`FOLLOW_PATIENCE_SECONDS` accounting is
+    believed.
     """
 
     def __init__(self) -> None:
@@ -93,11 +100,7 @@ class FollowedJobs:
         self._host_names: dict[str, list[str]] = {}
 
     def answer(self, job_id: str) -> Answer:
-        """Returns what is known of a job, which may be some seconds old.
-
-        Raises:
-            RunError: Slurm does not answer, and nothing is known of the job from before; or it has not for minutes.
-        """
+        """Returns Slurm's answer about a job, which may be some seconds old."""
         with self._lock:
             now = time.monotonic()
             failed, failure = self._failures.get(job_id, (-math.inf, None))
@@ -113,11 +116,7 @@ class FollowedJobs:
             return self._answers[job_id]
 
     def has_ended(self, job_id: str) -> bool:
-        """Returns whether a job has surely ended.
-
-        Raises:
-            RunError: Slurm does not answer, as in :meth:`answer`.
-        """
+        """Returns whether a job has surely ended; raises as :meth:`answer` does."""
         return self.answer(job_id).has_ended
 
     def host_names(self, nodes: str) -> list[str]:
@@ -129,11 +128,7 @@ class FollowedJobs:
 
 
 def _ask(job_id: str, last: Answer | None) -> Answer:
-    """Asks Slurm what it knows of a job, after the answer ``last``; None where there was none before.
-
-    Raises:
-        RunError: Slurm does not answer, and ``last`` does not suffice.
-    """
+    """Asks Slurm about a job, after the answer ``last``; None for none before."""
     if last is None:
         record = query_job(job_id)
         now = time.monotonic()
@@ -155,3 +150,47 @@ def _ask(job_id: str, last: Answer | None) -> Answer:
 
 followed_jobs = FollowedJobs()
 """The answers that this process has: TorchX gives each thread that follows a job a scheduler of its own."""
+
+
+def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> Iterator[str]:
+    """Yields the lines of a log, each with its end; the last may have none.
+
+    Args:
+        path: The log, which need not be there yet: a job may wait long.
+        has_ended: Whether the job has ended; None to read only the present lines.
+        remedy: End of the error where there is no log.
+    """
+    running = iter([False, False]) if has_ended is None else _is_running(has_ended)
+    while not path.is_file() and next(running):
+        time.sleep(LOOK_SECONDS)
+    if not path.is_file():
+        raise RunError(f"there is no log {path}. {remedy}")
+    # newline: a progress bar's carriage returns are handed on
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        begun = ""
+        # Asked before the log is read: lines that a job has written before its end are read after that end.
+        for more in running:
+            for text in file:
+                begun += text
+                if begun.endswith("\n"):
+                    yield begun
+                    begun = ""
+            if not more:
+                break
+            time.sleep(LOOK_SECONDS)
+        if begun:
+            yield begun
+
+
+def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
+    """Yields True until the job has ended, then False; it asks only now and then, which is work for the scheduler."""
+    asked = None
+    while True:
+        if asked is None or time.monotonic() - asked >= ASK_SECONDS:
+            if has_ended():
+                break
+            asked = time.monotonic()
+        yield True
+    time.sleep(LATE_SECONDS)
+    while True:
+        yield False

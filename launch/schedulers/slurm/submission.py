@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distembed.base.errors import RunError, UserError
-from launch.schedulers.slurm.client import Completed, failure_reason, retry, run_command, without_prefixes
-from launch.schedulers.slurm.queries import JobRecord, ask_controller
+from launch.schedulers.slurm.queries import (
+    Completed,
+    JobRecord,
+    ask_controller,
+    failure_reason,
+    retry,
+    run_command,
+    without_prefixes,
+)
 from launch.schedulers.slurm.script import CANCEL_SECONDS
 
 _RUNNING = ("RUNNING", "SIGNALING", "RESIZING")
 """States in which a batch script receives a signal; the last two pass within moments."""
 _OUTCOME_UNKNOWN = re.compile(r"timed out|Zero Bytes|reset by peer", re.IGNORECASE)
-"""What a command prints that has put its question and got no answer."""
+"""Messages of a command that has asked the controller and got no answer."""
 
 
 class OutcomeUnknown(RunError):
@@ -40,12 +47,7 @@ def submit(command: Sequence[str], script: str, name: str) -> str:
 
 
 def expected_start(command: Sequence[str], script: str) -> str:
-    """Returns what Slurm says of when and where it would start a job, which it does not submit.
-
-    Raises:
-        UserError: Slurm would not accept the job; the message holds its reason.
-        RunError: Slurm cannot be reached, or has not answered.
-    """
+    """Returns Slurm's text on when and where it would start a job, and submits nothing."""
     printed = without_prefixes(_sbatch([*command, "--test-only"], script, "Try again later").stderr)
     return re.sub(r"^Job \d+ ", "", printed)
 
@@ -54,14 +56,14 @@ def cancel(job_id: str) -> int:
     """Cancels a job; one that has ended already is left as it is.
 
     A running job of :mod:`launch.schedulers.slurm.script` that needs time to save its state is only sent a signal:
-    Slurm would kill it after the cluster's KillWait, half a minute as a rule. Its batch script cancels it when it has
-    saved, or :data:`CANCEL_SECONDS` after its grace period. Cancelling it once more ends it at once.
+    Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script cancels it when it has
+    saved, or :data:`CANCEL_SECONDS` after its grace period. Cancelling it a second time ends it at once.
 
     Returns:
         Seconds within which it ends; 0 where Slurm ends it at once.
 
     Raises:
-        RunError: Slurm does not cancel it, or has not answered for :data:`~.client.PATIENCE_SECONDS`: the job goes on.
+        RunError: Slurm does not cancel it, or does not answer: the job goes on.
     """
     try:
         seconds = retry(lambda: _request_end(job_id))
@@ -84,14 +86,7 @@ def is_being_cancelled(record: JobRecord) -> bool:
 
 
 def _request_end(job_id: str) -> int:
-    """Signals a running job to save its state and to end.
-
-    Returns:
-        Seconds within which it ends; 0 where it cannot be signalled, or was signalled before.
-
-    Raises:
-        RunError: Slurm does not answer. As far as is known the job was not signalled; a second signal does no harm.
-    """
+    """Signals a running job to save its state; returns the seconds that it has, 0 if it takes no signal or had one."""
     record = ask_controller(job_id)
     if record is None or record.state not in _RUNNING or record.output is None:
         return 0
@@ -100,13 +95,9 @@ def _request_end(job_id: str) -> int:
 
 
 def _grace_seconds(job_id: str) -> int:
-    """Returns how long a job may take to save its state, from its batch script; 0 for one that takes no signal.
-
-    Raises:
-        RunError: Slurm does not answer.
-    """
+    """Returns how long a job may take to save its state, from its batch script; 0 for one that takes no signal."""
     answer = run_command(["scontrol", "write", "batch_script", job_id, "-"])
-    # A failure has no script and may still end with code 0. Of these, asking again would change nothing.
+    # A failure has no script and may still end with code 0. After these messages, asking again would change nothing.
     if not answer.stdout and not re.search(r"Invalid|denied|not specified", answer.stderr):
         raise RunError(failure_reason(answer))
     found = re.search(r"^grace=(\d+)$", answer.stdout, re.MULTILINE)
@@ -114,15 +105,11 @@ def _grace_seconds(job_id: str) -> int:
 
 
 def _signal(job_id: str, output: Path) -> bool:
-    """Signals a batch script to end its job, and leaves a file that says so.
+    """Signals a batch script to end its job; returns False where it was signalled before, or a file cannot be written.
 
-    Returns:
-        False where it was signalled before, or where the file cannot be written.
-
-    Raises:
-        RunError: Slurm does not deliver the signal. The file is removed then, so that it can be tried again.
+    The file tells a script that has not begun yet, which the signal does not reach. It is removed where Slurm does not
+    deliver the signal.
     """
-    # For the script that has not begun yet, as while Slurm prepares the node: that does not receive the signal.
     cancelled = _cancelled_file(output)
     try:
         cancelled.touch(exist_ok=False)
@@ -142,17 +129,12 @@ def _signal(job_id: str, output: Path) -> bool:
 
 
 def _cancelled_file(output: Path) -> Path:
-    """Returns the file that lies beside a job's output while the job is being cancelled."""
+    """Returns the file next to a job's output that exists while the job is being cancelled."""
     return output.with_suffix(".cancelled")
 
 
 def _sbatch(command: Sequence[str], script: str, remedy: str) -> Completed:
-    """Runs ``sbatch``; ``remedy`` ends the error where Slurm has not answered.
-
-    Raises:
-        UserError: Slurm does not accept the job.
-        RunError: Slurm cannot be reached, or has not answered.
-    """
+    """Runs ``sbatch``; ``remedy`` ends the error where Slurm has not answered."""
     answer = run_command(command, stdin=script, environment=_environment_outside_jobs())
     if answer.returncode:
         reason = failure_reason(answer)
@@ -165,9 +147,9 @@ def _sbatch(command: Sequence[str], script: str, remedy: str) -> Completed:
 
 
 def _environment_outside_jobs() -> dict[str, str] | None:
-    """Returns the environment without what describes the job that this process runs in; None where it runs in no job.
+    """Returns the environment without the variables of the job that this process runs in; None outside of jobs.
 
-    Its limits, as SLURM_MEM_PER_CPU, would contradict those of the new job.
+    Limits such as SLURM_MEM_PER_CPU would contradict those of the new job.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return None
