@@ -22,7 +22,7 @@ _SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to contin
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of the scheduler and resources of the nodes, whenever a job is submitted; None changes nothing."""
+    """Options of the scheduler and resources of the nodes for one submission; None changes nothing."""
 
     options: Annotated[
         list[str] | None,
@@ -65,7 +65,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How a job's processes are started and started again, which stays as it was first launched."""
+    """How a job's processes are started and started again, for all submissions."""
 
     mount: Annotated[
         list[str] | None, typer.Option(help="Mount of a container: type=bind,src=/host,dst=/container.")
@@ -128,7 +128,7 @@ def launch_command(
     training: TrainingOptions,
     submit: SubmitOptions,
 ) -> None:
-    """Train on a cluster: check, keep what is needed to repeat it, submit, and follow the logs.
+    """Train on a cluster: check, keep all that is needed to repeat it, submit, and follow the logs.
 
     Exit code 3 where the model does not fit or a check fails; nothing is submitted then.
     """
@@ -169,7 +169,7 @@ def logs_command(
     node: Annotated[int | None, typer.Option(min=0, help="Number of the only node to show.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
 ) -> None:
-    """Print what the nodes of a launched run have printed."""
+    """Print the output of the nodes of a launched run."""
     job = _load(run)
     from launch.jobs.follow import job_log_lines
 
@@ -192,7 +192,7 @@ def cancel_command(run: RunArgument) -> None:
 def resume_command(
     run: RunArgument, *, j: Annotated[str | None, _SHAPE] = None, asked: JobOptions, submit: SubmitOptions
 ) -> None:
-    """Check and submit a launched run again, with what is changed here; it resumes from its newest checkpoint."""
+    """Check and submit a launched run again, with these changes; it resumes from its newest checkpoint."""
     job = _load(run)
     from launch.jobs.asking import require_package
 
@@ -203,7 +203,7 @@ def resume_command(
 
 
 def _load(run: str) -> "Job":
-    """Returns the job of a run, as far as its scheduler has it; see :func:`launch.jobs.job.load_job`."""
+    """Returns the job of a run, with the outcome of its newest submission."""
     _require_torchx()
     from launch.jobs.job import load_job, settled
 

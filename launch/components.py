@@ -1,8 +1,8 @@
 """TorchX components: ``torchx run -s SCHEDULER distembed.train --config CONFIG --run_dir RUN -j 4x8``.
 
-Outside of an installed package the file itself will do: ``torchx run launch/components.py:train ...``. A component also
-has the fields of its request as arguments: ``--image``, ``--cpu`` and so on. TorchX reads the types of arguments from
-the source, and knows only types of ``typing``.
+In a checkout, name the file: ``torchx run launch/components.py:train ...``. A component also has the fields of its
+request as arguments: ``--image``, ``--cpu`` and so on. TorchX reads the types of arguments from the source, and knows
+only types of ``typing``.
 """
 
 # ruff: noqa: UP045
@@ -23,8 +23,7 @@ from launch.apps.request import ElasticRequest, NodeRequest
 def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
     """Returns the function as a component of TorchX, with the fields of its dataclasses as arguments.
 
-    TorchX reads arguments from the signature and their descriptions from the docstring; of types it knows those of
-    ``typing``.
+    TorchX reads arguments from the signature, and their descriptions from the docstring.
     """
     flat = flattened(function)
     signature = inspect.signature(flat)
@@ -39,7 +38,7 @@ def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.App
 
 
 def _torchx_type(annotation: Any) -> Any:
-    """Returns ``Optional[X]`` for ``X | None``, which TorchX does not know."""
+    """Returns ``Optional[X]`` in place of ``X | None``, which TorchX does not know."""
     return Union[get_args(annotation)] if isinstance(annotation, UnionType) else annotation  # noqa: UP007
 
 
@@ -73,7 +72,7 @@ def train(
     """Train a model on one or many nodes; a run folder that has a checkpoint is resumed.
 
     Args:
-        overrides: Settings that replace the config's, such as train.epochs=2, after a --.
+        overrides: Settings that replace the config's, like train.epochs=2, after a --.
         config: YAML file, as the nodes see it.
         run_dir: Run folder, which every node must see.
         j: [MIN:]NODESxPROCESSES; with MIN the job starts and continues with fewer nodes.
@@ -96,7 +95,7 @@ def evaluate(
     """Evaluate a run's newest checkpoint on one node.
 
     Args:
-        arguments: More arguments of `distembed evaluate`, such as --json, after a --.
+        arguments: More arguments of `distembed evaluate`, like --json, after a --.
         run_dir: Run folder.
         split: Split to evaluate on.
         j: Number of processes, or 1xPROCESSES.
@@ -118,9 +117,9 @@ def prepare(
     """Turn raw files into a dataset on one node, or from there on a Ray or Spark cluster; an interrupted one resumes.
 
     Args:
-        arguments: Files, and more arguments of `distembed prepare`, such as --engine ray, after a --.
+        arguments: Files, and more arguments of `distembed prepare`, like --engine ray, after a --.
         output: Folder to make; with a cluster, one that all of its machines see.
-        kind: Kind of the rows, such as criteo, table or graph; the first two can run on a cluster.
+        kind: Kind of the rows: criteo, table, graph and so on; the first two can run on a cluster.
         name: Name of the job; that of the output folder unless given.
         request: Resources of the node, each field as an argument of its own.
     """
@@ -138,7 +137,7 @@ def bench(
     """Run a benchmark of tools/ on one node, in a checkout of the repository.
 
     Args:
-        arguments: Arguments of the benchmark, such as --output times.json, after a --.
+        arguments: Arguments of the benchmark, like --output times.json, after a --.
         benchmark: Which benchmark, the NAME of tools/bench_NAME.py.
         name: Name of the job; that of the benchmark unless given.
         request: Resources of the node, each field as an argument of its own.

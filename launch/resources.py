@@ -1,9 +1,9 @@
 """Named resources of common GPU nodes: ``-h NAME`` of the components. TorchX brings some of AWS's itself.
 
-A named node offers to jobs the memory that the operating system and the scheduler leave of it; asked for all of it, a
-scheduler would never start the job. ``capabilities`` holds the type of the machine, by which Kubernetes and AWS Batch
-select nodes, and under :data:`GPU` the GPU's name in the catalogue of ``distembed plan --gpu``, so that a plan can be
-made for the nodes that are asked for. ``pyproject.toml`` registers the resources.
+A node offers a part of its memory to jobs, since the operating system and the scheduler need some: a job that asks for
+all of it would never start. ``capabilities`` holds the type of the machine, by which Kubernetes and AWS Batch select
+nodes, and under :data:`GPU` the GPU's name in the catalogue of ``distembed plan --gpu``. ``pyproject.toml`` registers
+the resources.
 
 Sources: the clouds' own tables of machine types; the generic ones are whole nodes as HGX boards are usually built in.
 """
@@ -13,12 +13,12 @@ from functools import partial
 from torchx.specs import Resource
 
 MACHINE_TYPE = "node.kubernetes.io/instance-type"
-"""Kubernetes's label of nodes; TorchX takes the instance type for AWS Batch from the same key."""
+"""Kubernetes's label of nodes, from which TorchX takes the instance type for AWS Batch."""
 GPU = "distembed/gpu"
 """Key of a capability: name of the GPU in the catalogue of ``distembed plan``."""
 
 EFA = "vpc.amazonaws.com/efa"
-_JOBS_SHARE = 0.96  # of the memory; the same as TorchX takes for AWS
+_JOBS_SHARE = 0.96  # of the memory, as TorchX takes for AWS
 _MIB_PER_GIB = 1024
 
 _TORCHX_GPUS = {
@@ -43,7 +43,7 @@ def _node(
     gpu: str = "",
     devices: dict[str, int] | None = None,
 ) -> Resource:
-    """Returns a node, with the memory in GiB less the share that jobs cannot have."""
+    """Returns a node, less the share of its memory that jobs cannot have."""
     capabilities = {key: value for key, value in ((MACHINE_TYPE, machine), (GPU, gpu)) if value}
     memory_mib = int(memory_gib * _MIB_PER_GIB * _JOBS_SHARE)
     return Resource(cpu=cpus, gpu=gpus, memMB=memory_mib, capabilities=capabilities, devices=devices or {})

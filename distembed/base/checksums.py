@@ -25,8 +25,6 @@ class Verification:
 
     Attributes:
         problems: A sentence for each problem, with the file and the remedy.
-        num_files: Number of files that were looked at.
-        num_bytes: Number of bytes that were read.
         has_checksums: Whether there were checksums; else only sizes, numbers of rows and decoding were checked.
     """
 
@@ -54,11 +52,7 @@ def running_checksum() -> xxhash.xxh3_128:
 
 
 def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
-    """Returns the checksum of a file's bytes, or of the unread rest of an open file, of ``num_bytes`` at most.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Returns the checksum of a file's bytes, or of the unread rest of an open file, of ``num_bytes`` at most."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return file_checksum(opened, num_bytes)
@@ -78,11 +72,7 @@ class FileChecksum:
 
     @classmethod
     def of(cls, path: Path) -> "FileChecksum":
-        """Returns the size and the checksum of a file as it is.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Returns the size and the checksum of a file as it is."""
         return cls(path.stat().st_size, file_checksum(path))
 
     def problem(self, path: Path) -> str | None:

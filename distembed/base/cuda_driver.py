@@ -34,7 +34,7 @@ def has_nvidia_device() -> bool:
 
 
 def driver_version() -> str | None:
-    """Returns the version of the NVIDIA driver by ``nvidia-smi`` or else the kernel, such as ``570.86.15``; or None."""
+    """Returns the version of the NVIDIA driver by ``nvidia-smi`` or else the kernel, as ``570.86.15``; or None."""
     answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or ""
     if found := re.match(r"\s*(\d+(?:\.\d+)+)\s*$", answer.partition("\n")[0]):
         return found[1]
@@ -46,10 +46,7 @@ def driver_version() -> str | None:
 
 
 def driver_shortage(cuda: str, driver: str | None) -> str | None:
-    """Returns, as a clause of a sentence, why a build for a CUDA release, such as ``13.0``, cannot run on a driver.
-
-    It is None where the driver suffices, or where one of the two versions is not known.
-    """
+    """Returns why a build for a CUDA release, as ``13.0``, cannot run on a driver, as a clause; None if it may."""
     oldest = OLDEST_DRIVERS.get(_numbers(cuda)[0])
     if driver is None or oldest is None or _numbers(driver) >= _numbers(oldest):
         return None
@@ -64,7 +61,7 @@ def hides_devices() -> bool:
 
 
 def _library_cuda() -> int | None:
-    """Returns the major version of CUDA whose builds ``libcuda`` runs; that of ``cuda-compat`` exceeds the driver's."""
+    """Returns the newest major version of CUDA that ``libcuda`` runs; with ``cuda-compat`` it exceeds the driver's."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

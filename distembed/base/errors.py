@@ -13,15 +13,15 @@ class UserError(ValueError):
 
 
 class FolderInUse(UserError):
-    """A folder that another process owns; once that has ended, the same command works."""
+    """A folder that another process owns; once that process has ended, the command works."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not as it was written; one before it may be whole."""
+    """A checkpoint that is not as it was written; an earlier one may be whole."""
 
 
 class RunError(RuntimeError):
-    """A run that was asked for rightly and could not be carried out, such as a loss that is not finite."""
+    """A failure of a correct request, for example a loss that is not finite."""
 
 
 class Interrupted(RunError):
@@ -29,7 +29,7 @@ class Interrupted(RunError):
 
 
 class TemporaryFailure(RunError):
-    """A failure that may pass, such as a server that does not answer or a killed process; finished work is kept."""
+    """A failure that may pass, as of a silent server or a killed process; finished work is kept."""
 
 
 class InsufficientMemory(RunError):
@@ -37,7 +37,7 @@ class InsufficientMemory(RunError):
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Returns the type of an error that someone else's code raised, and at most so many characters of its message."""
+    """Returns the type of an error of someone else's code, and at most ``most`` characters of its message."""
     message = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split()).rstrip(".")  # without colours
     shown = message if len(message) <= most else f"{message[:most]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -33,10 +33,7 @@ _HEAD_BYTES = 4096
 def whole_file(path: Path, make_folder: bool = True, flush: bool = True) -> Iterator[str]:
     """Yields the name of a temporary file, which replaces ``path`` at the end of the block, or is removed on an error.
 
-    Args:
-        path: The file to write.
-        make_folder: Whether its folder is made where it is missing.
-        flush: Whether the file is flushed to disk; else it may be lost when the machine crashes.
+    A file that is not flushed to disk may be lost when the machine crashes.
 
     Raises:
         RunError: The file cannot be written; the error says how much room is left on its disk.
@@ -79,20 +76,13 @@ def write_text(path: Path, text: str, make_folder: bool = False, flush: bool = T
 
     A missing folder is made only with ``make_folder``: the folder of a run that was deleted while the run was at work
     must not come back with this file alone.
-
-    Raises:
-        RunError: The file cannot be written.
     """
     with whole_file(path, make_folder, flush) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON as :func:`write_text` does text; floats that JSON cannot hold become null.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Writes indented JSON as :func:`write_text` does text; floats that JSON cannot hold become null."""
     write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
@@ -113,11 +103,7 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Returns the value of a JSON file; ``remedy`` ends the error.
-
-    Raises:
-        UserError: The file cannot be read, or is not JSON.
-    """
+    """Returns the value of a JSON file; ``remedy`` ends the UserError where it cannot be read or is not JSON."""
     try:
         return json.loads(read_regular_file(path, _MOST_JSON_BYTES))
     except OSError as error:
@@ -127,16 +113,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
-    """Returns the value of the JSON file that describes its folder.
-
-    Args:
-        path: The file to read.
-        kind: Kind of the folder, for the error.
-        remedy: End of the error.
-
-    Raises:
-        UserError: The folder or the file is missing, or the file cannot be read or is not JSON.
-    """
+    """Returns the value of the JSON file that describes its folder, which is a ``kind``; see :func:`read_json`."""
     if not path.parent.is_dir():
         raise UserError(f"the {kind} folder {path.parent} does not exist; {remedy}.")
     if not path.exists():
@@ -145,17 +122,9 @@ def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
 
 
 def require_inside(path: Any, field: str, file: Path) -> str:
-    """Returns a path of a JSON file, relative to the file's folder, if it stays inside of the folder by its text.
+    """Returns the value ``field`` of a JSON file, a path that has to stay inside of the file's folder by its text.
 
     Links in the folder are followed: its owner made them.
-
-    Args:
-        path: The value in the file.
-        field: Name of the value, for the error.
-        file: The file.
-
-    Raises:
-        UserError: The path is absolute, has a part ``..``, or no file can have it.
     """
     inside = isinstance(path, str) and path not in ("", ".") and "\0" not in path
     if not inside or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not _encodable(path):
@@ -176,7 +145,7 @@ def _encodable(path: str) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Returns the same nested value with every float that JSON cannot hold replaced by None."""
+    """Returns a nested value with every float that JSON cannot hold replaced by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -187,25 +156,12 @@ def finite(value: Any) -> Any:
 
 
 def free_space(folder: Path) -> str:
-    """Returns the free space on the disk of a folder as text, such as ``1,234 MiB``.
-
-    Raises:
-        OSError: The folder is missing.
-    """
+    """Returns the free space on the disk of a folder as text, ``1,234 MiB``; raises OSError for a missing folder."""
     return f"{shutil.disk_usage(folder).free >> 20:,} MiB"
 
 
 def require_free_space(path: Path, needed_bytes: int, remedy: str) -> None:
-    """Makes sure that the disk has room for output, before any of it is written.
-
-    Args:
-        path: The file or folder to be written; neither it nor its folder need exist yet.
-        needed_bytes: The least that will be written: output that would fit must not be refused.
-        remedy: End of the error.
-
-    Raises:
-        RunError: The disk has less room.
-    """
+    """Refuses output of at least ``needed_bytes`` for which the disk of ``path``, which need not exist, lacks room."""
     free = free_bytes(path)
     if free < needed_bytes:
         raise RunError(
@@ -229,15 +185,12 @@ def nearest_folder(path: Path) -> Path:
 def full_disk_explained(
     explain: Callable[[Exception], str], kinds: tuple[type[Exception], ...] = (OSError,), max_file_size: bool = False
 ) -> Iterator[None]:
-    """Turns the system's refusal to write more, in the block, into an error of the caller's words.
+    """Turns the system's error of a full disk or an exhausted quota, in the block, into a RunError.
 
     Args:
-        explain: Returns the text of the error, given the system's.
-        kinds: Exceptions that may carry the system's refusal.
+        explain: Returns the text of the error, given the system's error.
+        kinds: Exceptions that may carry the system's error.
         max_file_size: Whether the limit on the size of a file is explained too.
-
-    Raises:
-        RunError: The disk or a quota is exhausted.
     """
     explained = (errno.ENOSPC, errno.EDQUOT, *([errno.EFBIG] if max_file_size else []))
     try:
@@ -258,17 +211,9 @@ def _room_left(folder: Path) -> str:
 
 
 def require_file(option: str, file: Path, overwrite: bool, may_replace_own: bool = False) -> None:
-    """Makes sure, before the work, that a file can be written.
+    """Makes sure, before the work, that a file can be written; ``option`` names it in the error.
 
-    Args:
-        option: The option that names it, for the error.
-        file: The file.
-        overwrite: Whether an existing file may be replaced.
-        may_replace_own: Whether a page or a chart that distembed made may be replaced without being asked to.
-
-    Raises:
-        UserError: No file can have the path, or a file is there.
-        RunError: No file can be made in its folder.
+    An existing file needs ``overwrite``, unless it is a page or a chart of distembed and ``may_replace_own`` is set.
     """
     found = _kind(option, file)
     if found == stat.S_IFDIR:
@@ -281,12 +226,7 @@ def require_file(option: str, file: Path, overwrite: bool, may_replace_own: bool
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """Makes sure, before the work, that files can be written to a folder, which need not exist yet.
-
-    Raises:
-        UserError: No folder can have the path.
-        RunError: No file can be made there.
-    """
+    """Makes sure, before the work, that files can be written to a folder, which need not exist yet."""
     found = _kind(option, folder)
     if found not in (None, stat.S_IFDIR):
         raise UserError(f"{option} {folder} is a file; give a folder.")

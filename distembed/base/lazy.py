@@ -1,6 +1,6 @@
 """Imports that wait until they are needed: torch takes 2 s to load and TorchRec 3 s more, and few commands need both.
 
-A package whose public names are in heavy modules imports them for type checkers alone, and for others at first use::
+A package whose public names are in heavy modules imports them for type checkers; other callers import at first use::
 
     if TYPE_CHECKING:
         from distembed.partitions.base import Partition
@@ -8,8 +8,8 @@ A package whose public names are in heavy modules imports them for type checkers
     __all__ = ["Partition"]
     __getattr__ = imports_on_demand(__name__)
 
-A table of names is a :class:`NameTable`, whose values may be given by where they are, ``"module:name"``. A module that
-computes with tensors and is needed without as well takes :data:`torch` from here.
+A :class:`NameTable` imports its values. Modules that compute with tensors, and are needed without tensors too, take
+:data:`torch` from here.
 """
 
 import ast
@@ -34,8 +34,7 @@ T = TypeVar("T")
 def imports_on_demand(package: str) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a package (PEP 562) whose names are imported when they are first asked for.
 
-    The names are read from the imports under ``if TYPE_CHECKING:`` in the package's own file, so that they are listed
-    once. ``package`` is the package's ``__name__``.
+    The names are read from the imports under ``if TYPE_CHECKING:`` in the file of the package of this ``__name__``.
     """
     homes = _imports_for_type_checkers(package)
 
@@ -60,7 +59,7 @@ def _imports_for_type_checkers(package: str) -> dict[str, str]:
 
 
 def imported(value: T | str) -> T:
-    """Returns a value that may be given by where it is, ``"module:name"``; it is imported then."""
+    """Returns a value, or imports the value of a place ``"module:name"``."""
     return pkgutil.resolve_name(value) if isinstance(value, str) else value
 
 
@@ -70,7 +69,7 @@ _plugins: list[str] = []
 
 @contextmanager
 def registering(plugin: str) -> Iterator[None]:
-    """Names the plugin that is being imported in the block: name tables record it as the owner of each name it adds."""
+    """Names the plugin that is imported in the block: name tables record it as the owner of the names that it adds."""
     _plugins.append(plugin)
     try:
         yield
@@ -79,15 +78,12 @@ def registering(plugin: str) -> Iterator[None]:
 
 
 class NameTable(MutableMapping[str, T]):
-    """A table of names, each of whose values is imported when it is first looked up; the names are known at once.
+    """A dictionary whose values, given by their places ``"module:name"``, are imported at the first lookup.
 
-    It is changed like a dictionary: ``PARTITIONS["mine"] = Mine`` adds a value, or ``"my_package.my_module:Mine"``.
-
-    Args:
-        values: The value of each name, which is no string, or its place, ``"module:name"``.
+    ``PARTITIONS["mine"] = Mine`` adds a value, and so does ``PARTITIONS["mine"] = "my_package.my_module:Mine"``.
 
     Attributes:
-        added: Names that were added or replaced since, with the plugin that did so; None outside of plugins.
+        added: The plugin that added or replaced each name since; None outside of plugins.
         added_by_files: For each name that was added outside of plugins, the real paths of the Python files whose top
             level was running: the script, and modules that were being imported.
     """
@@ -102,11 +98,7 @@ class NameTable(MutableMapping[str, T]):
         return value
 
     def __setitem__(self, name: str, value: T | str) -> None:
-        """Adds a value; a plugin replaces none but its own.
-
-        Raises:
-            UserError: The name has another value, and a plugin that did not add it is being imported.
-        """
+        """Adds a value; a plugin may replace only values that it has added itself."""
         plugin = _plugins[-1] if _plugins else None
         if plugin is not None and name in self._values and self._values[name] not in (value, imported(value)):
             owner = self.added.get(name, "distembed")
@@ -136,7 +128,7 @@ class NameTable(MutableMapping[str, T]):
 
 
 class _ModuleOnDemand(ModuleType):
-    """A module that is imported when something of it is first asked for, and then has it: a forward pass asks often."""
+    """A module that is imported when an attribute is first used, and then keeps the attribute."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(importlib.import_module(self.__name__), name)
@@ -146,4 +138,4 @@ class _ModuleOnDemand(ModuleType):
 
 if not TYPE_CHECKING:
     torch = _ModuleOnDemand("torch")
-    """torch, which is loaded when something of it is first used."""
+    """torch, which is loaded at the first use of an attribute."""

@@ -92,6 +92,6 @@ def _number(file: Path) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Reads lines such as ``MemAvailable:  123 kB`` and ``inactive_file 123``; none where there is no such file."""
+    """Reads lines like ``MemAvailable:  123 kB`` and ``inactive_file 123``; none from a missing file."""
     words = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

@@ -1,7 +1,7 @@
-"""Names in configs: a name among the known ones, with an error that suggests the nearest; a table's settings.
+"""Names in configs: errors suggest the nearest known name, and tables inherit the settings under ``default``.
 
-Sections of a config have settings for every table under ``default``, and under ``tables`` those of single tables that
-differ.
+A section of a config has settings for every table under ``default``, and other settings of single tables under
+``tables``.
 """
 
 import difflib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # this module is needed where pydantic is not
     from pydantic import ConfigDict
 
 STRICT: "ConfigDict" = {"extra": "forbid", "strict": True}
-"""Pydantic's settings for every section of a config: unknown keys are refused, and so are values of other types."""
+"""Pydantic's settings for every section of a config: unknown keys and values of other types are refused."""
 
 T = TypeVar("T")
 Values = Mapping[str, Any]
@@ -29,11 +29,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def one_of(field: str, value: T, known: Iterable[T]) -> T:
-    """Returns ``value`` if it is among ``known``; ``field`` names the option or setting in the error.
-
-    Raises:
-        UserError: The value is not known; the error names the nearest known value, and all of them.
-    """
+    """Returns ``value`` if it is among ``known``; the UserError names the option or setting, ``field``."""
     known = list(known)
     if value in known:
         return value
@@ -49,12 +45,7 @@ def over_default(default: Values, table: Values) -> dict[str, Any]:
 
 
 def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, Any]] = over_default) -> Any:
-    """Completes every table's settings by the default's; leaves a value of another form for validation.
-
-    Args:
-        values: The section, as the config file has it.
-        complete: Returns the settings of one table, given the default's and the table's own.
-    """
+    """Completes the settings of every table in a section by the default's; leaves other forms to the validation."""
     if not isinstance(values, Mapping):
         return values
     default, tables = values.get("default"), values.get("tables")
@@ -88,12 +79,7 @@ class ByValues(ABC):
 
     @abstractmethod
     def validate(self, section: Any) -> Any:
-        """Returns a section as an instance of its dataclass, from plain values or as the instance that it is already.
-
-        Raises:
-            PydanticCustomError: The values decide for no dataclass.
-            ValidationError: A value of the section is wrong.
-        """
+        """Returns a section as an instance of its dataclass, from plain values or from an instance."""
 
 
 class ByName(ByValues):

@@ -1,9 +1,9 @@
-"""Plugins: modules and files of one's own, imported before a config is validated, so that it may use their names.
+"""Plugins: a user's modules and files, which are imported before a config that uses their names is validated.
 
 A config names them under ``plugins``; installed packages name theirs by entry points of the group
 ``distembed.base.plugins``. A file is imported from the path that the config records and from nowhere else. Importing a
-plugin runs it with the rights of the user, so that a run names modules and absolute paths outside of its own folder, or
-is refused: a run that was copied from somebody else brings no code along.
+plugin runs it with the rights of the user. A run is therefore refused unless it names modules and absolute paths
+outside of its own folder: a run that was copied from somebody else brings no code along.
 """
 
 import importlib
@@ -44,15 +44,9 @@ def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
-    """Refuses plugins that may have come along with a run: files and modules in its folder, and relative paths.
+    """Refuses plugins in ``config``, a config of the folder ``run``, that may have come with it.
 
-    Args:
-        values: Values as they stand in a file.
-        config: The file: the config of the run, or one that it extends.
-        run: The run's folder.
-
-    Raises:
-        UserError: A plugin may have come along.
+    They are files and modules in the folder, and relative paths.
     """
     folder = os.path.realpath(run)
     for plugin in _names(values.get("plugins")):
@@ -66,16 +60,13 @@ def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> No
 
 
 def _module_places(name: str) -> list[str]:
-    """Returns the files and folders that importing a module would execute code from, and imports nothing for it.
-
-    Its packages are included. A module that cannot be found has none.
-    """
+    """Returns the files and folders whose code importing a module, and its packages, would run; imports nothing."""
     top, *inner = name.split(".")
     places: list[str] = []
     try:
         spec = importlib.util.find_spec(top)
         while spec is not None:
-            # the folder of a file too: a link in it may have compiled code next to it, which is what is executed
+            # the folder of a file too: compiled code next to a link is executed in place of the linked file
             places += [spec.origin, os.path.dirname(spec.origin)] if spec.has_location and spec.origin else []
             folders = list(spec.submodule_search_locations or ())
             if not inner:
@@ -88,7 +79,7 @@ def _module_places(name: str) -> list[str]:
 
 
 def plugin_files(plugins: Sequence[str]) -> set[str]:
-    """Returns the real paths of the files of imported plugins: those of a config, and of installed packages."""
+    """Returns the real paths of the files of imported plugins, of a config and of installed packages."""
     files = {os.path.realpath(plugin) for plugin in plugins if is_file(plugin)}
     names = [plugin for plugin in plugins if not is_file(plugin)] + [point.module for point in _entry_points()]
     origins = [getattr(sys.modules.get(name), "__file__", None) for name in names]
@@ -107,12 +98,7 @@ def require_none_being_imported() -> None:
 def import_plugins(plugins: Any, source: str) -> None:
     """Imports the plugins of installed packages and of a config, each once in a process.
 
-    Args:
-        plugins: The value of the config's ``plugins``; wrong values are left to the validation.
-        source: The file that names them, for errors.
-
-    Raises:
-        UserError: A plugin is missing or fails; the error says where.
+    ``plugins`` is a value of the config ``source``; wrong values are left to the validation.
     """
     for point in _entry_points():
         package = point.dist.name if point.dist is not None else "a package"

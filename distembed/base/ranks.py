@@ -46,9 +46,7 @@ class Ranks:
     def any(self, flag: bool, group: dist.ProcessGroup | None = None) -> bool:
         """Returns whether the flag is set on any rank; all ranks call it.
 
-        Args:
-            flag: This rank's flag.
-            group: A gloo group of all ranks, by which nobody waits for a GPU; the default group unless given.
+        ``group`` may be a gloo group of all ranks, by which no rank waits for a GPU.
         """
         if self.world_size == 1:
             return flag
@@ -57,23 +55,16 @@ class Ranks:
         return bool(flags.item())
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sums a tensor over all ranks; all ranks call it with tensors of one shape.
-
-        Returns:
-            The sums on rank 0, and meaningless values on other ranks.
-        """
+        """Sums tensors of one shape to rank 0; all ranks call it, and other ranks get meaningless values."""
         numbers = numbers.to(self.device)
         if self.world_size > 1 and numbers.numel():
             dist.reduce(numbers, dst=0)
         return numbers
 
     def sum_all(self, numbers: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
-        """Sums tensors over all ranks by name, in one reduction and one copy to the host for each dtype.
+        """Sums tensors by name to rank 0, in one reduction and one copy to the host for each dtype.
 
-        All ranks call it, with tensors of the same names, shapes and types.
-
-        Returns:
-            The sums on rank 0, and nothing on other ranks.
+        All ranks call it with equal names, shapes and types; other ranks get an empty dictionary.
         """
         found: dict[str, npt.NDArray[Any]] = {}
         for dtype in sorted({own.dtype for own in numbers.values()}, key=str):
@@ -85,23 +76,16 @@ class Ranks:
         return found
 
     def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
-        """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
-
-        Returns:
-            All rows on rank 0, and none on other ranks, in the tensor's type.
-        """
+        """Gathers rows [n, ...] of all ranks on rank 0, with any n on each; all ranks call it, others get no rows."""
         parts = self.gather_parts(rows)
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else rows[:0].cpu().numpy()
 
     def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
-        """Gathers rows [n, ...] of all ranks, which may be unequally many; all ranks call it.
+        """Gathers rows [n, ...] as a list by rank on rank 0, with any n on each; all ranks call it, others get [].
 
-        They go over the devices in pieces, so that rank 0 never has all of them in the memory of its GPU.
-
-        Returns:
-            The rows of each rank on rank 0, in the tensor's type, and nothing on other ranks.
+        Pieces of the rows go over the devices, so that rank 0 never has all of them in the memory of its GPU.
         """
         if self.world_size == 1:
             return [rows.cpu().numpy()]
@@ -110,12 +94,13 @@ class Ranks:
         dist.all_gather(sizes, own)
         counts: list[int] = torch.cat(sizes).tolist()
         row_bytes = max(1, rows[:0].new_empty(1, *rows.shape[1:]).nbytes)
-        pieces = [
-            self._gather_piece(rows, counts, piece) for piece in _pieces(max(counts), row_bytes * self.world_size)
-        ]
+        step = max(1, GATHERED_BYTES // (row_bytes * self.world_size))
+        starts = range(0, max(counts), step)
+        pieces = [self._gather_piece(rows, counts, slice(k, min(k + step, max(counts)))) for k in starts]
         if not self.is_first:
             return []
-        return [np.concatenate(of_rank) if of_rank else rows[:0].cpu().numpy() for of_rank in _by_rank(pieces, counts)]
+        none = rows[:0].cpu().numpy()
+        return [np.concatenate([none, *(piece[rank] for piece in pieces)]) for rank in range(len(counts))]
 
     def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
         """Gathers a range of every rank's rows; returns the rows of each rank on rank 0, and nothing elsewhere."""
@@ -127,23 +112,8 @@ class Ranks:
         return [part[:n].cpu().numpy() for part, n in zip(gathered or [], there, strict=False)]
 
 
-def _pieces(num_rows: int, row_bytes: int) -> list[slice]:
-    """Returns ranges of rows of at most :data:`GATHERED_BYTES` each."""
-    step = max(1, GATHERED_BYTES // row_bytes)
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-
-def _by_rank(pieces: Sequence[Sequence[T]], counts: Sequence[int]) -> list[list[T]]:
-    """Returns the pieces of each rank, in order."""
-    return [[piece[rank] for piece in pieces] for rank in range(len(counts))]
-
-
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Returns the device of a local rank.
-
-    Args:
-        name: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
-        local_rank: Number of the rank among those on this machine.
+    """Returns the device of a local rank: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
 
     Raises:
         UserError: There is no CUDA device for this rank, or there is one that torch's build for CUDA cannot use.
@@ -186,7 +156,7 @@ def _require_usable_driver(name: str) -> None:
 def _let_segments_grow() -> None:
     """Has torch's CUDA allocator grow its segments, unless the user has set it otherwise.
 
-    Lists make batches of unequal sizes, for which segments of fixed sizes are left with gaps that nothing fits into.
+    Batches of lists have unequal sizes: segments of fixed sizes are left with gaps that nothing fits into.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -196,12 +166,8 @@ def _let_segments_grow() -> None:
 def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
     """Joins, or makes for one process alone, the process group of the block; all ranks call it.
 
-    Args:
-        device_name: As for :func:`choose_device`; collectives run by nccl on CUDA and by gloo elsewhere.
-        device_index: Number of the CUDA device of a process alone, modulo the number of devices.
-
-    Raises:
-        UserError: There is no CUDA device for this rank.
+    Collectives run by nccl on CUDA and by gloo elsewhere. A process alone uses the CUDA device ``device_index``, modulo
+    the number of devices; see :func:`choose_device`.
     """
     keep_freed_memory()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -226,11 +192,7 @@ def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
 
 
 class Collectives:
-    """Collectives on Python objects over the ranks of a process group, or on this process alone where there is none.
-
-    Args:
-        group: The process group; the default one unless given.
-    """
+    """Collectives on Python objects over the ranks of a process group, or on this process alone where there is none."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -246,9 +208,9 @@ class Collectives:
 
     @classmethod
     def in_own_group(cls) -> "Collectives":
-        """Returns collectives in a new gloo group, for a thread beside training; all ranks call it.
+        """Returns collectives in a new gloo group, for a thread that works during training; all ranks call it.
 
-        Its timeout is hours: a rank may write its part of a checkpoint for long while the others have none to write.
+        Its timeout is hours: a rank may write its part of a checkpoint long after other ranks have finished theirs.
         """
         return cls(dist.new_group(backend="gloo", timeout=_OWN_GROUP_TIMEOUT) if dist.is_initialized() else None)
 
@@ -261,7 +223,7 @@ class Collectives:
         return values
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Returns this rank's value out of rank 0's list, one a rank; other ranks give None. All ranks call it."""
+        """Returns this rank's value of rank 0's list, which has one a rank; all ranks call it, others with None."""
         if self.world_size == 1:
             assert values is not None
             return values[0]

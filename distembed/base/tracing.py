@@ -5,9 +5,8 @@ A check that raises an error in Python becomes an operation of the program, whic
     eager      UserError: table 't', feature 'f': the id at position 3 is 70; ids lie between 0 and 69 ...
     compiled   RuntimeError: table 't', feature 'f': an id lies outside of 0 to 69; run the batch uncompiled to see ...
 
-It costs a pass over the ids, which a compiler joins with others, and no wait for the device.
-
-torch.fx, which traces with stand-ins for values, gets a module that looks at its batches as one node of the graph.
+It costs a pass over the ids, which a compiler joins with other passes, and no wait for the device. torch.fx traces
+with stand-ins for values: a module that reads its batches becomes one node of the graph.
 """
 
 import warnings

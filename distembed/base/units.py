@@ -1,8 +1,7 @@
 """Bytes and counts as text that a user writes or reads.
 
-``pydantic.ByteSize`` was tried in place of :func:`parse_bytes` and :func:`format_bytes`. It accepts
-"2GB or so", "2.GB" (as 2 bytes), "2Gbit" and 0, refuses "1e3GB", and writes one decimal instead of two; and it would
-have to be installed where ``distembed doctor`` finds out what is missing.
+``pydantic.ByteSize`` accepts "2GB or so" and "2.GB" (as 2 bytes), and would have to be installed for ``distembed
+doctor``, which finds missing packages.
 """
 
 from collections.abc import Sequence
@@ -17,13 +16,8 @@ _UNITS |= {name.lower(): num_bytes for name, num_bytes in _BINARY_UNITS.items()}
 def parse_bytes(field: str, text: str, least: int = 1) -> int:
     """Returns the bytes of a size: ``2GB`` is 2,000,000,000, ``2GiB`` is 2^31, a plain number is bytes.
 
-    Args:
-        field: Name of the option or setting, for the error.
-        text: A number and a unit, b, kb, mb, gb, tb (powers of 1000) or kib, mib, gib, tib (powers of 1024).
-        least: The smallest size that is allowed.
-
-    Raises:
-        UserError: The text is no size, or too small.
+    Units are b, kb, mb, gb, tb (powers of 1000) and kib, mib, gib, tib (powers of 1024). ``field`` names the option or
+    setting in the error, as for a size below ``least``.
     """
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = text.strip()[len(number) :].lower()
@@ -39,18 +33,18 @@ def parse_bytes(field: str, text: str, least: int = 1) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Returns a size such as ``1.50 GiB``, in the largest unit up to TiB of which it is at least 1."""
+    """Returns a size as ``1.50 GiB``, in the largest unit up to TiB that gives at least 1."""
     name, unit_bytes = binary_unit(num_bytes)
     return f"{num_bytes:.0f} B" if name == "B" else f"{num_bytes / unit_bytes:.2f} {name}"
 
 
 def binary_unit(num_bytes: int) -> tuple[str, int]:
-    """Returns the unit that :func:`format_bytes` writes a size in: its name, and how many bytes it is."""
+    """Returns the name and the bytes of the unit in which :func:`format_bytes` writes a size."""
     return [(name, size) for name, size in _BINARY_UNITS.items() if size == 1 or num_bytes >= size][-1]
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """Returns a size that :func:`parse_bytes` reads back as the same number of bytes, such as ``80GiB``."""
+    """Returns a size, as ``80GiB``, that :func:`parse_bytes` reads back to the byte."""
     for unit in ("GiB", "MiB", "GB", "MB"):
         if num_bytes % _UNITS[unit.lower()] == 0:
             return f"{num_bytes // _UNITS[unit.lower()]}{unit}"
@@ -58,7 +52,7 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a time such as ``0.43 s``, ``40 s``, ``12 min`` or ``3.5 h``, of the largest unit at least 2."""
+    """Returns a time as ``0.43 s``, ``40 s``, ``12 min`` or ``3.5 h``, in the largest unit that gives at least 2."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     if seconds < 120:
@@ -67,12 +61,12 @@ def format_duration(seconds: float) -> str:
 
 
 def enumerate_names(names: Sequence[str], most: int = 12) -> str:
-    """Returns names separated by commas; of more than ``most``, the first ones and how many others there are."""
+    """Returns names separated by commas; of more than ``most``, the first ones and the number of the rest."""
     return " ".join([", ".join(names[:most]), *_others(names, most)])
 
 
 def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
-    """Returns ascending numbers such as ``0-3, 8``; of more than ``most`` ranges the first, and how many are left."""
+    """Returns ascending numbers as ``0-3, 8``; of more than ``most`` ranges the first, and the number of the rest."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:
@@ -85,10 +79,10 @@ def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
 
 
 def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
-    """Returns lines indented for below a heading; of more than ``most`` the first ones and the number of others."""
+    """Returns lines indented below a heading; of more than ``most`` the first ones and the number of the rest."""
     return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])
 
 
 def _others(listed: Sequence[str], most: int) -> list[str]:
-    """Returns the end of a list of which ``most`` are named; nothing where that is all of them."""
+    """Returns the end of a list whose first ``most`` elements are named; nothing where all are named."""
     return [f"and {len(listed) - most:,} more"] if len(listed) > most else []

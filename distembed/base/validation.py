@@ -1,8 +1,8 @@
 """Reads a user's YAML and validates it: configs of runs, and schemas of tables.
 
-An error lists every mistake with its path and the nearest known name. YAML holds plain values alone. A text of a few
-hundred bytes can stand for more values than any machine holds, by aliases of aliases, or nest deeper than any reader
-goes. Values are therefore counted as aliases repeat them, and levels as they open, before any is made.
+An error lists every mistake with its path and the nearest known name. YAML holds plain values alone. By aliases of
+aliases a text of a few hundred bytes can expand to more values than fit into memory, or nest too deep to be read.
+Values are therefore counted as aliases repeat them, and levels as they open, before any is made.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ Widths = Annotated[list[Width], Len(1, 1000)]
 MAX_TABLE_BYTES = 2**60
 """The bytes of a partition's weights; with four times as many for an optimizer's states they fit 64 bits."""
 MAX_VALUES = 100_000
-"""Values, keys and levels of a text, an alias counted as all that it stands for."""
+"""Values, keys and levels of a text, where an alias counts with all of its values."""
 MAX_LEVELS = 50
 MAX_BYTES = 256 << 10
-"""Size of the largest text; PyYAML takes seconds for so much of short values."""
+"""Size of the largest text; PyYAML takes seconds for a text of short values of this size."""
 _MAX_NUMBER_CHARACTERS = 1000
 
 _MOST_SHOWN = 80
@@ -47,16 +47,9 @@ _MOST_SHOWN = 80
 
 
 def validated(adapter: "TypeAdapter[T]", kind: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Returns the dataclass of nested plain values.
+    """Returns the dataclass ``kind``, of pydantic's ``adapter``, with the nested plain values of the file ``source``.
 
-    Args:
-        adapter: Pydantic's adapter of the dataclass.
-        kind: The dataclass.
-        values: Its values, sections by name.
-        source: Their file, for the error.
-
-    Raises:
-        UserError: The values are wrong; the error lists every mistake.
+    The UserError lists every mistake.
     """
     from pydantic import ValidationError
 
@@ -74,7 +67,7 @@ def validated(adapter: "TypeAdapter[T]", kind: type[T], values: Mapping[str, Any
 
 
 def unwritable(values: Any, where: str) -> Iterator[str]:
-    """Yields a line for each value that neither a file nor a path can hold, whatever the setting."""
+    """Yields a line for each value that neither a file nor a path can hold."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from unwritable(key, f"the key {key!r}")
@@ -155,11 +148,7 @@ def _section(kind: Any, values: Any) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns the value of a YAML text; ``source`` names its file in the error.
-
-    Raises:
-        UserError: The text is not YAML, has tags, or stands for too many values or levels.
-    """
+    """Returns the value of a YAML text without tags; ``source`` names its file in the UserError."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -232,9 +221,7 @@ _NUMBERS = {
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(nan|NaN|NAN)",
     _INT: r"[-+]?(0b[0-1_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
 }
-"""Patterns of numbers as in YAML 1.1, without its numbers to the base 60: nobody who writes 1:30 means 90, and a long
-number of this kind takes time quadratic in its length.
-"""
+"""Patterns of numbers as in YAML 1.1, but 1:30 is no number to the base 60: a long one takes quadratic time."""
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]

@@ -35,20 +35,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for group in (
-    prepare.app,
-    plan.app,
-    train.app,
-    serving.app,
-    sweep.app,
-    inspect.app,
-    launch.app,
-):
+for group in (prepare.app, plan.app, train.app, serving.app, sweep.app, inspect.app, launch.app):
     app.add_typer(group)  # without a name: its commands become the app's own
 
 
 def _print_versions(wanted: bool) -> None:
-    """Prints distembed's version and those of the packages that results depend on, without loading these, and ends."""
+    """Prints the versions of distembed and of the packages that results depend on, without loading them, and ends."""
     if wanted:
         from distembed.base.version import versions
 
@@ -83,7 +75,7 @@ def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
     _limit_openmp_spinning()
     for stream in (sys.stdout, sys.stderr):
-        # characters that the stream's encoding lacks, such as those of an odd file name, are no reason to fail
+        # characters of an odd file name that the stream's encoding lacks are no reason to fail
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     end_with_parent()
     try:

@@ -1,4 +1,4 @@
-"""Why a rank failed, in the file that ``torch.distributed.run`` reads: its summary then names the first that failed."""
+"""The file with the error of a rank, from which ``torch.distributed.run`` names the first rank that failed."""
 
 import contextlib
 import json
@@ -9,30 +9,21 @@ import traceback
 from distembed.base.errors import FolderInUse, UserError
 
 TOLD_VARIABLE = "DISTEMBED_LAUNCHER_TELLS"
-"""Environment variable by which a launcher says that it tells the user's mistakes itself, once for all ranks."""
+"""Environment variable of a launcher that prints the user's mistakes itself, once for all ranks."""
 MISTAKES = (2, 3)
-"""Exit codes of wrong input and of what does not fit: every rank says the same, and starting again does not mend it."""
+"""Exit codes of wrong input and of a model that does not fit: a restart mends neither."""
 
 
 def user_exit_code(error: UserError) -> int:
-    """Returns the exit code of a user's mistake: 2, or 1 where a launcher of ours starts the process again.
-
-    It does so for a folder in use, which is free some time: a mistake would end the whole job.
-    """
+    """Returns the exit code of a user's mistake: 2; 1 for a folder in use where our launcher restarts the process."""
     return 1 if isinstance(error, FolderInUse) and TOLD_VARIABLE in os.environ else 2
 
 
 def record_error(error: BaseException, code: int = 1) -> bool:
-    """Writes an error with its traceback into the launcher's file; does nothing without a launcher.
-
-    The file is the one that ``TORCHELASTIC_ERROR_FILE`` names.
-
-    Args:
-        error: The error.
-        code: The exit code with which the process ends of it.
+    """Writes an error, its traceback and the exit code into the file that ``TORCHELASTIC_ERROR_FILE`` names, if any.
 
     Returns:
-        Whether the launcher tells the user of it.
+        Whether the launcher prints the error.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

@@ -1,4 +1,4 @@
-"""The commands ``distembed describe``, ``report``, ``check`` and ``doctor``: what a config, a run, this machine has."""
+"""The commands ``distembed describe``, ``report``, ``check`` and ``doctor``: configs, runs and this machine."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_lines, format_bytes
-from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
+from distembed.commands.shared import ConfigArgument, JsonOption, OverridesArgument, console, say
 
 app = typer.Typer()
 
@@ -19,7 +19,7 @@ app = typer.Typer()
 def describe_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every embedding table and dense layer of a config, with parameters and bytes, without making them."""
     from distembed.training.config import load_config
@@ -80,7 +80,7 @@ def check_command(
 
 @app.command("doctor", epilog="Example: `distembed doctor`")
 def doctor_command() -> None:
-    """Check versions, devices and the pinned trio, and show the command that mends what does not work."""
+    """Check versions, devices and the pinned trio, and show the commands that mend faults."""
     from distembed.reports.doctor import run_doctor
 
     raise typer.Exit(run_doctor(console))

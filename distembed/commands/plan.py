@@ -12,7 +12,7 @@ import typer
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import parse_bytes
-from distembed.commands.shared import OverridesArgument, console, errors, flattened, say
+from distembed.commands.shared import JsonOption, OverridesArgument, console, errors, flattened, say
 
 if TYPE_CHECKING:
     from distembed.data.dataset.config import DataConfig
@@ -203,9 +203,9 @@ def plan_command(
     polish: Annotated[
         float | None, typer.Option(help="Seconds in which HiGHS looks for a faster plan: `plan.polish_seconds`.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Plan a config, or a model of one's own, for a cluster that need not be there: where tables go, what ranks hold.
+    """Plan where tables go, and the memory of each rank, for a config or your own model on a cluster of any size.
 
     Exit code 0 where it fits, 3 where it does not.
     """

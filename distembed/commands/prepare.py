@@ -1,7 +1,4 @@
-"""The commands ``prepare criteo``, ``table``, ``schema`` and ``graph``, ``synthesize``, and ``data stats``.
-
-They lead from raw files to a dataset, and show its rows.
-"""
+"""The commands ``prepare criteo``, ``table``, ``schema`` and ``graph``, ``synthesize``, and ``data stats``."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from distembed.commands.preparation import (
     prepare_progress,
     say_dataset,
 )
-from distembed.commands.shared import OverwriteOption, console, errors, flattened, note, say
+from distembed.commands.shared import JsonOption, OverwriteOption, console, errors, flattened, note, say
 
 app = typer.Typer()
 prepare_app = typer.Typer(
@@ -196,7 +193,7 @@ def prepare_schema_command(
     rows: Annotated[int, typer.Option(help="About how many rows are looked at.", min=1)] = 100_000,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Guess the schema of a table from its first rows, and write it with comments that say what was seen."""
+    """Guess the schema of a table from its first rows, and write it with comments on the values."""
     from distembed.data.prepare.table.guess import guess_schema
     from distembed.data.prepare.table.inputs import find_inputs
 
@@ -272,7 +269,7 @@ def synthesize_command(
 
 @data_app.callback()
 def _group() -> None:
-    """Makes ``data`` a group of commands, of which there is one."""
+    """Makes ``data`` a group of commands, although it has one alone."""
 
 
 @data_app.command("stats", epilog="Example: `distembed data stats criteo --output statistics.html`")
@@ -282,11 +279,11 @@ def stats_command(
         Path | None,
         typer.Option("--output", "-o", help="HTML file with plots to write; one that is there is replaced."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: JsonOption = False,
     memory_limit: Annotated[str, typer.Option(help="Memory that counts of ids may take, such as 2GB.")] = "2GB",
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
 ) -> None:
-    """Count a dataset's rows: labels over time, ids and their skew, numbers, missing, unseen and equal rows."""
+    """Count a dataset's rows: labels over time, skew of ids, numbers, and missing, unseen and equal rows."""
     from rich.progress import Progress
 
     from distembed.reports.statistics import dataset_statistics

@@ -45,7 +45,7 @@ def predict_command(
     checkpoint: CheckpointOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Write what a run predicts of raw rows or of a split: click probabilities, ratings, or items for users."""
+    """Write a run's predictions for raw rows or a split: click probabilities, ratings, or items for users."""
     from distembed.training.trained_run import require_prediction_file
 
     if input and split is not None:

@@ -34,6 +34,7 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: `train.epochs=2`."),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 OverwriteOption = Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")]
 Result = TypeVar("Result")
 
@@ -50,11 +51,9 @@ def note(text: str | None) -> None:
 
 
 def flattened(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns the function with the fields of its dataclass parameters as keyword parameters of its own.
+    """Returns the function with the fields of its keyword-only dataclass parameters as keyword parameters of its own.
 
-    Args:
-        function: A function, some of whose keyword-only parameters are annotated with a dataclass. No two of its
-            parameters and their fields have the same name.
+    No two of the parameters and the fields have one name.
     """
     signature = inspect.signature(function)
     groups = dataclass_parameters(function)

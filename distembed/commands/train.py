@@ -87,7 +87,7 @@ def evaluate_command(
     checkpoint: CheckpointOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
-    """Evaluate a run's best or newest checkpoint by its task's metrics, such as logloss and AUC, RMSE, or NDCG."""
+    """Evaluate a run's best or newest checkpoint by its task's metrics: logloss and AUC, RMSE, or NDCG."""
     from distembed.base.files import finite
     from distembed.training.trained_run import find_trained_run
 

@@ -1,1 +1,1 @@
-"""What TorchX is asked for: the values that a job is made of, and the applications that are built from them."""
+"""Requests of jobs, and the applications of TorchX that are built from them."""

@@ -1,8 +1,8 @@
 """Builds the applications of TorchX's components, and the script that each node runs by ``bash -c``.
 
-TorchX fills in its macros once on each scheduler, and ``$$`` then stands for ``$``. There is no ``$(command)`` in the
-scripts: Kubernetes takes that for the name of a variable of its own. The application's id and the node's number stand
-between double quotes only, for on Slurm and AWS Batch they are variables of the shell.
+TorchX fills in its macros once on each scheduler, and ``$$`` then becomes ``$``. There is no ``$(command)`` in the
+scripts: Kubernetes takes that for the name of a variable of its own. The application's id and the node's number are
+only between double quotes: on Slurm and AWS Batch they are variables of the shell.
 """
 
 import re
@@ -23,7 +23,6 @@ from launch.apps.roles import (
     on_gpus,
     parse_mounts,
     require_gpus,
-    threads_per_process,
 )
 from launch.nodes.exit_codes import SIGNALS
 
@@ -38,19 +37,9 @@ def training_app(
     name: str | None,
     request: ElasticRequest,
 ) -> specs.AppDef:
-    """Returns the application that trains, on every node and rank that ``j`` says.
+    """Returns the application that trains on ``j``, ``[MIN:]NODESxPROCESSES``; see :func:`launch.components.train`.
 
-    Args:
-        config: YAML file, as the nodes see it.
-        overrides: Settings that replace the config's; on nodes with GPUs the ranks train on these or fail.
-        run_dir: Run folder, which every node must see.
-        j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
-        plan: File of the saved plan that places the tables; None for a plan of the run's own.
-        name: Name of the job; None for that of the run folder.
-        request: Resources of the nodes, and start of their ranks.
-
-    Raises:
-        UserError: An argument cannot be accepted.
+    On nodes with GPUs the ranks train on GPUs or fail. Without ``plan``, a saved plan's file, the run plans itself.
     """
     shape = parse_shape(j)
     _require_elastic(request, shape, j)
@@ -67,7 +56,7 @@ def training_app(
 def single_node_app(
     role: str, command: Sequence[str], *, name: str, request: NodeRequest, j: str = "1x1"
 ) -> specs.AppDef:
-    """Returns the application that runs ``distembed COMMAND...`` on one node, in as many processes as ``j`` says."""
+    """Returns the application that runs ``distembed COMMAND...`` on one node, in the processes of ``j``."""
     shape = parse_shape(j)
     if shape.max_nodes > 1:
         raise UserError(
@@ -87,7 +76,6 @@ def benchmark_app(benchmark: str, arguments: Sequence[str], *, name: str | None,
 
 
 def _single_node_app(role: str, command: Sequence[str], shape: Shape, name: str, request: NodeRequest) -> specs.AppDef:
-    """Returns the application whose one node runs the command."""
     node = _role(role, f"exec {' '.join(map(_quoted, command))}\n", shape, request)
     return specs.AppDef(name=_name(name), roles=[node])
 
@@ -98,7 +86,9 @@ def _role(name: str, script: str, shape: Shape, request: NodeRequest) -> NodeRol
     node = find_resource(request)
     require_gpus(shape, node)
     # NCCL's and torch's own settings stay as they are: errors of NCCL have ended their process since torch 2.2.
-    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads_per_process(node, shape.processes)}
+    # A process's share of the CPUs: else each would take all of them, or one under ``torch.distributed.run``.
+    threads = max(1, int(node.cpu) // shape.processes)
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     return NodeRole(
         name=name,
         image=request.image,
@@ -115,7 +105,7 @@ def _role(name: str, script: str, shape: Shape, request: NodeRequest) -> NodeRol
 
 
 def _name(text: str) -> str:
-    """Returns the name of a job: the given one, or the last part of the folder that it works on."""
+    """Returns the name of a job: the given name, or the last part of its folder."""
     return job_name(PurePosixPath(text).name or text)
 
 
@@ -133,14 +123,13 @@ def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
 
 
 def _require_at_least(least: int, **numbers: int) -> None:
-    """Refuses numbers below the least one."""
     for field, value in numbers.items():
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
 
 
 def _quoted(word: object) -> str:
-    """Returns the word as the shell takes it literally, with every ``$`` kept from TorchX's macros."""
+    """Returns a word that the shell takes literally, with every ``$`` kept from TorchX's macros."""
     return shlex.quote(str(word)).replace("$", "$$")
 
 
@@ -155,9 +144,9 @@ def _elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: 
     # the launcher writes the error of its ranks here
     lines += ['export TORCHELASTIC_ERROR_FILE="$$logs/error.json"']
     # Else ranks meet in the agents' store under a number of restarts that nodes count differently: a rank that did not
-    # fail itself looks for the addresses of the ranks of the start before.
+    # fail itself looks for addresses of the previous start.
     lines += ["export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
-    # so that the lines of rank 0 can be told from others, whichever node it is on
+    # marks the lines of rank 0, which may be on any node
     lines += ["export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank $${rank}]:'"]
     # A single node takes any free port, so that several jobs fit on one machine.
     endpoint, awaited = "localhost:0", ""
@@ -168,8 +157,8 @@ def _elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: 
         endpoint = f'"$$host":{request.rdzv_port}'
         awaited = f' --host "$$host" --port {request.rdzv_port} --seconds {request.join_timeout}'
         awaited += " --elastic" if shape.elastic else ""
-        # Set here, not guessed from names: a node may have several. And where the port is taken this node fails, in
-        # place of joining whoever has it.
+        # torch would guess is_host from names, and a node may have several. And where another program has the port,
+        # this node fails and does not join it.
         lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
         conf += ',is_host="$$is_host"'
     launcher = [

@@ -1,7 +1,7 @@
 """The request of a job: its nodes and processes, ``-j [MIN:]NODESxPROCESSES``, and their resources.
 
-The fields of requests are arguments of TorchX's components under the same names, and their descriptions are those of
-``torchx run ... --help``; see :mod:`launch.components`.
+Fields of requests become arguments of TorchX's components, with their descriptions in ``torchx run ... --help``; see
+:mod:`launch.components`.
 """
 
 import re
@@ -19,7 +19,7 @@ class NodeRequest:
 
     Attributes:
         image: Container image that holds distembed, for `bench` a checkout of it; a folder on Ray.
-        h: Named resource of a node, such as gpu_8_h100, in place of cpu, gpu and memMB.
+        h: Named resource of a node, like gpu_8_h100, in place of cpu, gpu and memMB.
         cpu: Number of CPUs of a node.
         gpu: Number of GPUs of a node.
         memMB: Memory of a node in MB.
@@ -74,13 +74,7 @@ class ElasticRequest(NodeRequest):
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes of a job and processes on each of them.
-
-    Args:
-        min_nodes: Fewest nodes that the job starts and continues with.
-        max_nodes: Most nodes that the job takes.
-        processes: Ranks on each node.
-    """
+    """Nodes of a job, and processes on each of them; it starts and continues with ``min_nodes`` or more."""
 
     min_nodes: int
     max_nodes: int
@@ -88,7 +82,7 @@ class Shape:
 
     @property
     def elastic(self) -> bool:
-        """Whether it can run on fewer nodes than it asks for."""
+        """Whether the job can run on fewer nodes than it asks for."""
         return self.min_nodes < self.max_nodes
 
     @property

@@ -52,8 +52,7 @@ class NodeRole(specs.Role):
 def job_name(text: str) -> str:
     """Returns a name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
 
-    TorchX may leave a name that starts with a digit. Kubernetes accepts such a job and then refuses its Service, which
-    names the nodes.
+    TorchX leaves a digit at the start: Kubernetes accepts the job, and refuses the Service that names its nodes.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())
     name = re.sub(r"^[^a-z]+", "", name)[:_LONGEST_NAME].rstrip("-")
@@ -87,7 +86,7 @@ def find_resource(request: NodeRequest) -> specs.Resource:
 
 
 def _whole(field: str, value: int) -> int:
-    """Returns the value as a whole number: TorchX hands over text where an argument may be None."""
+    """Returns an integer of TorchX, which hands over text where an argument may be None."""
     try:
         return int(value)
     except ValueError:
@@ -104,9 +103,9 @@ def require_gpus(shape: Shape, resource: specs.Resource) -> None:
 
 
 def on_gpus(overrides: Sequence[str]) -> list[str]:
-    """Returns a training's settings with which it trains on the GPUs of its nodes, or fails where it cannot use them.
+    """Returns settings with which a training uses the GPUs of its nodes, or fails where it cannot.
 
-    A node whose driver has failed would otherwise train on its processor: slowly, with every other rank waiting for it.
+    A node whose driver has failed would otherwise train on its processor, and every other rank wait for it.
     """
     if "train.device=cpu" in overrides:
         raise UserError(
@@ -114,11 +113,6 @@ def on_gpus(overrides: Sequence[str]) -> list[str]:
             "train.device out"
         )
     return [*(setting for setting in overrides if not setting.startswith("train.device=")), "train.device=cuda"]
-
-
-def threads_per_process(resource: specs.Resource, processes: int) -> str:
-    """Returns a process's share of the CPUs: else each would take all, or, under ``torch.distributed.run``, one."""
-    return str(max(1, int(resource.cpu) // processes))
 
 
 def parse_mounts(mounts: list[str] | None) -> list[Any]:
@@ -133,7 +127,7 @@ def parse_mounts(mounts: list[str] | None) -> list[Any]:
 
 
 def _correct_docker_names(request: Any) -> None:
-    """Removes leading dashes: TorchX cuts names to their last 30 characters, and Docker refuses one that has them."""
+    """Removes leading dashes, which Docker refuses: TorchX cuts names to their last 30 characters."""
     for container in request.containers:
         options = container.kwargs
         options["name"] = options["hostname"] = options["name"].lstrip("-")

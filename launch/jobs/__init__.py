@@ -1,1 +1,1 @@
-"""Training jobs: what a run folder keeps of them, the checks before they are submitted, and following them."""
+"""Training jobs: their files in run folders, checks before they are submitted, and following them."""

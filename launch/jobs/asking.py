@@ -1,7 +1,7 @@
 """Asks schedulers about jobs: the package that each needs, its errors, and jobs found by their names.
 
-Before a job is submitted its run folder notes the name that it will have there, which no other job has. A process that
-submits a job may die before the scheduler answers; the next one finds the job by its name.
+Before a job is submitted its run folder notes a name that no other job of the scheduler has. A process that submits a
+job may die before the scheduler answers; the next process finds the job by its name.
 """
 
 import sys
@@ -25,7 +25,7 @@ _PACKAGES = {
 
 
 def require_package(scheduler: str, *, dry_run: bool) -> None:
-    """Makes sure that the package is installed which only this scheduler needs; AWS Batch needs its to submit only."""
+    """Makes sure that the package of this scheduler is installed; a dry run for AWS Batch needs none."""
     package, command = _PACKAGES.get(scheduler, ("", ""))
     if package and not (dry_run and scheduler == "aws_batch") and find_spec(package) is None:
         raise UserError(f"--scheduler {scheduler} needs the package {package}, which is not installed: run {command}.")
@@ -58,17 +58,15 @@ _NAMES: dict[str, Callable[[Any], str]] = {
 
 
 def planned_name(scheduler: str, dryrun_info: Any) -> str | None:
-    """Returns the name by which a scheduler can be asked for a job before it is submitted.
+    """Returns the name by which a scheduler finds a job that is being submitted: Slurm's name, or TorchX's id.
 
-    Returns:
-        Slurm's name of the job, or TorchX's id of it; None where the scheduler cannot be asked by a name, or its jobs
-        end with the process that submits them.
+    It is None for schedulers of this machine, whose jobs end with the process that submits them.
     """
     return _NAMES[scheduler](dryrun_info) if scheduler in _NAMES else None
 
 
 def find_handle(scheduler: str, name: str, runner: Runner) -> str | None:
-    """Returns TorchX's handle of the job of a name; None where the scheduler has no such job."""
+    """Returns TorchX's handle of the job of a name; None where the scheduler has no job of this name."""
     app_id = find_job(name) if scheduler == "slurm" else name
     handle = None if app_id is None else str(specs.make_app_handle(scheduler, "torchx", app_id))
     return handle if handle is None or scheduler == "slurm" or runner.status(handle) is not None else None

@@ -32,7 +32,7 @@ _REREAD_SECONDS = 5.0
 """Seconds after which a log whose stream has broken off is read again."""
 # Kubernetes puts a time before each line.
 _RANK_PREFIX = re.compile(r"^(?:node \d+: )?(?:\d{4}-\S+Z )?\[rank (\d+)\]:")
-# What a rank prints when another one has died.
+# Errors of a rank whose peer has died.
 _IS_CONSEQUENCE = re.compile(
     r"^(DistBackendError|DistNetworkError|DistStoreError|Rendezvous\w*|SignalException)\b"
     r"|Connection (closed|reset) by peer|Broken pipe|\bnccl\w*Error\b"
@@ -73,7 +73,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         raise Interrupted(f"the job {job.app_id} was interrupted, and has saved what it has. {remedy}")
     text = f"the job {job.app_id} has ended: {state}. {remedy}"
     if failure is not None and failure.exit_code in MISTAKES:
-        raise InsufficientMemory(text) if failure.exit_code == 3 else UserError(text)  # the nodes have said why, once
+        raise InsufficientMemory(text) if failure.exit_code == 3 else UserError(text)  # a node has printed the reason
     if failure is not None:
         say(f"first to fail: {failure.message} ({failure.where})")
         say(failure.traceback.rstrip())
@@ -108,10 +108,10 @@ def state_text(status: AppStatus) -> str:
 
 
 def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
-    """Prints what rank 0 and the launchers print until the job has ended.
+    """Prints the output of rank 0 and of the launchers until the job has ended.
 
     Returns:
-        The job's last state; None where the scheduler knows no such job.
+        The job's last state; None where the scheduler does not know the job.
     """
     watch = Watch(runner, job.handle, say)
     printed = None
@@ -143,12 +143,12 @@ class Watch:
         self._asked: float | None = None
 
     def has_ended(self) -> bool:
-        """Returns whether the job has ended, or the scheduler knows no such job; raises as :meth:`status` does."""
+        """Returns whether the job has ended, or the scheduler does not know it."""
         status = self.status()
         return status is None or status.is_terminal()
 
     def status(self) -> AppStatus | None:
-        """Returns the job's state, which may be a second old; None where there is no such job."""
+        """Returns the job's state, which may be a second old; None where the scheduler does not know the job."""
         with self._lock:
             if self._asked is None or time.monotonic() - self._asked >= _POLL_SECONDS:
                 self._last = self._ask()
@@ -176,11 +176,7 @@ def node_lines(
 ) -> Iterator[str]:
     """Yields the lines of several nodes' logs as they come, each with its node's number where there are several.
 
-    Args:
-        job: The job that writes the logs.
-        runner: TorchX's runner.
-        nodes: Numbers of the nodes.
-        has_ended: Whether the job has ended; until then logs are read on. None to read only the present lines.
+    It reads until ``has_ended`` returns True; only the present lines without it.
     """
     lines = queue.Queue[tuple[str, str] | None]()
 
@@ -188,7 +184,7 @@ def node_lines(
         try:
             for line in _node_log_lines(job, runner, node, has_ended):
                 lines.put(("line", f"node {node}: {line}" if len(nodes) > 1 else line))
-        except Exception as error:  # a node without a log is no reason to lose sight of the others
+        except Exception as error:  # a node without a log must not hide other nodes' logs
             lines.put(("error", f"node {node}: {error}" if len(nodes) > 1 else str(error)))
         finally:
             lines.put(None)
@@ -233,7 +229,7 @@ def _node_log_lines(job: Job, runner: Runner, node: int, has_ended: Callable[[],
 def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str]:
     """Returns the lines of one node's log, as the scheduler streams them."""
     if job.scheduler == "slurm":
-        # not by the runner, which has no logs of a job that Slurm has forgotten
+        # the runner has no logs of a job that Slurm has forgotten
         scheduler = create_scheduler("", log_dir=job.options.get("log_dir") or str(job.folder / "logs"))
         return scheduler.log_iter(job.app_id, ROLE, node, should_tail=should_tail)
     return runner.log_lines(job.handle, ROLE, node, should_tail=should_tail)
@@ -241,13 +237,7 @@ def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job's newest submission.
-
-    Attributes:
-        text: The state in words, with the scheduler's message where there is one.
-        is_known: Whether the scheduler knows the job, and has not forgotten it.
-        is_active: Whether the job waits or runs.
-    """
+    """State of a job's newest submission, in words too; a scheduler may have forgotten the job (not ``is_known``)."""
 
     text: str
     is_known: bool
@@ -261,10 +251,10 @@ def job_state(job: Job) -> JobState:
 
 
 def run_progress(run_dir: Path) -> list[str]:
-    """Returns lines that say how far a run has come by its own record; none where it has not started."""
+    """Returns lines on the progress of a run by its own record; none before it has started."""
     try:
         status = RunInfo.read(run_dir / "run.json").status
-        # whether it goes on is in the state of the job, which is printed with these lines
+        # "unfinished" does not tell whether it runs: the job's state, printed with these lines, does
         lines = [f"run: {'running' if status == 'unfinished' else status}"]
         newest = last_metrics(run_dir / "metrics.jsonl")
     except (OSError, UserError):
@@ -273,14 +263,7 @@ def run_progress(run_dir: Path) -> list[str]:
 
 
 def job_log_lines(job: Job, node: int | None, *, follow: bool, say: Say) -> Iterator[str]:
-    """Yields the lines that the nodes of a job have printed.
-
-    Args:
-        job: The job, which was submitted.
-        node: Number of the only node whose lines are read; None for every node.
-        follow: Whether to continue until the job has ended.
-        say: Prints the scheduler's errors while it does not answer.
-    """
+    """Yields the lines that one node, or all nodes, of a submitted job have printed; until its end with ``follow``."""
     if job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
     handle, nodes = job.handle, job.nodes
@@ -313,7 +296,7 @@ def require_ended(job: Job) -> None:
 
 
 def _state(job: Job, runner: Runner) -> JobState:
-    """Returns the state of a job's newest submission; see :func:`job_state`."""
+    """Returns the state of a job's newest submission."""
     with asking(job.scheduler):
         status = runner.status(job.handle)
     if status is not None:
@@ -325,15 +308,7 @@ def _state(job: Job, runner: Runner) -> JobState:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a rank.
-
-    Attributes:
-        where: File that holds the error; its folder is that of the node's logs.
-        message: Type and text of the error.
-        traceback: Python's traceback; "" where there is none.
-        time: When the error was noted, in seconds since 1970.
-        exit_code: The exit code with which the rank has ended of it; 1 where it is not noted.
-    """
+    """The error of a rank, in the file ``where``; ``time`` is in seconds since 1970."""
 
     where: Path
     message: str
@@ -343,13 +318,9 @@ class Failure:
 
 
 def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
-    """Returns the error that a rank has noted first in the last start of a job; None where no rank has noted one.
+    """Returns the first error after ``since`` in the last start of a job, whose nodes log into ``logs``; or None.
 
-    One that only follows from the death of another rank comes after all others: clocks of machines differ.
-
-    Args:
-        logs: Folder of all nodes' logs; see :func:`launch.apps.applications.log_dir`.
-        since: Seconds since 1970; errors that were noted before are left out.
+    Consequences of the death of another rank come last, not by their time: clocks of machines differ.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
     found = [failure for file in files if (failure := _read(file)) and failure.time >= since]
@@ -357,7 +328,7 @@ def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
 
 
 def _error_files(node: Path) -> Iterator[Path]:
-    """Yields the error files of a node's last start; the launcher keeps those of all, RUN/attempt_N/RANK/error.json."""
+    """Yields the error files of a node's last start, as torch names them: RUN/attempt_N/RANK/error.json."""
     yield from node.glob("error.json")
     starts = [folder for folder in node.iterdir() if folder.is_dir()]
     if starts:

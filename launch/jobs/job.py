@@ -10,7 +10,7 @@ A launched run's folder has, in addition to the files of :class:`distembed.train
         git.txt         revision of distembed's working tree, and files in it that git does not know
         git.diff        changes since
         packages.txt    installed packages and their versions
-      logs/             of every rank; error.json in a node's is the traceback of the rank that failed first
+      logs/             of every rank; a node's error.json is the traceback of the rank that failed first
 """
 
 import os
@@ -51,13 +51,12 @@ _SETTLE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Submission:
-    """One time that a job was handed to its scheduler.
+    """One submission of a job to its scheduler.
 
     Attributes:
         handle: TorchX's name of the job, ``slurm://session/123``; "" until the scheduler has it.
         time: When it was submitted, in UTC.
-        j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
-        name: Name by which the scheduler is asked while there is no handle; see :mod:`launch.jobs.asking`.
+        name: Name by which the job is found while there is no handle; see :mod:`launch.jobs.asking`.
     """
 
     handle: str
@@ -72,12 +71,11 @@ class Job:
 
     Attributes:
         run_dir: Run folder, which every node must see.
-        scheduler: Name of the scheduler, one of TorchX's.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
-        options: Options of the scheduler, such as Slurm's partition.
+        options: Options of the scheduler, like Slurm's partition.
         component: Resources of the nodes, and start of their ranks: arguments of ``launch.components.train``.
-        gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
-        submissions: Each time that the job was submitted, the newest last.
+        gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for the named resource's, or CPUs.
+        submissions: The newest submission is the last.
     """
 
     run_dir: str
@@ -102,7 +100,7 @@ class Job:
 
     @property
     def app_id(self) -> str:
-        """The scheduler's own name of the newest submission, such as Slurm's number."""
+        """The scheduler's own name of the newest submission, like Slurm's number."""
         return self.handle.rpartition("/")[2]
 
     @property
@@ -117,13 +115,10 @@ class Job:
         device: str | None = None,
         **fields: Any,
     ) -> "Job":
-        """Returns the job with other values; None and empty values change nothing.
+        """Returns the job with other values, as :meth:`~launch.apps.request.NodeRequest.changed` takes ``fields``.
 
-        Args:
-            j: Nodes and processes.
-            options: Options of the scheduler, in addition to those that there are.
-            device: Device of each process; that of a named resource, ``h``, unless given.
-            **fields: Fields of the component, as :meth:`~launch.apps.request.NodeRequest.changed` takes them.
+        None and empty values change nothing, and ``options`` are added to the present options. A named resource, ``h``,
+        replaces the device unless another ``device`` is given.
         """
         return replace(
             self,
@@ -172,29 +167,17 @@ class Job:
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))
 
     def prepare(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
-        """Writes the request, and the config and the plan that the nodes read, into the run folder.
-
-        Args:
-            config_yaml: The resolved config.
-            plan: The plan, as ``distembed plan --json`` prints it.
-        """
+        """Writes the request, the resolved config and the plan of ``distembed plan --json`` into the run folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if self._file.exists():
                 self._require_unchanged()
             write_text(self.folder / "config.yaml", config_yaml)
             write_json(self.folder / "plan.json", plan)
-            self._save()  # last: a job that is there is whole
+            self._save()  # last: with its request, a job is whole
 
     def submit(self, runner: Runner) -> "Job":
-        """Submits the job to its scheduler, and notes so in the run folder.
-
-        Returns:
-            The job with one submission more.
-
-        Raises:
-            UserError: It was submitted by another process since it was read.
-        """
+        """Submits the job to its scheduler and notes it in the run folder; returns the job with one submission more."""
         request = self.dry_run(runner)
         with self._locked():
             self._require_unchanged()
@@ -218,12 +201,12 @@ class Job:
                 raise
 
     def _find_pending(self, runner: Runner) -> str | None:
-        """Returns the handle of the newest submission, which has only a name yet; None if there is no such job."""
+        """Returns the handle of the newest submission, which has only a name yet; None if the job does not exist."""
         with asking(self.scheduler):
             return find_handle(self.scheduler, self.submissions[-1].name, runner)
 
     def _with_outcome(self, handle: str | None) -> "Job":
-        """Notes the handle of the newest submission, or removes the submission where there is no such job."""
+        """Notes the handle of the newest submission, or removes the submission where its job does not exist."""
         *earlier, last = self.submissions
         newest = [] if handle is None else [replace(last, handle=handle, name="")]
         job = replace(self, submissions=(*earlier, *newest))
@@ -272,7 +255,7 @@ class Job:
         write_json(self._file, asdict(self))
 
     def _options(self, runner: Runner) -> dict[str, Any]:
-        """Returns options as the scheduler types them; its logs go into the run folder where it asks for a place."""
+        """Returns options in the scheduler's types, with the run folder as its place of logs where it has one."""
         known = runner.scheduler_run_opts(self.scheduler)
         types = {name: option.opt_type for name, option in known}
         logs = {"log_dir": str((self.folder / "logs").absolute())} if "log_dir" in types else {}
@@ -292,8 +275,8 @@ _ADAPTER = TypeAdapter(Job)
 def default_request(scheduler: str, run_dir: str, j: str) -> ElasticRequest:
     """Returns the request of a job without options.
 
-    Nodes of a job on this machine share all of it, those outside of containers run this interpreter, and a run folder
-    has a port of its own, so that jobs which share a node do not meet.
+    Nodes of a job on this machine share all of it, and nodes outside of containers run this interpreter. The port comes
+    from the run folder, so that jobs on one node do not meet.
     """
     request = ElasticRequest(rdzv_port=20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000)
     if scheduler in ("local_cwd", "slurm"):
@@ -319,7 +302,7 @@ def load_job(run: str) -> Job:
 
 
 def settled(job: Job) -> Job:
-    """Returns the job with the outcome of a submission whose process died before it could note the outcome."""
+    """Returns the job, with the outcome of a submission whose process died before it noted the outcome."""
     if not job.submissions or job.submissions[-1].handle:
         return job
     with job._locked():
@@ -339,7 +322,7 @@ def settled(job: Job) -> Job:
 
 
 def _read(file: Path) -> Job:
-    """Reads a job; its run folder is the one that the file lies in."""
+    """Reads a job; its run folder is that of the file."""
     try:
         job = _ADAPTER.validate_json(file.read_bytes())
         parse_shape(job.j)
@@ -350,10 +333,9 @@ def _read(file: Path) -> Job:
 
 
 def _keep_versions(folder: Path) -> None:
-    """Writes ``git.txt``, ``git.diff`` and ``packages.txt`` into a folder, which is made where it is missing.
+    """Writes ``git.txt``, ``git.diff`` and ``packages.txt``: distembed's revision, changes since, installed packages.
 
-    They record distembed's revision, changes since, and installed packages. Of files that git does not know, only the
-    names are written: they may be large.
+    Untracked files are named only: they may be large.
     """
     folder.mkdir(exist_ok=True)
     root = Path(__file__).parents[2]

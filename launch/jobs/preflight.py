@@ -34,7 +34,7 @@ def check_trio() -> list[Finding]:
 
 
 def check_device(config: "Config", device_kind: str) -> Finding:
-    """Checks that a job for nodes with GPUs trains on these; ``device_kind`` is that of the nodes."""
+    """Checks that a job for nodes with GPUs trains on GPUs; ``device_kind`` is the nodes' kind."""
     if device_kind != "cuda":
         return Finding("device", "ok", config.train.device)
     if config.train.device == "cpu":
@@ -74,11 +74,9 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
 
 
 def check_dataset(config: "Config", is_new: bool = True) -> Finding:
-    """Checks that the dataset is there, with all files of its manifest, and that the config can be trained on it.
+    """Checks that the dataset has all files of its manifest, and that the config can be trained on it.
 
-    Args:
-        config: The training's config.
-        is_new: Whether the run was never submitted; one that resumes passes over evaluations that cannot be compared.
+    A run that was submitted before, not ``is_new``, may resume without evaluations that cannot be compared.
     """
     from distembed.data.dataset.manifest import Manifest
     from distembed.data.dataset.mirror import mirror_of
@@ -116,13 +114,7 @@ def check_writable(what: str, folder: Path) -> Finding:
 
 
 def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
-    """Checks that the place for checkpoints can be reached and written, and holds none of another run.
-
-    Args:
-        config: The training's config.
-        run_dir: Run folder.
-        is_new: Whether the run was never submitted, so that it has no checkpoints of its own yet.
-    """
+    """Checks that the place for checkpoints can be written, and holds none of another run if this run ``is_new``."""
     from distembed.checkpoints.store import CheckpointStore, checkpoint_place
 
     place = checkpoint_place(run_dir, config.train.checkpoint_dir)
@@ -138,13 +130,7 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
 
 
 def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Finding:
-    """Checks that containers see what the nodes read and write, under the same paths.
-
-    Args:
-        config: The training's config, with absolute paths.
-        run_dir: Run folder.
-        mounts: TorchX's mounts of the containers.
-    """
+    """Checks that TorchX's ``mounts`` show all files of a training, whose paths are absolute, to its containers."""
     from distembed.checkpoints.store import checkpoint_place
     from distembed.training.config import input_paths
 
@@ -174,18 +160,15 @@ def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
         return True
     own = PurePosixPath(os.path.normpath(path))
     holding = [mount for mount in mounts if own.is_relative_to(mount.dst_path)]
-    # the innermost hides the others
+    # the innermost mount hides outer ones
     innermost = max(holding, key=lambda mount: len(PurePosixPath(mount.dst_path).parts), default=None)
     return innermost is not None and not (to_write and getattr(innermost, "read_only", False))
 
 
 def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:
-    """Checks that Slurm's partition has as many nodes of the size that the job needs, busy ones included.
+    """Checks that Slurm's partition has enough nodes of the size that the job needs, busy ones included.
 
-    Args:
-        shape: Nodes and processes of the job.
-        resource: What each of the nodes must have.
-        partition: Name of the partition, several with commas between them, or None for the cluster's default.
+    ``partition`` may name several, with commas between them; None is the cluster's default.
     """
     try:
         nodes = list_nodes()
@@ -213,7 +196,7 @@ def check_partition(shape: Shape, resource: specs.Resource, partition: str | Non
 
 
 def check_acceptance(request: SlurmJob) -> Finding:
-    """Checks that Slurm would accept the job: account, limits, features and all else that only the controller knows."""
+    """Checks that Slurm would accept the job: the controller knows accounts, limits and features."""
     try:
         return Finding("submission", "ok", expected_start(request.command, request.script()))
     except (UserError, RunError) as error:
@@ -221,12 +204,11 @@ def check_acceptance(request: SlurmJob) -> Finding:
 
 
 def _suffices(node: NodeRecord, need: specs.Resource) -> bool:
-    """Returns whether a node is up and has what a job needs."""
+    """Returns whether a node is up and large enough."""
     # a cluster that does not report the memory of its nodes reports 1 MB
     has_memory = node.memory_mb <= 1000 or node.memory_mb >= need.memMB
     return node.is_up and has_memory and node.cpus >= need.cpu and node.gpus >= need.gpu
 
 
 def _wrong(what: str, detail: str, remedy: str = "") -> Finding:
-    """Returns the finding of a check that fails."""
     return Finding(what, "wrong", detail, remedy)

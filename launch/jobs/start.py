@@ -1,4 +1,4 @@
-"""Starts a job: checks it, keeps what is needed to repeat it, submits it, and follows it to its end.
+"""Starts a job: checks it, keeps all that is needed to repeat it, submits it, and follows it to its end.
 
 Nothing is written or submitted before every check is passed.
 """
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
-    """Starts a job in a run folder that holds no run; the arguments are those of :func:`start`.
-
-    Raises:
-        UserError: The run folder holds a run, or the job would end with this command and is not to be followed.
-        typer.Exit: A check fails; the exit code is 3.
-        RunError: The job has failed.
-    """
+    """Starts a job in a run folder that holds no run; see :func:`start`."""
     if detach and job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"--detach: jobs of {job.scheduler} end with the command that started them; leave it out.")
     job.require_new()
@@ -42,26 +36,19 @@ def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Sa
 
 
 def resume_job(job: Job, *, dry_run: bool, detach: bool, say: Say) -> None:
-    """Starts a launched job again from its own config; the arguments are those of :func:`start`.
-
-    Raises:
-        UserError: The job waits or runs, by what its scheduler says, or cannot be asked for at all.
-        typer.Exit: A check fails; the exit code is 3.
-        RunError: The job has failed, or the scheduler cannot be asked.
-    """
+    """Starts a launched job that does not run again, from its own config; see :func:`start`."""
     require_ended(job)
     start(job, load_config(job.folder / "config.yaml"), dry_run=dry_run, detach=detach, say=say)
 
 
 def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
-    """Checks a job and submits it, for the first time or again.
+    """Checks a job and submits it, for the first time or again; follows it to its end unless ``detach`` is set.
 
-    Args:
-        job: The job that is asked for.
-        config: The training's config.
-        dry_run: Whether to print what would be submitted, with the plan, and to submit nothing.
-        detach: Whether to return once it is submitted, without following it.
-        say: Prints a line.
+    A ``dry_run`` submits nothing, and prints the request and the plan.
+
+    Raises:
+        typer.Exit: A check fails; the exit code is 3.
+        RunError: The job has failed, or the scheduler cannot be asked.
     """
     from distembed.training.initial_run import begun_config
 
@@ -72,9 +59,9 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         _require_resource(job)
         cluster = _cluster(job)
         config.data.load_schema()
-        # a job that was submitted may have begun, and then needs nothing of the run that it goes on from
+        # a job that was submitted may have begun, and then needs no files of train.init_from
         planned = config if job.submissions else begun_config(config)
-        # what plans is loaded once there is something to plan
+        # loads torch, so only now
         from distembed.reports.plan.as_json import assessment_as_json
         from distembed.reports.plan.assessment import assess_capacity
 
@@ -95,7 +82,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
 
 
 def _require_resource(job: Job) -> None:
-    """Refuses a job on a cluster that does not say what its nodes have."""
+    """Refuses a job on a cluster without the resources of its nodes."""
     if (
         job.scheduler not in LOCAL_SCHEDULERS
         and job.component.h is None
@@ -108,7 +95,7 @@ def _require_resource(job: Job) -> None:
 
 
 def _cluster(job: Job) -> Cluster:
-    """Returns what is planned for: as many nodes as the job takes at most."""
+    """Returns the cluster to plan for: the most nodes that the job takes."""
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
     named = gpu_name(resource)
     given = job.gpu.partition(",")[0] if job.gpu else None
@@ -134,7 +121,7 @@ def _cluster(job: Job) -> Cluster:
 
 
 def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") -> Sequence[Finding]:
-    """Returns what every check finds that applies to the job's scheduler."""
+    """Returns the findings of all checks that apply to the job's scheduler."""
     from distembed.reports.plan.assessment import assess_capacity
 
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a job: waiting for the first one, the ranks, and when they start again.
+"""Programs on the nodes of a job: they wait for the first node, run the ranks, and start them again.
 
-Nothing here is imported where jobs are submitted but :mod:`~launch.nodes.exit_codes`.
+Code that submits jobs imports only :mod:`~launch.nodes.exit_codes`.
 """

@@ -1,14 +1,14 @@
-"""The agent of ``torch.distributed.run`` on a node, which knows what the exit codes of its ranks ask for.
+"""The agent of ``torch.distributed.run`` on a node, which acts by the exit codes of its ranks.
 
-torch's own agent starts all ranks again when one has ended with anything but 0. This one does so only for failures:
+torch's own agent starts all ranks again when a rank has ended with any code but 0. This one does so for failures only:
 
-- *A mistake of the user's* (:data:`~launch.nodes.exit_codes.MISTAKES`) on any rank ends the ranks of all nodes. It is
-  told once, on the node that noted it first.
-- *An interruption* on any rank ends those of all nodes too, for every rank has saved by then. An elastic job goes on
-  without the node that was told to end.
+- *A mistake of the user's* (:data:`~launch.nodes.exit_codes.MISTAKES`) on any rank ends the ranks of all nodes. The
+  node that noted it first prints it.
+- *An interruption* on any rank ends the ranks of all nodes too, for every rank has saved by then. An elastic job
+  continues without the node that was told to end.
 
-Agents tell one another by the store in which their nodes meet. A rank that lost its connection to one that made the
-mistake may be seen to end first: so a failure is judged only after some seconds, in which the others' ends are seen.
+Agents exchange this verdict in the store in which their nodes meet. A rank that lost its connection to the failing rank
+may be seen to end first: so a failure is judged only after some seconds, in which ends of other ranks are seen.
 """
 
 import contextlib
@@ -34,28 +34,22 @@ from distembed.commands.error_file import TOLD_VARIABLE
 from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd, ignore_signals, raise_when_told
 
 JUDGE_SECONDS = 5.0
-"""How long after a failure the ends of other ranks are awaited, of which it may be a consequence."""
+"""How long after a failure the agent waits for ends of other ranks, which may have caused it."""
 LEAVE_SECONDS = 15.0
 """How long agents wait for one another when the job ends on all nodes."""
 
 _LOOK_SECONDS = 1.0
 _RESTART_SECONDS = 30
-"""How long ranks have to end that start again: what they would save belongs to a step that has failed."""
+"""How long ranks have to end before they start again: their state is that of a failed step."""
 _KEY = "distembed/verdict"
 
 Say = Callable[[str], None]
 
 
 def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
-    """Runs the ranks of this node under the arguments of ``torch.distributed.run``.
+    """Runs the ranks of this node by ``arguments`` of ``torch.distributed.run``, and returns the node's exit code.
 
-    Args:
-        arguments: Arguments of ``torch.distributed.run``, with the ranks' own program.
-        grace_seconds: How many seconds the ranks have to save their state when they are told to end.
-        say: Prints a line for the user.
-
-    Returns:
-        The exit code of the node; see :mod:`launch.nodes.exit_codes`.
+    The ranks have ``grace_seconds`` to save their state when they are told to end.
 
     Raises:
         ToldToEnd: A signal has asked this process to end, and the ranks have ended.
@@ -76,7 +70,6 @@ def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
 
 
 def _end_of(agent: "NodeAgent", say: Say) -> int:
-    """Runs the agent, and returns the exit code of the node."""
     try:
         return _run(agent) or 0
     except ChildFailedError as error:
@@ -91,20 +84,12 @@ def _end_of(agent: "NodeAgent", say: Say) -> int:
 
 @record
 def _run(agent: "NodeAgent") -> int:
-    """Runs the agent, which leaves the error of the rank that failed first in the file for this node's error."""
+    """Runs the agent; ``record`` writes the error of the rank that failed first into this node's error file."""
     return agent.run_to_end()
 
 
 class NodeAgent(LocalElasticAgent):
-    """The agent of one node; see the module.
-
-    Args:
-        config: What ``torch.distributed.run`` was told.
-        entrypoint: The program of each rank.
-        program: Its arguments.
-        grace_seconds: How many seconds the ranks have to save their state when they are told to end.
-        say: Prints a line for the user.
-    """
+    """The agent of one node; see the module. ``entrypoint`` is the program of each rank, ``program`` its arguments."""
 
     def __init__(
         self, config: LaunchConfig, entrypoint: Any, program: tuple[str, ...], grace_seconds: int, say: Say
@@ -148,36 +133,30 @@ class NodeAgent(LocalElasticAgent):
     def run_to_end(self) -> int:
         """Runs the ranks, as often as they may start, and returns the exit code of the node.
 
-        Raises:
-            ChildFailedError: A rank has failed, and may not be started again.
-            SignalException: This process was told to end, and has ended the ranks.
-            RendezvousError: The other nodes have ended the job, or cannot be reached.
+        It raises ChildFailedError for ranks that may not start again, and RendezvousError where the other nodes have
+        ended the job or cannot be reached.
         """
         handler = self._worker_group.spec.rdzv_handler
         try:
             result = self.run()
         except SignalException:
-            raise  # the other nodes of an elastic job may meet again
+            raise  # no shutdown: the other nodes of an elastic job may meet again
         except BaseException:
             handler.shutdown()
             raise
         handler.shutdown()
         if self._verdict is not None:
             return self._verdict
-        if result is not None and result.is_failed():  # None: the other nodes have done without this one
+        if result is not None and result.is_failed():  # None: the other nodes have finished without this node
             raise ChildFailedError(self._name, result.failures)
         return 0
 
     def has_ended_by(self, number: signal.Signals) -> bool:
-        """Returns whether every rank has ended of itself: with everything saved, or before there was anything to save.
-
-        Args:
-            number: The signal that the ranks were sent.
-        """
+        """Returns whether no rank was killed: all have saved, or died of the signal ``number`` with nothing to save."""
         return all(code in (0, INTERRUPTED, -number) for code in self._exit_codes())
 
     def others_verdict(self) -> int | None:
-        """Returns the exit code with which another node wants all to end; None where there is none, or no telling."""
+        """Returns the exit code with which another node ends the job; None without one, or with a lost store."""
         if self._worker_group.group_world_size == 1 or self._store is None:
             return None
         try:
@@ -189,12 +168,12 @@ class NodeAgent(LocalElasticAgent):
         try:
             return super()._invoke_run(role)
         except SignalException:
-            # A second one would end this process before the ranks have saved; the scheduler ends what takes too long.
+            # A second signal would end this process before the ranks have saved; the scheduler kills slow processes.
             ignore_signals()
             raise
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        # torch 2.11's agent waits for 30 s whatever it is told, and 2.13's as long as its own option says.
+        # torch 2.11's agent waits for 30 s in any case, and 2.13's for the time of an option.
         self._end_ranks(death_sig, self._grace_seconds)
         super()._shutdown(death_sig)
 
@@ -203,7 +182,7 @@ class NodeAgent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
     def _end_ranks(self, death_sig: signal.Signals, seconds: int) -> None:
-        """Sends a signal to the ranks that run, waits for them, and kills those that have not ended by then."""
+        """Sends a signal to the running ranks, waits for them, and kills ranks that have not ended by then."""
         if self._pcontext is not None:
             self._pcontext.close(death_sig, seconds)
 
@@ -223,21 +202,21 @@ class NodeAgent(LocalElasticAgent):
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
         if is_early or (None in codes and not failed):
-            return RunResult(WorkerState.HEALTHY)  # torch's look would take the end of a rank since ours for a failure
+            return RunResult(WorkerState.HEALTHY)  # torch would take a rank that has ended since for a failure
         if failed and set(failed) == {INTERRUPTED}:
-            self._remaining_restarts += 1  # of an elastic job: going on without a node is no failure
+            self._remaining_restarts += 1  # to continue an elastic job without a node is no failure
         return super()._monitor_workers(worker_group)
 
     def _exit_codes(self) -> list[int | None]:
-        """Returns the exit code of each rank of this node; None for one that runs, and no codes before they start."""
+        """Returns the exit code of each rank of this node, None for a running rank; no codes before they start."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc.poll() for _, handler in sorted(handlers.items())]
 
     def _judge(self, failed: Sequence[int], is_early: bool) -> int | None:
-        """Returns the exit code with which all nodes have to end; None where there is no reason to.
+        """Returns the exit code with which all nodes have to end, or None.
 
         Args:
-            failed: Exit codes of the ranks of this node that have ended with anything but 0.
+            failed: Exit codes other than 0 of ranks of this node.
             is_early: Whether the ends of other ranks are still awaited.
         """
         mistakes = [code for code in failed if code in MISTAKES]
@@ -260,12 +239,12 @@ class NodeAgent(LocalElasticAgent):
         return has_others and time.monotonic() - self._failed_at < patience
 
     def _agree(self, code: int) -> None:
-        """Tells the other nodes with which code to end, and the user why, where no other node has; waits for all."""
+        """Tells the other nodes the exit code, and the user the reason, if no other node has; waits for all nodes."""
         mine = f"{code} {self._worker_group.group_rank}"
         is_first = True
         # an interruption shows in the ranks of every node
         if code != INTERRUPTED and self._worker_group.group_world_size != 1 and self._store is not None:
-            # where the first node is gone it is told twice rather than never
+            # without the first node's store the reason is printed twice rather than never
             with contextlib.suppress(RuntimeError):
                 is_first = self._store.compare_set(_KEY, "", mine).decode() == mine
         if is_first:
@@ -273,7 +252,7 @@ class NodeAgent(LocalElasticAgent):
         self.leave()
 
     def leave(self) -> None:
-        """Waits until all nodes end: the first one holds the store, without which the others lose sight of the job."""
+        """Waits until all nodes end: the first node holds the store, which the other nodes need until then."""
         group = self._worker_group
         if group.group_world_size == 1 or self._store is None:
             return
@@ -281,7 +260,6 @@ class NodeAgent(LocalElasticAgent):
             stores.barrier(self._store, group.group_world_size, f"{_KEY}/left", barrier_timeout=LEAVE_SECONDS)
 
     def _tell(self, code: int) -> None:
-        """Prints why the job ends."""
         if code == INTERRUPTED:
             self._say("interrupted: the ranks have saved what they have")
             return
@@ -292,7 +270,7 @@ class NodeAgent(LocalElasticAgent):
             self._say("The ranks do not start again, which would not mend it.")
 
     def _message_of(self, local_rank: int) -> str:
-        """Returns the error that a rank of this node has noted; "" where it has noted none."""
+        """Returns the error in the file of a rank of this node; "" where there is none."""
         assert self._pcontext is not None
         try:
             noted = json.loads(Path(self._pcontext.error_files[local_rank]).read_text())["message"]["message"]

@@ -1,4 +1,4 @@
-"""Exit codes with which a node ends, and what each asks of the scheduler; and the signals that ask it to end.
+"""Exit codes of a node, by which the scheduler acts; and the signals that ask a node to end.
 
 ====================  ===========================================================================
 0                     done
@@ -24,8 +24,7 @@ INTERRUPTED = 75
 FAILED = 1
 """Failed for any other reason."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Signals that ask a node to end. SIGUSR1 beside those of ``torch.distributed.run``: Slurm sends it some time before a
-time limit."""
+"""Signals that ask a node to end: ``torch.distributed.run``'s, and SIGUSR1, which Slurm sends before a time limit."""
 RETRIES_VARIABLE = "DISTEMBED_MAX_RETRIES"
 """Environment variable: how often the job may be started again, where the nodes count (:mod:`launch.nodes.starts`)."""
 AGAIN_VARIABLE = "DISTEMBED_START_AGAIN"
@@ -33,11 +32,7 @@ AGAIN_VARIABLE = "DISTEMBED_START_AGAIN"
 
 
 class ToldToEnd(BaseException):
-    """A signal has asked this node to end.
-
-    Attributes:
-        has_saved: Whether the ranks have ended of themselves: with everything saved, or with nothing to save.
-    """
+    """A signal has asked this node to end; ``has_saved`` unless ranks were killed while they saved their state."""
 
     def __init__(self, has_saved: bool = True) -> None:
         self.has_saved = has_saved
@@ -50,17 +45,16 @@ def raise_when_told() -> None:
 
 
 def ignore_signals() -> None:
-    """Makes signals that ask this node to end do nothing; the scheduler ends what takes too long."""
+    """Makes signals that ask this node to end do nothing; the scheduler kills slow processes."""
     for name in SIGNALS.split(","):
-        # not SIG_IGN: Python complains of a signal that arrives meanwhile
+        # not SIG_IGN: Python prints a warning about a signal that arrives meanwhile
         signal.signal(signal.Signals[name], _do_nothing)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Lets a signal pass."""
+    """Ignores a signal."""
 
 
 def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Raises :class:`ToldToEnd`."""
     ignore_signals()
     raise ToldToEnd

@@ -1,8 +1,9 @@
 """Runs the ranks of a node: ``python -m launch.nodes.run --node N [...] -- OPTIONS OF torch.distributed.run``.
 
-It takes the place of ``python -m torch.distributed.run``, which starts the ranks again whatever they ended of, and
-ends with 1 whatever that was. Here a mistake of the user's and an interruption end the job on all nodes, and the exit
-code says so; see :mod:`launch.nodes.exit_codes` and :mod:`launch.nodes.agent`.
+``python -m torch.distributed.run`` starts the ranks again after every exit code but 0, and ends with 1 in the end. Here
+a mistake of the user's and an interruption end the job on all nodes, and the exit code tells the scheduler; see
+:mod:`launch.nodes.exit_codes` and :mod:`launch.nodes.agent`. A node first waits until the first node can be reached: on
+Kubernetes its name resolves only some time after the other pods have started, and torch gives up after a minute.
 """
 
 import argparse
@@ -41,7 +42,8 @@ def main() -> int:
     starts, can_go_on = None, False
     try:
         raise_when_told()
-        if retries is not None and (given.node == 0 or not given.elastic):  # else the others go on without this node
+        # nodes but the first of an elastic job do not count: the job continues without them
+        if retries is not None and (given.node == 0 or not given.elastic):
             starts = Starts(given.starts, int(retries))
         end_with_parent()
         code = _await_turn(given, starts)
@@ -55,14 +57,14 @@ def main() -> int:
         if can_go_on and code not in _LAST:
             _start_again(given)
         ignore_signals()
-    except ToldToEnd:  # once the ranks have ended: how they have is noted, and this node does not start again
+    except ToldToEnd:  # the ranks have ended, and their end is noted: this node does not start again
         code = code if starts is None else starts.end(code)
         code = code if code in _LAST else INTERRUPTED
     return code
 
 
 def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
-    """Waits for the first node, or is it; returns the exit code where the ranks cannot be started, else None."""
+    """Waits for the first node, unless this is it; returns the exit code where the ranks cannot start, else None."""
     if given.node > 0:
         reason = await_host(given.host, given.port, given.seconds)
         if reason:
@@ -120,24 +122,24 @@ def _run(launcher_arguments: list[str], grace_seconds: int) -> int:
 
 
 def _start_again(given: argparse.Namespace) -> NoReturn:
-    """Starts this program anew in its own process, once the first node has left the place where the others met."""
+    """Starts this program over in its own process, once the first node has left the port where nodes meet."""
     _say("this node starts again")
     os.environ.pop(PARENT_VARIABLE, None)
     deadline = time.monotonic() + _LEAVING_SECONDS
     while given.node > 0 and not unreachable(given.host, given.port) and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the port at which the nodes met is one that a child inherits
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a child would inherit the port at which the nodes met
     os.execv(sys.executable, [sys.executable, "-m", "launch.nodes.run", *sys.argv[1:]])
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns this module's own options, and those of ``torch.distributed.run`` after the ``--``."""
+    """Returns this module's own options, and the options of ``torch.distributed.run`` after the ``--``."""
     at = arguments.index("--")
     parser = argparse.ArgumentParser(prog="python -m launch.nodes.run", description=__doc__)
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
     parser.add_argument("--host", default="localhost", help="the first node, as the others reach it")
     parser.add_argument("--port", type=int, default=0, help="port of the first node at which nodes meet")
-    parser.add_argument("--seconds", type=float, default=600, help="how long the first node is waited for")
+    parser.add_argument("--seconds", type=float, default=600, help="how long to wait for the first node")
     parser.add_argument(
         "--grace", type=int, default=30, help="how many seconds ranks have to save and end when told to"
     )
@@ -147,7 +149,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _say(line: str) -> None:
-    """Prints a line for the user; the prefix of a rank's lines is missing, so that it is shown on every node."""
+    """Prints a line for the user; without the prefix of a rank's lines it is shown for every node."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
 """TorchX's scheduler for AWS Batch, corrected.
 
-- TorchX 0.7.0 takes the number of retries for that of attempts: one retry is no retry there. And AWS Batch refuses more
+- TorchX 0.7.0 takes the number of retries for the number of attempts: one retry is no retry. And AWS Batch refuses more
   than 10 attempts only when the job is submitted.
 - An interruption is no failure, and a mistake of the user's is not tried again. AWS Batch counts all attempts alike: so
-  a job that saves its state has as many as there can be, the exit code of its first node decides whether there is
-  another (:mod:`launch.nodes.exit_codes`), and the nodes themselves count failures.
+  a job that saves its state gets the most attempts, the exit code of its first node decides whether there is another
+  (:mod:`launch.nodes.exit_codes`), and the nodes count failures.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class AWSBatchScheduler(aws_batch_scheduler.AWSBatchScheduler):
         strategy = dryrun_info.request.job_def["retryStrategy"]
         strategy["attempts"] = MAX_ATTEMPTS if resumable else retries + 1
         if resumable:
-            # what matches none of these is tried again
+            # an exit code that matches none of these is tried again
             ends = [{"onExitCode": str(code), "action": "EXIT"} for code in (0, *MISTAKES, RETRIES_USED)]
             strategy["evaluateOnExit"] = ends
         return dryrun_info

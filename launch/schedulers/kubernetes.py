@@ -12,9 +12,9 @@ pods are killed 30 seconds after SIGTERM      after the seconds that the role as
 ``status`` fails on "Completing", and on 404  it is running; and there is no such job
 ============================================  ======================================================================
 
-Volcano counts every start of a job alike, and gives up after a number of them that is given in advance. So it is given
-a large number, acts by the exit codes of the nodes (:mod:`launch.nodes.exit_codes`), and the nodes count failures
-themselves. Only nodes of a role that has a state to save use these codes.
+Volcano counts every start of a job alike, and stops at a number that is given in advance. So it is given a large
+number, acts by the exit codes of the nodes (:mod:`launch.nodes.exit_codes`), and the nodes count failures themselves.
+Only nodes of a role that has a state to save use these codes.
 """
 
 import warnings
@@ -33,7 +33,7 @@ _MOST_STARTS = 100
 # After the grace the launcher still has to end its processes and to print their errors.
 _AFTER_GRACE_SECONDS = 30
 
-# The job's processes are being ended because one of its tasks has completed. TorchX's table lacks it.
+# The job ends because one of its tasks has completed. TorchX's table lacks this state.
 kubernetes_scheduler.JOB_STATE.setdefault("Completing", AppState.RUNNING)
 
 
@@ -95,7 +95,7 @@ def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
         return [{"events": _FAILURES, "action": restart}] if role.max_retries else give_up
     by_code = [{"exitCode": code, "action": "TerminateJob"} for code in (*MISTAKES, RETRIES_USED)]
     by_code += [{"exitCode": INTERRUPTED, "action": restart}]
-    # one that was evicted may have been told to end, and has saved; the nodes count it where it has not
+    # an evicted pod may have been told to end, and has saved; the nodes count it where it has not
     if role.max_retries:
         return [*by_code, {"events": _FAILURES, "action": restart}]
     failed = [{"event": "PodFailed", "action": "TerminateJob"}] if is_needed else []

@@ -2,8 +2,8 @@
 
 - Importing it ends in a NameError where Ray is missing.
 - Neither Ray nor TorchX starts a job again: so the nodes of a job that saves its state start again themselves, after an
-  interruption, and after a failure as often as the job may be started again (:mod:`launch.nodes.run`).
-- ``status`` fails of a job that is not there.
+  interruption, and after a failure as often as ``max_retries`` allows (:mod:`launch.nodes.run`).
+- ``status`` fails for a job that does not exist.
 """
 
 from importlib.util import find_spec

@@ -3,7 +3,7 @@
 The controller (``scontrol``, ``squeue``) knows current jobs, requeued ones included, and forgets a job minutes after
 its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node had died, and not
 every cluster has it. So the controller is asked first, and accounting about jobs that the controller has forgotten. A
-busy controller, or one that starts again, does not answer for a while, which says nothing of a job: it is asked again.
+controller that is busy or restarts does not answer for a while: it is asked again.
 """
 
 import getpass
@@ -36,13 +36,13 @@ class JobRecord:
     Args:
         job_id: Number of the job.
         name: Name of the job.
-        state: State in Slurm's words, which may carry more than one, as in "CANCELLED by 0".
-        reason: Why the job waits, or has ended; "" for none.
+        state: State in Slurm's words, like "RUNNING" or "CANCELLED by 0".
+        reason: Why the job waits, or has ended.
         num_nodes: Number of nodes that the job has, or asks for.
-        nodes: The nodes in Slurm's short form, such as "gpu[1-4]"; "" before the job starts.
+        nodes: The nodes in Slurm's short form, like "gpu[1-4]"; "" before the job starts.
         restarts: How often the job was requeued; -1 where that is not known.
-        output: File of the batch script's output; None where that is not known.
-        is_certain: False where accounting answers in the place of a silent controller: it calls requeued jobs failed.
+        output: File of the batch script's output.
+        is_certain: False where accounting answers in place of a silent controller: it calls requeued jobs failed.
     """
 
     job_id: str
@@ -64,10 +64,10 @@ class NodeRecord:
         partition: Name of the partition.
         is_default: Whether jobs that name no partition go there.
         name: Name of the node.
-        cpus: Number of its CPUs, as Slurm counts them.
-        memory_mb: Its memory in MB; 1 where the cluster does not say.
-        gpus: Number of its GPUs, of all types.
-        is_up: Whether it takes jobs, now or when its present jobs have ended.
+        cpus: Number of CPUs, as Slurm counts them.
+        memory_mb: Memory in MB; 1 where the cluster does not report it.
+        gpus: Number of GPUs of all types.
+        is_up: Whether the node takes jobs, now or after its present jobs.
     """
 
     partition: str
@@ -82,13 +82,7 @@ class NodeRecord:
 def run_command(
     command: Sequence[str], stdin: str | None = None, environment: dict[str, str] | None = None
 ) -> Completed:
-    """Runs one of Slurm's commands to its end, and returns its output and its exit code.
-
-    Args:
-        command: The command and its arguments.
-        stdin: Text that it reads; None for nothing.
-        environment: Its environment variables; None for those of this process.
-    """
+    """Runs one of Slurm's commands to its end, by default with this process's environment."""
     try:
         return subprocess.run(
             command,
@@ -112,7 +106,7 @@ def failure_reason(completed: Completed) -> str:
 
 
 def without_prefixes(stderr: str) -> str:
-    """Returns printed lines as one line, without ``sbatch: error:`` and the like before each."""
+    """Returns printed lines as one line, without prefixes like ``sbatch: error:``."""
     return "; ".join(re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in stderr.strip().splitlines())
 
 
@@ -129,7 +123,7 @@ def retry(ask: Callable[[], _Answer], patience_seconds: float | None = None) -> 
 
 
 def list_nodes() -> list[NodeRecord]:
-    """Returns all nodes, each once for every partition that it is in."""
+    """Returns all nodes, each once for each of its partitions."""
     answer = run_command(["sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T"])
     if answer.returncode:
         raise RunError(f"Slurm does not answer: {failure_reason(answer)}")
@@ -139,13 +133,8 @@ def list_nodes() -> list[NodeRecord]:
 def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
     """Returns the record of a job; None where there is no such job.
 
-    Args:
-        job_id: Number of the job.
-        patience_seconds: How long a controller that does not answer is asked; :data:`PATIENCE_SECONDS` unless given.
-            Then accounting is asked, which may call a requeued job failed.
-
-    Raises:
-        RunError: The controller cannot be reached, and accounting does not know the job either.
+    After ``patience_seconds`` without an answer of the controller, accounting is asked, which may call a requeued job
+    failed; RunError where it does not know the job either.
     """
     if not _JOB_ID.fullmatch(job_id):
         return None
@@ -159,13 +148,13 @@ def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord |
 
 
 def list_jobs() -> list[JobRecord]:
-    """Returns this user's jobs of two weeks; without accounting, those that the controller remembers."""
+    """Returns this user's jobs of two weeks; without accounting, the jobs that the controller remembers."""
     queue = run_command(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
     past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID,State,JobName")
     if queue.returncode and not past:
         raise RunError(f"jobs cannot be listed: {failure_reason(queue)}")
     rows = [*past, *(line.split("|", 2) for line in queue.stdout.splitlines() if not queue.returncode)]
-    # the controller's answers come last, and replace those of accounting
+    # the controller's answers come last, and replace accounting's
     records = {job_id: JobRecord(job_id, name, state) for job_id, state, name in rows}
     return list(records.values())
 
@@ -182,7 +171,7 @@ def find_job(name: str) -> str | None:
 
 
 def host_names(nodes: str) -> list[str]:
-    """Returns names of nodes, in the order of a job's replicas, from their short form; [] where Slurm does not know."""
+    """Returns names of nodes from their short form, in the order of a job's replicas; [] where Slurm fails."""
     if not nodes:
         return []
     answer = run_command(["scontrol", "show", "hostnames", nodes])
@@ -201,7 +190,7 @@ def ask_controller(job_id: str) -> JobRecord | None:
 
 def _accounted_job(job_id: str) -> JobRecord | None:
     """Returns accounting's record of a job; None where it does not know it or does not answer."""
-    # the last field may hold the separator; SubmitLine is the only place where accounting has the path of the output
+    # the last field may hold the separator; accounting has the path of the output in SubmitLine only
     rows = _accounting([f"--jobs={job_id}"], "JobID,State,NNodes,NodeList,JobName,SubmitLine")
     for row_id, state, num_nodes, nodes, name, line in rows:
         if row_id == job_id:
@@ -253,7 +242,7 @@ def _parse_job(text: str) -> JobRecord:
 
 
 def _parse_node(line: str) -> NodeRecord:
-    """Reads a line of ``sinfo``, such as ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``; "8+" is 8 or more."""
+    """Reads a line of ``sinfo``, like ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``; "8+" is 8 or more."""
     partition, name, cpus, memory, resources, state = line.split("|")
     return NodeRecord(
         partition.rstrip("*"),

@@ -68,11 +68,8 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
     """Runs the one role of an application as a plain job of Slurm; see the module's comparison with TorchX's.
 
     The job is elastic where the role's ``min_replicas`` is below its ``num_replicas``. In the role's arguments
-    ``$${rank0_env}`` names the variable that holds the name of the first node.
-
-    Args:
-        session_name: TorchX's session.
-        log_dir: Folder for the logs of a job whose own folder neither the controller nor accounting knows.
+    ``$${rank0_env}`` names the variable that holds the name of the first node. Logs are looked for in ``log_dir`` where
+    neither the controller nor accounting knows the job's own folder.
     """
 
     def __init__(self, session_name: str, log_dir: str | None = None) -> None:
@@ -127,6 +124,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         job_dir = str(Path(cfg["job_dir"]).absolute()) if cfg.get("job_dir") else ""
         min_nodes = role.num_replicas if role.min_replicas is None else role.min_replicas
         grace_seconds = int(role.metadata.get(GRACE_SECONDS, 0))
+        chosen = {option: str(cfg[option]) for option in SBATCH_OPTIONS if cfg.get(option) not in (None, "")}
         return SlurmJob(
             name=name,
             role=role.name,
@@ -135,7 +133,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             environment=filled.env,
             min_nodes=min_nodes,
             max_nodes=role.num_replicas,
-            options={**self._resources(role, cfg), **_chosen(cfg)},
+            options={**self._resources(role, cfg), **chosen},
             directory=job_dir,
             max_retries=role.max_retries,
             warning_seconds=_warning_seconds(cfg, grace_seconds),
@@ -160,7 +158,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         if role.resource.gpu > 0:
             # a node, not a task: a launcher shares them out among its own processes
             options["gpus-per-node"] = str(role.resource.gpu)
-        # Where a cluster does not say how much memory its nodes have, Slurm takes them for having 1 MB.
+        # Where a cluster does not report the memory of its nodes, Slurm takes it for 1 MB.
         memory = self._partition_memmb(cfg.get("partition")) if role.resource.memMB > 0 else None
         if role.resource.memMB > 0 and (memory is None or memory > 1000):
             options["mem"] = f"{role.resource.memMB}M"
@@ -168,19 +166,18 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
 
     def schedule(self, dryrun_info: AppDryRunInfo[SlurmJob]) -> str:
         job = dryrun_info.request
-        # Slurm ends a job without a word whose output it cannot write
+        # Slurm ends a job whose output it cannot write, without a message
         for folder in {job.log_dir, Path(job.directory or job.log_dir)}:
             folder.mkdir(parents=True, exist_ok=True)
         job_id = submission.submit(job.command, job.script(), job.full_name)
-        # of a job that had this number long ago
+        # left by an old job of this number
         (job.log_dir / f"slurm-{job_id}.cancelled").unlink(missing_ok=True)
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """Returns the state of a job, which may be some seconds old; None where there is no such job.
 
-        It is UNKNOWN where accounting says that the job has ended while the controller does not answer: it may have
-        been requeued.
+        It is UNKNOWN where accounting reports an end and the controller does not answer: the job may be requeued.
         """
         # TorchX asks in every thread that follows a replica
         answer = followed_jobs.answer(app_id)
@@ -233,11 +230,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """Yields the lines that a replica has printed on both streams, in their order, of all its starts.
-
-        Raises:
-            RunError: There is no log, and there will be none.
-        """
+        """Yields the lines of both streams of a replica, in their order, of all its starts."""
         if since or until:
             log.warning("since and until are ignored: Slurm's logs carry no times")
         if streams in (Stream.STDOUT, Stream.STDERR):
@@ -257,7 +250,7 @@ def create_scheduler(session_name: str, log_dir: str | None = None, **kwargs: An
 
 
 def _role_name(record: JobRecord) -> str:
-    """Returns the role that a job's name ends with; its number where there is no name."""
+    """Returns the role at the end of a job's name; the job's number where it has no name."""
     return record.name.rpartition("/")[2] or record.job_id
 
 
@@ -269,16 +262,11 @@ def _message(record: JobRecord, has_ended: bool) -> str:
     return f"{record.state} ({'; '.join(reasons)})" if reasons else record.state
 
 
-def _chosen(cfg: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the options of sbatch that are given."""
-    return {name: str(cfg[name]) for name in SBATCH_OPTIONS if cfg.get(name) not in (None, "")}
-
-
 def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
     """Returns how long before its time limit the job is sent SIGUSR1; 0 for never."""
     seconds = cfg.get("signal_seconds")
     if seconds is None:
-        # one that is killed at the end of its grace is seen to be, which counts, before Slurm ends the job for good
+        # the end of a step that is killed after its grace is counted before Slurm ends the job for good
         seconds = grace_seconds + 60 if grace_seconds else 120
     seconds = int(seconds)
     if not 0 <= seconds <= 65535:
@@ -290,7 +278,7 @@ def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
             f"Set signal_seconds to {grace_seconds + 60} or leave it out, or set grace_seconds below {seconds}"
         )
     limit = time_limit_seconds(str(cfg["time"])) if cfg.get("time") else None
-    # Slurm may send it a minute early: a job would be interrupted as soon as it starts, for ever.
+    # Slurm may send the signal a minute early: a job would be interrupted as soon as it starts, again and again.
     shortest = seconds + 120
     if limit is not None and seconds and limit < shortest:
         raise UserError(

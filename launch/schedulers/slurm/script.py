@@ -10,8 +10,7 @@ The script decides about the end of a step::
     cancelled                        the script cancels its own job once the step has saved what it has
     75, or not 0 after a warning     interrupted, can resume: back into the queue, however often that happens
     fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
-    2 or 3, of what has a state      a mistake of the user's, which starting again does not mend: the job has failed
-    to save
+    2 or 3, of a job that saves      a mistake of the user's, which a restart does not mend: the job has failed
     any other                        back into the queue, at most `max_retries` times; then the job has failed
     a node died                      Slurm itself requeues the job (elastic ones continue with the nodes left)
     the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
@@ -35,9 +34,9 @@ from distembed.base.errors import UserError
 from launch.nodes.exit_codes import INTERRUPTED, MISTAKES
 
 JOB_ID = "${app_id}"
-"""Stands for the number of the job, in the words of TorchX's macros."""
+"""The number of the job, as a macro of TorchX."""
 REPLICA_ID = "${replica_id}"
-"""Stands for the number of the node within the job."""
+"""The number of the node within the job."""
 RANK0_VARIABLE = "TORCHX_RANK0_HOST"
 """Environment variable that holds the name of the job's first node."""
 OWN_OPTIONS = tuple(
@@ -45,15 +44,15 @@ OWN_OPTIONS = tuple(
     "no-kill no-requeue nodes ntasks ntasks-per-node open-mode output parsable quiet requeue signal test-only usage "
     "version wait wrap".split()
 )
-"""Options of sbatch that the script has from elsewhere, or that it would not work with."""
+"""Options of sbatch that the job itself decides, or that the script would not work with."""
 CANCEL_SECONDS = 30
-"""How long after its grace period a job that was asked to end is cancelled by Slurm."""
+"""Seconds after the grace period until Slurm cancels a job that was asked to end."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# A step that is killed by --wait had a minute to end after the first of its tasks has.
+# --wait kills the step a minute after the end of its first task.
 _FIXED_STEP = ["--kill-on-bad-exit=0", "--wait=60"]
-# The nodes that are left decide for themselves whether they continue.
+# The remaining nodes decide for themselves whether they continue.
 _ELASTIC_STEP = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
 
 
@@ -66,19 +65,15 @@ class SlurmJob:
         role: Name of its one role.
         program: The command of each node and its arguments, which may hold :data:`JOB_ID` and :data:`REPLICA_ID`.
         log_dir: Absolute path of the folder for logs, which every node must see.
-        environment: Variables of the command; their values may hold the same two.
+        environment: Variables of the command, whose values may hold the macros too.
         min_nodes: Fewest nodes that the job starts and continues with.
-        max_nodes: Most nodes that it takes.
+        max_nodes: Most nodes that the job takes.
         options: Options of sbatch by their names without dashes.
-        directory: Where the command runs; "" for where sbatch is called.
+        directory: Working folder of the command; "" for the folder where sbatch is called.
         max_retries: How often the job is started again after it has failed.
-        warning_seconds: How long before its time limit the job is sent SIGUSR1; 0 for never.
-        grace_seconds: How long the command may take to save its state when it is asked to end; 0 where that is not
-            known, or there is nothing to save.
+        warning_seconds: Seconds before its time limit when the job is sent SIGUSR1; 0 for never.
+        grace_seconds: Seconds that the command has to save its state; 0 where it has nothing to save.
         further: More options of sbatch, as :func:`further_options` returns them.
-
-    Raises:
-        UserError: A name or a variable cannot be written into a script, or the numbers of nodes are no range.
     """
 
     name: str
@@ -124,7 +119,7 @@ class SlurmJob:
     def command(self) -> list[str]:
         """The command that submits the script, which the command reads from its standard input."""
         command = ["sbatch", "--parsable", f"--output={log_pattern(self.log_dir)}"]
-        # accounting keeps this line, so that the logs of a job are found long after the controller has forgotten it
+        # accounting keeps this line: so logs are found after the controller has forgotten the job
         return [*command, f"--chdir={self.directory}"] if self.directory else command
 
     def script(self) -> str:
@@ -157,12 +152,12 @@ class SlurmJob:
         """Returns the options in the head of the script."""
         nodes = [f"--nodes={self.max_nodes}", "--ntasks-per-node=1"]
         if self.elastic:
-            # no --ntasks-per-node: with it, Slurm takes the fewest nodes that hold the tasks and not the most
+            # with --ntasks-per-node Slurm would take the fewest nodes that hold the tasks, not the most
             nodes = [f"--nodes={self.min_nodes}-{self.max_nodes}", "--no-kill"]
         chosen = [f"--{option}={_quoted(value)}" for option, value in self.options.items()]
-        # B: only the script's shell, which hands it on
+        # B: only to the script's shell, which hands it on
         signal = [f"--signal=B:USR1@{self.warning_seconds}"] if self.warning_seconds else []
-        # append: the log of a job that is started again goes on
+        # append: a job that is started again continues its log
         own = [f"--job-name={self.full_name}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
         return [*own, *self.further]
 
@@ -171,9 +166,9 @@ class SlurmJob:
         nodes = '"$SLURM_JOB_NUM_NODES"'
         options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         if "cpus-per-task" in self.options:
-            # from Slurm 22.05 on a step does not take this over from its job
+            # from Slurm 22.05 on a step does not inherit this from its job
             options.append(f"--cpus-per-task={self.options['cpus-per-task']}")
-        # --export: the user's SBATCH_EXPORT may say something else, and the command needs what the script exports
+        # --export: the command needs the script's exports, which the user's SBATCH_EXPORT may hide
         output = shlex.quote(str(log_pattern(self.log_dir, self.role, "%t")))
         fate = _ELASTIC_STEP if self.elastic else _FIXED_STEP
         return [*options, "--export=ALL", "--open-mode=append", f"--output={output}", *fate]
@@ -194,17 +189,15 @@ class SlurmJob:
 
 
 def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
-    """Returns the path of a log, of the whole job or of one replica; in it ``%j`` stands for the job's number."""
+    """Returns the path of the log of a job or of one replica, with ``%j`` for the job's number."""
     end = f"-{role}-{replica}" if role else ""
     return Path(str(log_dir).replace("%", "%%")) / f"slurm-%j{end}.out"
 
 
 def further_options(text: str, known: Collection[str] = ()) -> list[str]:
-    """Returns options of sbatch one by one from a text such as ``--exclusive --nodelist=n[1-4]``.
+    """Returns options of sbatch one by one from a text like ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
 
-    Args:
-        text: The options, with quotes as the shell takes them. A value is joined to its option by ``=``.
-        known: Options that are given in another way, ``-o NAME=VALUE``.
+    ``known`` are refused: they are given as ``-o NAME=VALUE``.
     """
     try:
         words = shlex.split(text)
@@ -214,7 +207,7 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
         name = word.partition("=")[0].removeprefix("--")
         if not word.startswith("--") or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise UserError(f"sbatch has {word!r}; each option is --NAME or --NAME=VALUE, such as --nodelist=n[1-4]")
-        # sbatch takes the beginning of a name for the whole
+        # sbatch takes the beginning of a name for the name
         if named := [option for option in known if option.startswith(name)]:
             raise UserError(f"sbatch has {word!r}; give -o {named[0]}=VALUE instead")
         if own := [option for option in OWN_OPTIONS if option.startswith(name)]:
@@ -224,7 +217,7 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Returns the seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit."""
+    """Returns the seconds of a time limit of sbatch, like 90, 1:30:00 or 2-12; None for no limit."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -250,15 +243,15 @@ def _quoted(value: str) -> str:
 
 
 def _shell_text(text: str) -> str:
-    """Returns a word that the shell reads as ``text``, with variables in the place of macros."""
+    """Returns a word that the shell reads as ``text``, with variables in place of macros."""
     variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
     parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
-    # an empty part beside a macro is nothing; an empty text is a word
+    # an empty part next to a macro is left out; an empty text is a word
     return "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"
 
 
 class _ShellTemplate(Template):
-    """A shell script with ``@name`` in the place of values."""
+    """A shell script with ``@name`` in place of values."""
 
     delimiter = "@"  # the script is full of dollars
 
@@ -268,10 +261,10 @@ RECORD = r"""
 field() { [[ $record =~ (^|[[:space:]])$1=([^[:space:]]*) ]] && echo "${BASH_REMATCH[2]}"; }
 """
 
-# The number of failures is kept in a file: SLURM_RESTART_COUNT also counts preemptions and dead nodes.
-# Requeued is only a job that runs: one that is being cancelled would come back from the dead.
-# A preempted job's shell may hear nothing of it, hence PreemptTime.
-# Warned is the step once: a second signal would end a launcher that gives its ranks time.
+# Failures are counted in a file: SLURM_RESTART_COUNT also counts preemptions and dead nodes.
+# Only a running job is requeued: a cancelled job would start again.
+# A preempted job's shell may get no signal: hence PreemptTime.
+# The step is warned once: a second signal would end a launcher that waits for its ranks.
 BATCH_SCRIPT = _ShellTemplate("""\
 #!/bin/bash
 # Batch script of @job, written by distembed.
@@ -392,18 +385,17 @@ insist scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
 """)
 
-# A launcher that does not know SIGUSR1 would die of it. That a signal is ignored is handed on to its children,
-# until one of them says what it does about it.
+# A launcher that does not handle SIGUSR1 would die of it. Children inherit that a signal is ignored.
 FIXED_TASK = _ShellTemplate("""\
 trap '' USR1
 @exports
 exec @program
 """)
 
-# The shell stays to see whether the first node is still there: script, srun and meeting point are lost with it, and
-# Slurm, which keeps the job alive, would leave the others idle until the time limit. Launchers may fail at once or
-# hang. Slurm takes its time to notice a dead node; so they wait for that after a failure, or for the end of the first.
-# Signals reach every process of the step: the shell has only to survive them.
+# The shell stays to watch the first node: script, srun and meeting point are lost with it, and Slurm, which keeps the
+# job alive, would leave the other nodes idle until the time limit. Launchers may fail at once or hang. Slurm is slow to
+# notice a dead node: so after a failure the shell waits for Slurm, or for the end of the first node's task.
+# Signals reach every process of the step: the shell only has to survive them.
 ELASTIC_TASK = _ShellTemplate("""\
 @exports
 told=''

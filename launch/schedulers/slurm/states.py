@@ -20,7 +20,7 @@ ASK_SECONDS = 3.0
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the log."""
 LATE_SECONDS = 2.0
-"""Seconds that lines may take to be seen here after the job has ended."""
+"""Seconds that the last lines may take to reach this machine."""
 FOLLOW_PATIENCE_SECONDS = 600.0
 """How long a job is followed while the controller does not answer; then accounting is believed."""
 
@@ -41,7 +41,7 @@ STATES = {
 
 
 def app_state(state: str) -> AppState:
-    """Returns TorchX's state for one of Slurm's, as "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
+    """Returns TorchX's state for Slurm's, like "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
     word = re.match(r"[A-Z_]+", state.strip())
     return STATES.get(word[0], AppState.UNKNOWN) if word else AppState.UNKNOWN
 
@@ -51,9 +51,9 @@ class Answer:
     """An answer of Slurm about a job.
 
     Attributes:
-        record: Slurm's record of the job; None where it surely knows no such job.
-        time: When it answered, in seconds of the monotonic clock.
-        heard: When the controller answered last; where it never did, when accounting did first.
+        record: Slurm's record of the job; None where the job surely does not exist.
+        time: When Slurm answered, in seconds of the monotonic clock.
+        heard: When the controller answered last; before its first answer, when accounting answered first.
     """
 
     record: JobRecord | None
@@ -72,7 +72,7 @@ class Answer:
 
     @property
     def state(self) -> AppState:
-        """TorchX's state of the job; UNKNOWN for an end that only accounting knows of, until it is believed."""
+        """TorchX's state of the job; UNKNOWN for an end that only accounting reports, until it is believed."""
         if self.record is None:
             return AppState.UNKNOWN
         state = app_state(self.record.state)
@@ -88,9 +88,8 @@ class Answer:
 class FollowedJobs:
     """Slurm's answers about jobs, shared by all threads that read their logs.
 
-    An answer holds for :data:`ASK_SECONDS`, and so does a failure to answer. While the controller is silent a job
-    counts as running, even if accounting says that it has ended; after :data:`FOLLOW_PATIENCE_SECONDS` accounting is
-    believed.
+    An answer, or a failure to answer, holds for :data:`ASK_SECONDS`. While the controller is silent a job counts as
+    running; after :data:`FOLLOW_PATIENCE_SECONDS` accounting is believed.
     """
 
     def __init__(self) -> None:
@@ -116,11 +115,11 @@ class FollowedJobs:
             return self._answers[job_id]
 
     def has_ended(self, job_id: str) -> bool:
-        """Returns whether a job has surely ended; raises as :meth:`answer` does."""
+        """Returns whether a job has surely ended."""
         return self.answer(job_id).has_ended
 
     def host_names(self, nodes: str) -> list[str]:
-        """Returns names of nodes from their short form, for which Slurm is asked once; [] where it does not know."""
+        """Returns names of nodes from their short form, and asks Slurm once; [] where Slurm fails."""
         with self._lock:
             if not self._host_names.get(nodes):
                 self._host_names[nodes] = queries.host_names(nodes)
@@ -128,12 +127,12 @@ class FollowedJobs:
 
 
 def _ask(job_id: str, last: Answer | None) -> Answer:
-    """Asks Slurm about a job, after the answer ``last``; None for none before."""
+    """Asks Slurm about a job, after the answer ``last`` if there is one."""
     if last is None:
         record = query_job(job_id)
         now = time.monotonic()
         return Answer(record, now, heard=now)
-    # an end of which the controller has spoken stays one while it is silent
+    # an end that the controller has reported remains while it is silent
     is_over = last.is_certain and last.has_ended
     try:
         record = query_job(job_id, patience_seconds=0)
@@ -149,26 +148,23 @@ def _ask(job_id: str, last: Answer | None) -> Answer:
 
 
 followed_jobs = FollowedJobs()
-"""The answers that this process has: TorchX gives each thread that follows a job a scheduler of its own."""
+"""The answers of this process: TorchX gives each thread that follows a job a scheduler of its own."""
 
 
 def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> Iterator[str]:
-    """Yields the lines of a log, each with its end; the last may have none.
+    """Yields the lines of a log with their ends, until ``has_ended`` returns True; only the present lines without it.
 
-    Args:
-        path: The log, which need not be there yet: a job may wait long.
-        has_ended: Whether the job has ended; None to read only the present lines.
-        remedy: End of the error where there is no log.
+    The log need not exist yet: a job may wait long. ``remedy`` ends the error where it never does.
     """
     running = iter([False, False]) if has_ended is None else _is_running(has_ended)
     while not path.is_file() and next(running):
         time.sleep(LOOK_SECONDS)
     if not path.is_file():
         raise RunError(f"there is no log {path}. {remedy}")
-    # newline: a progress bar's carriage returns are handed on
+    # newline: the carriage returns of a progress bar are kept
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         begun = ""
-        # Asked before the log is read: lines that a job has written before its end are read after that end.
+        # Asked before the log is read: so the lines before the job's end are read after its end.
         for more in running:
             for text in file:
                 begun += text
@@ -183,7 +179,7 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
 
 
 def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
-    """Yields True until the job has ended, then False; it asks only now and then, which is work for the scheduler."""
+    """Yields True until the job has ended, then False; it asks only now and then, to spare the scheduler."""
     asked = None
     while True:
         if asked is None or time.monotonic() - asked >= ASK_SECONDS:

@@ -21,25 +21,20 @@ from launch.schedulers.slurm.script import CANCEL_SECONDS
 _RUNNING = ("RUNNING", "SIGNALING", "RESIZING")
 """States in which a batch script receives a signal; the last two pass within moments."""
 _OUTCOME_UNKNOWN = re.compile(r"timed out|Zero Bytes|reset by peer", re.IGNORECASE)
-"""Messages of a command that has asked the controller and got no answer."""
+"""Messages of a command without an answer of the controller."""
 
 
 class OutcomeUnknown(RunError):
-    """Slurm was handed a job, and has not said whether it has taken it."""
+    """Slurm has not answered whether it has taken a job."""
 
 
 def submit(command: Sequence[str], script: str, name: str) -> str:
-    """Submits a script and returns the number of its job.
-
-    Args:
-        command: The command ``sbatch`` with its options.
-        script: The batch script, which the command reads from its standard input.
-        name: Name of the job, to look for it where Slurm does not say whether it has accepted it.
+    """Submits a script by the command ``sbatch``, and returns the number of the job, whose name is for the error.
 
     Raises:
         UserError: Slurm does not accept the job; the message holds its reason.
         RunError: Slurm cannot be reached.
-        OutcomeUnknown: It has not answered.
+        OutcomeUnknown: Slurm has not answered.
     """
     remedy = f"It may have taken the job: look with `squeue --name={name}` before you try again"
     # "123;cluster" where there are several clusters
@@ -53,17 +48,11 @@ def expected_start(command: Sequence[str], script: str) -> str:
 
 
 def cancel(job_id: str) -> int:
-    """Cancels a job; one that has ended already is left as it is.
+    """Cancels a job, unless it has ended; returns the seconds within which it ends, 0 for at once.
 
     A running job of :mod:`launch.schedulers.slurm.script` that needs time to save its state is only sent a signal:
     Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script cancels it when it has
-    saved, or :data:`CANCEL_SECONDS` after its grace period. Cancelling it a second time ends it at once.
-
-    Returns:
-        Seconds within which it ends; 0 where Slurm ends it at once.
-
-    Raises:
-        RunError: Slurm does not cancel it, or does not answer: the job goes on.
+    saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
     """
     try:
         seconds = retry(lambda: _request_end(job_id))
@@ -97,7 +86,7 @@ def _request_end(job_id: str) -> int:
 def _grace_seconds(job_id: str) -> int:
     """Returns how long a job may take to save its state, from its batch script; 0 for one that takes no signal."""
     answer = run_command(["scontrol", "write", "batch_script", job_id, "-"])
-    # A failure has no script and may still end with code 0. After these messages, asking again would change nothing.
+    # Without a script the command has failed, also with code 0. After these messages it would fail again.
     if not answer.stdout and not re.search(r"Invalid|denied|not specified", answer.stderr):
         raise RunError(failure_reason(answer))
     found = re.search(r"^grace=(\d+)$", answer.stdout, re.MULTILINE)
@@ -107,7 +96,7 @@ def _grace_seconds(job_id: str) -> int:
 def _signal(job_id: str, output: Path) -> bool:
     """Signals a batch script to end its job; returns False where it was signalled before, or a file cannot be written.
 
-    The file tells a script that has not begun yet, which the signal does not reach. It is removed where Slurm does not
+    The file is for a script that has not begun yet, which the signal does not reach. It is removed where Slurm does not
     deliver the signal.
     """
     cancelled = _cancelled_file(output)
@@ -147,9 +136,9 @@ def _sbatch(command: Sequence[str], script: str, remedy: str) -> Completed:
 
 
 def _environment_outside_jobs() -> dict[str, str] | None:
-    """Returns the environment without the variables of the job that this process runs in; None outside of jobs.
+    """Returns the environment without variables of the job that this process runs in; None outside of jobs.
 
-    Limits such as SLURM_MEM_PER_CPU would contradict those of the new job.
+    Limits like SLURM_MEM_PER_CPU would contradict the new job's.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return None
