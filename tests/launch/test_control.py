@@ -44,7 +44,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: AppStatus | Exception | N
     def get_runner() -> Iterator[FakeRunner]:
         yield runner
 
-    monkeypatch.setattr(control, "get_runner", get_runner)
+    monkeypatch.setattr("launch.jobs.follow.get_runner", get_runner)
     return runner
 
 

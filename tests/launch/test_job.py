@@ -309,7 +309,7 @@ def test_a_submission_that_nobody_noted_is_looked_for_by_its_name(
     handle = {"slurm": "slurm://torchx/42", "kubernetes": "kubernetes://torchx/ml:run-xyz"}[scheduler]
     queue(tmp_path, monkeypatch, "42" if has_job else "")
     answering = nullcontext(FakeRunner(*([handle] if has_job else [])))
-    monkeypatch.setattr(pending, "get_runner", lambda: answering)
+    monkeypatch.setattr(jobs, "get_runner", lambda: answering)
     if not has_job:
         with pytest.raises(RunError, match=r"by a process that is gone, and \w+ has no such job yet; try again in"):
             settled(load_job(str(tmp_path)))
