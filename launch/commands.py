@@ -153,13 +153,19 @@ def launch_command(
 def status_command(run: RunArgument) -> None:
     """Print the state of a launched run."""
     job = _load(run)
-    from launch.jobs.follow import job_state, run_progress
+    from torchx.runner import get_runner
 
-    state = job_state(job)
-    say(f"{job.run_dir}: {state.text} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
+    from launch.jobs.follow import job_state, run_progress, state_text
+    from launch.jobs.job import LOCAL_SCHEDULERS
+
+    with get_runner() as runner:
+        state = job_state(job, runner)
+    is_here = job.scheduler in LOCAL_SCHEDULERS  # then only the command that launched it knows its state
+    text = "launched on this machine" if state is None and is_here else state_text(state)
+    say(f"{job.run_dir}: {text} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
     for line in run_progress(Path(job.run_dir)):
         say(line)
-    if not state.is_known:
+    if state is None and not is_here:
         raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, or nothing any longer.")
 
 

@@ -8,7 +8,7 @@ only types of ``typing``.
 # ruff: noqa: UP045
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import UnionType
 from typing import Any, Optional, Union, get_args
 
@@ -31,7 +31,7 @@ def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.App
     vars(flat)["__signature__"] = signature.replace(parameters=parameters)
     lines = (inspect.getdoc(function) or "").splitlines()
     for name, group in dataclass_parameters(function).items():
-        number = _entry_number(lines, name)
+        number = next(number for number, line in enumerate(lines) if line.startswith(f"    {name}: "))
         lines[number : number + 1] = _field_entries(group)
     flat.__doc__ = "\n".join(lines)
     return flat
@@ -40,16 +40,6 @@ def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.App
 def _torchx_type(annotation: Any) -> Any:
     """Returns ``Optional[X]`` in place of ``X | None``, which TorchX does not know."""
     return Union[get_args(annotation)] if isinstance(annotation, UnionType) else annotation  # noqa: UP007
-
-
-def _entry_number(lines: Sequence[str], name: str) -> int:
-    """Returns the index of the line of a docstring that describes an argument."""
-    numbers = [number for number, line in enumerate(lines) if line.startswith(f"    {name}: ")]
-    if len(numbers) != 1:
-        raise ValueError(f"the docstring describes the argument {name!r} {len(numbers)} times; describe it once.")
-    if any(line.startswith("     ") for line in lines[numbers[0] + 1 : numbers[0] + 2]):
-        raise ValueError(f"the docstring describes the argument {name!r} on several lines; describe it on one.")
-    return numbers[0]
 
 
 def _field_entries(group: type) -> Iterator[str]:

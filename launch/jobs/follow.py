@@ -101,8 +101,10 @@ def _is_interrupted(job: Job) -> bool:
         return False
 
 
-def state_text(status: AppStatus) -> str:
+def state_text(status: AppStatus | None) -> str:
     """Returns a job's state, with its scheduler's message where there is one."""
+    if status is None:
+        return "unknown"
     msg = "" if status.msg in ("", NONE) else f": {status.msg}"
     return f"{status.state.name.lower()}{msg}"
 
@@ -235,19 +237,10 @@ def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str
     return runner.log_lines(job.handle, ROLE, node, should_tail=should_tail)
 
 
-@dataclass(frozen=True)
-class JobState:
-    """State of a job's newest submission, in words too; a scheduler may have forgotten the job (not ``is_known``)."""
-
-    text: str
-    is_known: bool
-    is_active: bool
-
-
-def job_state(job: Job) -> JobState:
-    """Returns the state of a job's newest submission."""
-    with get_runner() as runner:
-        return _state(job, runner)
+def job_state(job: Job, runner: Runner) -> AppStatus | None:
+    """Returns the state of a job's newest submission; None where the scheduler does not know the job."""
+    with asking(job.scheduler):
+        return runner.status(job.handle)
 
 
 def run_progress(run_dir: Path) -> list[str]:
@@ -279,9 +272,9 @@ def cancel_job(job: Job) -> None:
     if job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
     with get_runner() as runner:
-        state = _state(job, runner)
-        if not state.is_active:
-            raise UserError(f"{job.run_dir} runs no longer: {state.text}.")
+        state = job_state(job, runner)
+        if state is None or state.is_terminal():
+            raise UserError(f"{job.run_dir} runs no longer: {state_text(state)}.")
         with asking(job.scheduler):
             runner.cancel(job.handle)
 
@@ -290,20 +283,10 @@ def require_ended(job: Job) -> None:
     """Makes sure that a job does not run, so that it may be submitted again."""
     if not job.submissions or job.scheduler in LOCAL_SCHEDULERS:
         return
-    state = job_state(job)
-    if state.is_active:
-        raise UserError(f"{job.run_dir} is {state.text} ({job.app_id}); cancel it first, or let it be.")
-
-
-def _state(job: Job, runner: Runner) -> JobState:
-    """Returns the state of a job's newest submission."""
-    with asking(job.scheduler):
-        status = runner.status(job.handle)
-    if status is not None:
-        return JobState(state_text(status), is_known=True, is_active=not status.is_terminal())
-    if job.scheduler in LOCAL_SCHEDULERS:  # known only to the command that launched it
-        return JobState("launched on this machine", is_known=True, is_active=False)
-    return JobState("unknown", is_known=False, is_active=False)
+    with get_runner() as runner:
+        state = job_state(job, runner)
+    if state is not None and not state.is_terminal():
+        raise UserError(f"{job.run_dir} is {state_text(state)} ({job.app_id}); cancel it first, or let it be.")
 
 
 @dataclass(frozen=True)

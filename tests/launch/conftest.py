@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,16 @@ CANNOT_RUN = 3
 NUM_PORTS = 13
 
 
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
 @dataclass(frozen=True)
 class MiniSlurm:
-    """What ``tests/launch/mini_slurm.sh`` has started, and the variables that say which of them is meant."""
+    """The daemons of ``tests/launch/mini_slurm.sh``, by the variables that select them."""
 
     settings: dict[str, str]
 

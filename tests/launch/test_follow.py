@@ -1,7 +1,10 @@
-"""Which lines are shown while a job runs, and how patiently."""
+"""Which lines are shown while a job runs, how patiently, and what may be done with a job by its state."""
 
+import json
+import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,15 @@ import pytest
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, AppStatus
 
-from distembed.base.errors import RunError
+from distembed.base.errors import RunError, UserError
+from launch.commands import status_command
 from launch.jobs import follow
-from launch.jobs.follow import node_lines
+from launch.jobs.follow import cancel_job, job_log_lines, job_state, node_lines, require_ended, run_progress
 from launch.jobs.job import Job, Submission
+from launch.jobs.start import launch_job
+
+ACTIVE = AppStatus(state=AppState.RUNNING, msg="on 2 nodes")
+ENDED = AppStatus(state=AppState.SUCCEEDED)
 
 
 class FakeRunner:
@@ -26,12 +34,16 @@ class FakeRunner:
 
     def __init__(self, answers: list[Any], logs: dict[int, list[Any]]) -> None:
         self.answers, self.logs = answers, logs
+        self.cancelled: list[str] = []
         self.lock = threading.Lock()
+
+    def cancel(self, handle: str) -> None:
+        self.cancelled.append(handle)
 
     def status(self, handle: str) -> AppStatus | None:
         with self.lock:
             answer = self._next(self.answers)
-        return None if answer is None else AppStatus(state=answer)
+        return AppStatus(state=answer) if isinstance(answer, AppState) else answer
 
     def log_lines(self, handle: str, role: str, k: int, should_tail: bool) -> Iterator[str]:
         for line in self._next(self.logs[k]):
@@ -110,8 +122,6 @@ def test_what_is_wrong_on_this_machine_is_said_at_once() -> None:
 
 
 def test_a_signal_is_no_answer_of_the_scheduler() -> None:
-    import signal
-
     with pytest.raises(SignalException):
         followed(FakeRunner([SignalException("SIGINT", signal.SIGINT)], {}), scheduler="local_cwd")
 
@@ -136,3 +146,81 @@ def test_logs_of_a_job_that_slurm_has_forgotten_are_those_in_its_run_folder(
     (logs / "slurm-1-train-1.out").write_text("of node 1\n")
     lines = sorted(node_lines(forgotten, runner, forgotten.nodes))
     assert "node 1: of node 1" in lines and "node 0: there is no log" in lines[0]
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: AppStatus | Exception | None) -> FakeRunner:
+    runner = FakeRunner([answer], {})
+    monkeypatch.setattr(follow, "get_runner", lambda: nullcontext(runner))
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "answer", "text"),
+    [
+        ("slurm", ACTIVE, "running: on 2 nodes"),
+        ("slurm", ENDED, "succeeded"),
+        ("slurm", None, "unknown"),
+        ("local_cwd", None, "launched on this machine"),
+    ],
+)
+def test_the_status_command_says_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scheduler: str, answer: Any, text: str
+) -> None:
+    runner: Any = FakeRunner([answer], {})
+    monkeypatch.setattr("torchx.runner.get_runner", lambda: nullcontext(runner))
+    monkeypatch.setattr("launch.jobs.job.load_job", lambda _: job(2, scheduler))
+    with pytest.raises(RunError, match="slurm knows nothing of 1") if text == "unknown" else nullcontext():
+        status_command("run")
+    assert f"run: {text} ({scheduler} 1, submission 1)" in capsys.readouterr().out
+
+
+def test_a_scheduler_that_fails_is_named() -> None:
+    runner: Any = FakeRunner([OSError("no route")], {})
+    with pytest.raises(RunError, match="slurm cannot be used: OSError: no route"):
+        job_state(job(2, "slurm"), runner)
+
+
+def test_only_an_active_job_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = answering(monkeypatch, ACTIVE)
+    cancel_job(job(2, "slurm"))
+    assert runner.cancelled == ["slurm://s/1"]
+    for answer, text in ((ENDED, "succeeded"), (None, "unknown")):
+        runner = answering(monkeypatch, answer)
+        with pytest.raises(UserError, match=f"run runs no longer: {text}"):
+            cancel_job(job(2, "slurm"))
+        assert not runner.cancelled
+    with pytest.raises(UserError, match="press Ctrl-C there"):
+        cancel_job(job(2, "local_cwd"))
+
+
+def test_only_a_job_that_is_not_active_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, ACTIVE)
+    with pytest.raises(UserError, match=r"run is running: on 2 nodes \(1\); cancel it first"):
+        require_ended(job(2, "slurm"))
+    require_ended(job(2, "local_cwd"))
+    require_ended(Job("run", "slurm", "1x1"))
+    for answer in (ENDED, None):
+        answering(monkeypatch, answer)
+        require_ended(job(2, "slurm"))
+
+
+def test_logs_are_of_nodes_that_there_are() -> None:
+    with pytest.raises(UserError, match="--node is 2; the nodes of run are 0 to 1"):
+        next(job_log_lines(job(2, "slurm"), 2, follow=False, say=print))
+    with pytest.raises(UserError, match="are files, in run/launch/logs"):
+        next(job_log_lines(job(2, "local_cwd"), None, follow=False, say=print))
+
+
+def test_a_job_on_this_machine_is_not_detached(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--detach: jobs of local_cwd end with the command"):
+        launch_job(Job(str(tmp_path), "local_cwd", "1x1"), None, dry_run=False, detach=True, say=print)  # type: ignore[arg-type]
+
+
+def test_progress_is_that_of_the_runs_record(tmp_path: Path) -> None:
+    assert run_progress(tmp_path) == []
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished"}))
+    assert run_progress(tmp_path) == ["run: finished"]
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kin')
+    assert run_progress(tmp_path) == ["run: finished", 'last metrics: {"kind": "train", "step": 2}']
+    (tmp_path / "run.json").write_text("{")
+    assert run_progress(tmp_path) == []

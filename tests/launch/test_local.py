@@ -5,26 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.small_runs import write_dataset
+from tests.launch.conftest import wait_until
+from tests.small_runs import config_values, write_dataset
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.distributed]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    values = {
-        "data": {"path": str(write_dataset(tmp_path / "dataset"))},
-        "model": {"bottom": [16], "top": [16]},
-        "embedding": {"default": {"embedding_dim": 8}},
-        "train": {"batch_size": 32, "epochs": 5000, "precision": "fp32", "device": "cpu", "log_every": 10},
-    }
+    values = config_values(write_dataset(tmp_path / "dataset"))
+    values["train"] |= {"epochs": 5000, "log_every": 10}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
@@ -58,11 +54,9 @@ def processes(run: Path) -> dict[int, list[str]]:
     return found
 
 
-def wait_for_steps(run: Path, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not (run / "metrics.jsonl").exists() or '"step": 20' not in (run / "metrics.jsonl").read_text():
-        assert time.monotonic() < end, "it does not train"
-        time.sleep(0.1)
+def wait_for_steps(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 20' in metrics.read_text(), "it does not train")
 
 
 def test_no_process_outlives_a_launch_that_is_killed(launched: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -70,10 +64,7 @@ def test_no_process_outlives_a_launch_that_is_killed(launched: subprocess.Popen[
     wait_for_steps(run)
     assert len(processes(run)) == 3  # the launcher of the node, and two ranks
     launched.kill()
-    end = time.monotonic() + 30
-    while processes(run):
-        assert time.monotonic() < end, processes(run)
-        time.sleep(0.1)
+    wait_until(lambda: not processes(run), "processes are left", seconds=30)
     # it was told to end, and has saved
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert list((run / "checkpoints").glob("step-*"))

@@ -59,44 +59,27 @@ def sinfo(command: Callable[[str, str], None]) -> None:
 
 @pytest.mark.usefixtures("sinfo")
 @pytest.mark.parametrize(
-    ("j", "need", "partition", "said"),
+    ("j", "need", "partition", "status", "said"),
     [
-        ("3x8", (96, 8, 1_000_000), "gpu", "gpu: 3 node(s)"),
-        ("2:9x8", (96, 8, 1_000_000), "gpu", "such as the 2:9 asked for"),
-        ("1x1", (64, 0, 500_000), None, "cpu: 1 node(s)"),
-        ("1x3", (8, 3, 1000), "small", "small: 1 node(s)"),
-        ("1x3", (8, 1, 1000), "small,gpu", "gpu: 3 node(s)"),
+        ("3x8", (96, 8, 1_000_000), "gpu", "ok", "gpu: 3 node(s)"),
+        ("2:9x8", (96, 8, 1_000_000), "gpu", "ok", "such as the 2:9 asked for"),
+        ("1x1", (64, 0, 500_000), None, "ok", "cpu: 1 node(s)"),
+        ("1x3", (8, 3, 1000), "small", "ok", "small: 1 node(s)"),
+        ("1x3", (8, 1, 1000), "small,gpu", "ok", "gpu: 3 node(s)"),
+        ("4x8", (96, 8, 1_000_000), "gpu", "wrong", "3 node(s) of 96 CPUs, 1000000 MB and 8 GPUs or more that are up"),
+        ("1x1", (97, 8, 1_000_000), "gpu", "wrong", "of its 5 the largest has 96 CPUs, 2000000 MB and 8 GPUs"),
+        ("1x1", (1, 9, 1), "gpu", "wrong", "gpu has 0 node(s)"),
+        ("1x1", (1, 0, 16_001), "small", "wrong", "small has 0 node(s)"),
+        ("2x1", (1, 0, 1), None, "wrong", "cpu has 1 node(s)"),
+        ("1x1", (1, 0, 1), "gold", "wrong", "the partition 'gold' is not there, or has no nodes"),
     ],
 )
-def test_nodes_that_are_there_suffice(j: str, need: tuple[int, int, int], partition: str | None, said: str) -> None:
-    cpus, gpus, memory = need
-    finding = check_partition(parse_shape(j), specs.Resource(cpu=cpus, gpu=gpus, memMB=memory), partition)
-    assert finding.status == "ok" and said in finding.detail
-
-
-@pytest.mark.usefixtures("sinfo")
-@pytest.mark.parametrize(
-    ("j", "need", "partition", "said"),
-    [
-        (
-            "4x8",
-            (96, 8, 1_000_000),
-            "gpu",
-            "gpu has 3 node(s) of 96 CPUs, 1000000 MB and 8 GPUs or more that are up, and",
-        ),
-        ("1x1", (97, 8, 1_000_000), "gpu", "of its 5 the largest has 96 CPUs, 2000000 MB and 8 GPUs"),
-        ("1x1", (1, 9, 1), "gpu", "gpu has 0 node(s)"),
-        ("1x1", (1, 0, 16_001), "small", "small has 0 node(s)"),
-        ("2x1", (1, 0, 1), None, "cpu has 1 node(s)"),
-        ("1x1", (1, 0, 1), "gold", "the partition 'gold' is not there, or has no nodes"),
-    ],
-)
-def test_nodes_that_are_not_there_are_missed(
-    j: str, need: tuple[int, int, int], partition: str | None, said: str
+def test_a_partition_has_nodes_that_suffice_or_misses_them(
+    j: str, need: tuple[int, int, int], partition: str | None, status: str, said: str
 ) -> None:
     cpus, gpus, memory = need
     finding = check_partition(parse_shape(j), specs.Resource(cpu=cpus, gpu=gpus, memMB=memory), partition)
-    assert finding.status == "wrong" and said in finding.detail and finding.remedy
+    assert finding.status == status and said in finding.detail and bool(finding.remedy) == (status == "wrong")
 
 
 def test_a_slurm_that_is_not_there_or_does_not_answer_is_said(command: Callable[[str, str], None]) -> None:

@@ -302,13 +302,10 @@ def test_all_nodes_of_aws_batch_are_one_group() -> None:
 
 
 @pytest.mark.parametrize("max_retries", [0, 1, 9])
-def test_the_first_start_is_no_retry_on_aws_batch(max_retries: int) -> None:
+def test_aws_batch_ends_a_job_by_its_exit_code_and_the_nodes_count_failures(max_retries: int) -> None:
+    # the first start is no retry
     request = dry_run(evaluate(run_dir="runs/first", image="x", max_retries=max_retries), "aws_batch")
     assert request.job_def["retryStrategy"]["attempts"] == max_retries + 1
-
-
-@pytest.mark.parametrize("max_retries", [0, 1, 9])
-def test_aws_batch_ends_a_job_by_its_exit_code_and_the_nodes_count_failures(max_retries: int) -> None:
     definition = dry_run(app(max_retries=max_retries, **BOX), "aws_batch").job_def
     strategy = definition["retryStrategy"]
     # whatever matches none of them is tried again, an interruption (75) too

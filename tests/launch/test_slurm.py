@@ -14,10 +14,11 @@ from distembed.base.errors import RunError, UserError
 from launch.apps.roles import GRACE_SECONDS
 from launch.schedulers.slurm.scheduler import SlurmScheduler, create_scheduler
 from launch.schedulers.slurm.states import FollowedJobs
-from tests.launch.conftest import MiniSlurm
+from tests.launch.conftest import MiniSlurm, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
+_WHY = ("pending", "no folder")
 NOTED = "date '+%s %N' >>starts; n=$(wc -l <starts); "
 """Beginning of a command of one node that counts how often it was started."""
 
@@ -64,12 +65,7 @@ def wait_for(scheduler: SlurmScheduler, job_id: str, *states: AppState, seconds:
 
 
 def wait_for_text(path: Path, text: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < end, (
-            f"{path} has no {text!r}: {path.read_text() if path.exists() else 'no such file'}"
-        )
-        time.sleep(0.1)
+    wait_until(lambda: path.exists() and text in path.read_text(), f"{path} has no {text!r}", seconds)
 
 
 def messages(scheduler: SlurmScheduler, job_id: str) -> str:
@@ -116,6 +112,7 @@ def test_a_job_that_is_cancelled(scheduler: SlurmScheduler, tmp_path: Path) -> N
     assert described(scheduler, job_id).state == AppState.CANCELLED
 
 
+@pytest.mark.slurm
 def test_a_job_that_is_cancelled_saves_what_it_has_however_long_that_takes(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
@@ -137,7 +134,7 @@ def test_a_job_that_is_cancelled_saves_what_it_has_however_long_that_takes(
     assert described(scheduler, job_id).state == AppState.CANCELLED
 
 
-@pytest.mark.parametrize("reason", ["pending", "no folder", "again"])
+@pytest.mark.parametrize("reason", [*(pytest.param(one, marks=pytest.mark.slurm) for one in _WHY), "again"])
 def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp_path: Path, reason: str) -> None:
     command = "trap '' TERM; touch started; sleep 60"
     nodes = {"num_replicas": 2} if reason == "pending" else {}
@@ -157,13 +154,10 @@ def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp
     assert response.state == AppState.CANCELLED and "told to end" not in response.msg
 
 
-def test_jobs_that_there_are_not(scheduler: SlurmScheduler) -> None:
+def test_jobs_that_there_are_not_and_refusals_are_told(scheduler: SlurmScheduler) -> None:
     assert scheduler.describe("987654") is None
     assert not scheduler.exists("987654")
     scheduler.cancel("987654")
-
-
-def test_the_reason_of_a_refusal_is_told(scheduler: SlurmScheduler) -> None:
     with pytest.raises(UserError, match="invalid partition specified: gold"):
         submit(scheduler, app("true"), partition="gold")
     with pytest.raises(UserError, match="Node count specification invalid|More processors|not available"):
@@ -183,6 +177,7 @@ def test_options_arrive(scheduler: SlurmScheduler) -> None:
         assert expected in text
 
 
+@pytest.mark.slurm
 def test_failures_and_interruptions(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     # fails, is interrupted, fails again: the only retry is used up
     command = NOTED + 'echo "start $n"; case $n in 2) exit 75 ;; *) exit 3 ;; esac'
@@ -196,6 +191,7 @@ def test_failures_and_interruptions(scheduler: SlurmScheduler, tmp_path: Path) -
     assert "all used" in messages(scheduler, job_id)
 
 
+@pytest.mark.slurm
 def test_a_warned_job_goes_on_later(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, time\n"

@@ -24,30 +24,20 @@ def dryrun(application: AppDef, **cfg: object) -> SlurmJob:
     return made
 
 
-@pytest.mark.parametrize(
-    ("resource", "cfg", "expected"),
-    [
-        (Resource(cpu=-1, gpu=-1, memMB=-1), {}, {}),
-        (Resource(cpu=0, gpu=0, memMB=0), {}, {}),
-        (Resource(cpu=8, gpu=0, memMB=100), {}, {"cpus-per-task": "8", "mem": "100M"}),
-        (Resource(cpu=96, gpu=8, memMB=100), {"mem": "0"}, {"cpus-per-task": "96", "gpus-per-node": "8", "mem": "0"}),
-        (
-            Resource(cpu=-1, gpu=-1, memMB=-1),
-            {"account": "a", "mail-type": "END"},
-            {"account": "a", "mail-type": "END"},
-        ),
-    ],
-)
-def test_resources_and_run_options(
-    resource: Resource, cfg: dict[str, object], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resources_and_run_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no sinfo
-    assert dryrun(app(resource=resource), **cfg).options == expected
+    for (cpu, gpu, memory), cfg, expected in (
+        ((-1, -1, -1), {}, {}),
+        ((0, 0, 0), {}, {}),
+        ((8, 0, 100), {}, {"cpus-per-task": "8", "mem": "100M"}),
+        ((96, 8, 100), {"mem": "0"}, {"cpus-per-task": "96", "gpus-per-node": "8", "mem": "0"}),
+        ((-1, -1, -1), {"account": "a", "mail-type": "END"}, {"account": "a", "mail-type": "END"}),
+    ):
+        assert dryrun(app(resource=Resource(cpu=cpu, gpu=gpu, memMB=memory)), **cfg).options == expected
 
 
-@pytest.mark.parametrize(("min_replicas", "elastic"), [(None, False), (2, False), (1, True)])
-def test_a_job_is_elastic_where_the_role_is(min_replicas: int | None, elastic: bool) -> None:
-    assert dryrun(app(min_replicas=min_replicas)).elastic == elastic
+def test_a_job_is_elastic_where_the_role_is() -> None:
+    assert [dryrun(app(min_replicas=least)).elastic for least in (None, 2, 1)] == [False, False, True]
 
 
 def test_a_dry_run_shows_all_that_is_submitted(tmp_path: Path) -> None:
@@ -57,14 +47,11 @@ def test_a_dry_run_shows_all_that_is_submitted(tmp_path: Path) -> None:
     assert made.log_dir == tmp_path / "job" and f"--chdir={tmp_path}/job" in made.command
 
 
-def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
+def test_the_warning_comes_before_the_grace_and_a_time_limit_leaves_time_for_it() -> None:
     assert dryrun(app(), time="4").warning_seconds == 120
     assert dryrun(app(), time="3", signal_seconds=0).warning_seconds == 0
     with pytest.raises(UserError, match="Ask for 4 minutes"):
         dryrun(app(), time="3")
-
-
-def test_the_warning_comes_before_the_grace_that_the_role_asks_for(tmp_path: Path) -> None:
     role = app(metadata={GRACE_SECONDS: 300})
     assert (dryrun(role).warning_seconds, dryrun(role).grace_seconds) == (360, 300)
     assert dryrun(role, signal_seconds=301).warning_seconds == 301

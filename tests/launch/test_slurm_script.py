@@ -47,17 +47,9 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 
 def job(folder: Path, *program: str, **changes: object) -> SlurmJob:
-    arguments: dict[str, object] = {
-        "name": "dlrm",
-        "role": "train",
-        "program": program or ("true",),
-        "log_dir": folder,
-        "environment": {},
-        "min_nodes": 2,
-        "max_nodes": 2,
-        "options": {},
-    }
-    return SlurmJob(**{**arguments, **changes})  # type: ignore[arg-type]
+    given: dict[str, object] = {"program": program or ("true",), "log_dir": folder, "min_nodes": 2, "max_nodes": 2}
+    given |= {"name": "dlrm", "role": "train", "environment": {}, "options": {}}
+    return SlurmJob(**{**given, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -104,36 +96,25 @@ def test_arguments_and_variables_arrive_as_they_are(pretend: Path, values: list[
     assert joined + joined in done.stdout, done.stderr
 
 
-def test_macros_become_what_they_stand_for(pretend: Path) -> None:
+def test_macros_and_the_first_node_become_what_they_stand_for(pretend: Path) -> None:
     text = "${app_id} '${replica_id}' $$ ${other}"
     script = job(pretend, "printf", "%s|", text, environment={"A": text}).script()
     script = script.replace("exec printf", 'printf "%s|" "$A"; exec printf')
     expected = b"7 '0' $$ ${other}|"
     assert expected + expected in run(pretend, script).stdout
-
-
-def test_the_first_node_is_known(pretend: Path) -> None:
     assert b"[a1]" in run(pretend, job(pretend, "bash", "-c", 'echo "[$TORCHX_RANK0_HOST]"').script()).stdout
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "is_requeued"),
-    [
-        (0, "RUNNING", False),
-        (1, "RUNNING", True),
-        (75, "RUNNING", True),
-        (137, "RUNNING", True),
-        (1, "COMPLETING", False),
-        (75, "COMPLETING", False),
-        (75, "CANCELLED", False),
-    ],
+    ("state", "code"),
+    [*(("RUNNING", code) for code in (0, 1, 75, 137)), ("COMPLETING", 1), ("COMPLETING", 75), ("CANCELLED", 75)],
 )
 def test_what_fails_or_was_interrupted_is_requeued_unless_the_job_is_ended(
-    pretend: Path, tmp_path: Path, code: int, state: str, is_requeued: bool
+    pretend: Path, tmp_path: Path, state: str, code: int
 ) -> None:
     done = run(pretend, job(tmp_path, "bash", "-c", f"exit {code}", max_retries=1).script(), FAKE_STATE=state)
     assert done.returncode == code
-    assert requeued(pretend) == is_requeued
+    assert requeued(pretend) == (state == "RUNNING" and code != 0)
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 22])
@@ -314,15 +295,8 @@ def test_a_launcher_that_does_not_know_the_warning_lives_on(pretend: Path, tmp_p
 
 def test_a_fixed_job_asks_for_all_its_nodes(tmp_path: Path) -> None:
     script = job(tmp_path, options={"cpus-per-task": "8"}, warning_seconds=90).script()
-    assert options(script) == [
-        "--job-name=dlrm/train",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=8",
-        "--signal=B:USR1@90",
-        "--requeue",
-        "--open-mode=append",
-    ]
+    expected = "--job-name=dlrm/train --nodes=2 --ntasks-per-node=1 --cpus-per-task=8 --signal=B:USR1@90 --requeue"
+    assert options(script) == [*expected.split(), "--open-mode=append"]
     assert "--no-kill" not in script
     assert "--cpus-per-task=8 --export=ALL" in script, "a step does not take this over from its job"
 
@@ -347,40 +321,17 @@ def test_paths_are_quoted(pretend: Path, tmp_path: Path, folder: str) -> None:
     assert f"--output={pattern}-train-%t.out" in (pretend / "asked").read_text().splitlines()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"role": "two words"},
-        {"name": "a/b"},
-        {"name": ""},
-        {"environment": {"A-B": "1"}},
-        {"environment": {"": "1"}},
-        {"min_nodes": 3},
-        {"min_nodes": 0},
-    ],
-)
-def test_what_cannot_be_written_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(UserError):
-        job(tmp_path, **changes)
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    wrong: list[dict[str, object]] = [{"role": "two words"}, {"name": "a/b"}, {"name": ""}, {"min_nodes": 3}]
+    for changes in [*wrong, {"min_nodes": 0}, {"environment": {"A-B": "1"}}, {"environment": {"": "1"}}]:
+        with pytest.raises(UserError):
+            job(tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("1:00:01", 3601),
-        ("2-0", 172800),
-        ("1-2:03", 86400 + 7380),
-        ("1-02:03:04", 86400 + 7384),
-        ("UNLIMITED", None),
-    ],
-)
-def test_time_limits(text: str, seconds: int | None) -> None:
-    assert time_limit_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5", "1-", "x-1"])
-def test_time_limits_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="Slurm takes"):
-        time_limit_seconds(text)
+def test_time_limits_are_read_as_slurm_does() -> None:
+    day = {"1-2:03": 86400 + 7380, "1-02:03:04": 86400 + 7384, "2-0": 172800}
+    for text, seconds in {"90": 5400, "1:30": 90, "1:00:01": 3601, "UNLIMITED": None, **day}.items():
+        assert time_limit_seconds(text) == seconds, text
+    for text in ("", "1h", "1:2:3:4", "-5", "1-", "x-1"):
+        with pytest.raises(UserError, match="Slurm takes"):
+            time_limit_seconds(text)

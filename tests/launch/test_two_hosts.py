@@ -7,14 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from torchx.specs import macros
 
 from launch.components import train
-from tests.small_runs import distembed, write_dataset
+from tests.small_runs import distembed
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "two_hosts.sh"
 CANNOT_RUN = 3
@@ -92,15 +90,7 @@ def test_hosts_reach_each_other_by_name_and_leave_nothing_behind(hosts: Hosts) -
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_nodes_with_names_of_their_own_train_as_two_ranks_do(hosts: Hosts, tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        "data": {"path": str(write_dataset(tmp_path / "dataset"))},
-        "model": {"bottom": [16], "top": [16]},
-        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
-        "train": {"batch_size": 64, "precision": "fp32", "device": "cpu"},
-    }
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(values))
+def test_nodes_with_names_of_their_own_train_as_two_ranks_do(hosts: Hosts, tmp_path: Path, config: Path) -> None:
     run = tmp_path / "run"
     role = train(config=str(config), run_dir=str(run), j="2x1", python=sys.executable, max_restarts=0).roles[0]
     nodes = []
