@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed.base.process import PARENT_VARIABLE
-from launch.nodes.starts import Starts
+from launch.nodes.run import Starts
 from tests.launch.conftest import wait_until
 from tests.ranks import free_port
 
