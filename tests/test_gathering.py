@@ -48,13 +48,3 @@ def check(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rank_0_gets_the_rows_of_all_ranks_in_order(world_size: int) -> None:
     run_on_ranks(world_size, check)
-
-
-@pytest.mark.parametrize(("num_rows", "row_bytes"), [(0, 4), (1, 4), (16, 4), (17, 4), (3, 1000)])
-def test_pieces_are_all_rows_once_and_of_limited_size(
-    num_rows: int, row_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "GATHERED_BYTES", 64)
-    pieces = ranks._pieces(num_rows, row_bytes)
-    assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(num_rows))
-    assert all((piece.stop - piece.start) * row_bytes <= max(64, row_bytes) for piece in pieces)
