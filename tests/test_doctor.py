@@ -212,9 +212,10 @@ def test_dependencies_are_checked_against_the_metadata() -> None:
 
 
 def test_it_says_which_extras_there_are() -> None:
-    ray, spark, polish = findings.check_extras({"ray": "2.60.0", "highspy": "1.16.0"})
+    ray, spark, polish, sweep = findings.check_extras({"ray": "2.60.0", "highspy": "1.16.0"})
     assert polish == Finding("plan --polish", "ok", "yes, by highspy 1.16.0")
     assert ray == Finding("prepare on ray", "ok", "yes, by ray 2.60.0")
+    assert sweep.status == "note" and "optuna is not installed" in sweep.detail
     assert spark.status == "note" and spark.detail.endswith("pyspark is not installed; `tools/setup.sh spark` adds it")
 
 

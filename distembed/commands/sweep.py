@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from distembed.commands.shared import ConfigArgument, console, say
 
 if TYPE_CHECKING:
-    from distembed.training.sweeps.planned import PlannedRun
+    from distembed.training.sweeps.sweep import PlannedRun
 
 app = typer.Typer()
 
@@ -44,31 +44,50 @@ def sweep_command(
         str | None,
         typer.Option(metavar="NAME", help="Run, or runs that differ in the seed, that others are compared with."),
     ] = None,
+    sampler: Annotated[
+        Literal["grid", "random", "tpe"],
+        typer.Option(
+            help="Which combinations are trained: all; --trials of them, drawn at random; or --trials of them, each "
+            "chosen by the results of those before (Optuna's TPE)."
+        ),
+    ] = "grid",
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Number of runs of --sampler random or tpe; those of before count.")
+    ] = None,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="End a run early once an evaluation is worse than the median of other runs at its step; see "
+            "train.evaluate_every.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what there is of each.")] = False,
 ) -> None:
     """Train a run for each combination of values, and compare them by the task's headline metric."""
-    from distembed.reports.sweep_report import report_sweep
     from distembed.training.run_folder.folder import default_run_folder
-    from distembed.training.sweeps.planned import plan_sweep
-    from distembed.training.sweeps.sweep import Sweep, require_sweep_folder
+    from distembed.training.sweeps.sweep import Sweep, plan_sweep, require_sweep_folder
 
     folder = run_dir or default_run_folder(f"{config.stem}-sweep")
     require_sweep_folder(folder)
-    runs = plan_sweep(config, settings or [], folder)
+    runs = plan_sweep(config, settings or [], folder, sampler, trials)
     if dry_run:
         _list_runs(runs)
         return
-    sweep = Sweep(config, settings or [], folder, runs, say, baseline)
-    say(f"{len(runs)} runs, {workers} at a time, in {folder}")
+    from distembed.reports.sweep_report import report_sweep
+    from distembed.training.sweeps.train import train_sweep
+
+    sweep = Sweep(config, settings or [], folder, runs, sampler, trials, prune, baseline)
+    say(f"{trials or len(runs)} runs, {workers} at a time, in {folder}")
     try:
-        sweep.train(workers)
+        outcomes = train_sweep(sweep, workers, say)
     finally:
-        report_sweep(sweep, console)
-    sweep.require_all_finished()
+        report_sweep(sweep, console, say)
+    sweep.require_all_finished(outcomes)
 
 
 def _list_runs(runs: "Sequence[PlannedRun]") -> None:
     for run in runs:
         say(f"{run.name}  {run.state}")
-    counts = [(state, sum(run.state == state for run in runs)) for state in ("new", "resumed", "finished")]
+    counts = [(state, sum(run.state == state for run in runs)) for state in ("new", "resumed", "pruned", "finished")]
     say(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts if count)}")

@@ -24,7 +24,7 @@ from distembed.models.queries import Catalogue, Items, Queries
 from distembed.models.sequences import Asked, feature_lengths, feature_values
 
 _OUTPUT = "_output"
-"""What the name of the table of items to choose from has behind that of the table of items, where these differ."""
+"""Suffix of the name of an output table that is not the table of items itself."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The report of a sweep's runs: a page in the sweep's folder, and the comparison in the terminal."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distembed.reports.report import print_comparison, write_run_report
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def report_sweep(sweep: Sweep, console: "Console") -> None:
+def report_sweep(sweep: Sweep, console: "Console", say: Callable[[str], None]) -> None:
     """Writes the report of all runs that have begun, and prints their comparison, the best first.
 
     Raises:
@@ -27,4 +28,4 @@ def report_sweep(sweep: Sweep, console: "Console") -> None:
     output = sweep.folder / SWEEP_REPORT
     summaries = write_run_report([run.path for run in ordered], output, baseline=baseline)
     print_comparison(summaries, console, baseline)
-    sweep.say(f"report {output}")
+    say(f"report {output}")

@@ -1,9 +1,9 @@
 """The area under the ROC curve, exact: of all rows, and within groups of rows (GAUC).
 
-It is the share of pairs of a positive and a negative row whose scores are in the right order, ties counted half
-(Mann-Whitney); a pair weighs the product of its rows' weights. GAUC (Zhu et al., KDD 2017) pairs rows of the same
-group alone, such as those of one user: what tells users apart, and orders nothing that any of them is shown, does not
-count. It is the mean of the groups' areas, each counted by the weight of its rows::
+The area is the share of pairs of a positive and a negative row whose scores are in the right order, ties counted half
+(Mann-Whitney); a pair weighs the product of its rows' weights. GAUC (Zhu et al., KDD 2017) pairs only rows of one
+group, for example of one user: a score that tells users apart, but orders no user's own rows, gains nothing. GAUC is
+the mean of the groups' areas, each counted by the weight of its rows::
 
     GAUC = sum_g w_g AUC_g / sum_g w_g      over the groups that have positive and negative rows
 """
@@ -28,10 +28,10 @@ _SCALE, _BINS_PER_UNIT = 8.0, 64.0
 
 @dataclass(frozen=True)
 class GroupedAUC:
-    """The mean of the areas within groups, and what it is the mean of.
+    """The mean of the areas within groups.
 
     Attributes:
-        value: The mean, by the groups' weights; NaN where there is no group to compute it from, or a score is NaN.
+        value: The mean, by the groups' weights; NaN without groups, or where a score is NaN.
         num_groups: Number of groups that have positive and negative rows, of weights above 0.
         num_rows: Number of rows of these groups.
     """
@@ -57,14 +57,7 @@ def exact_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> 
 
 
 def grouped_auc(scores: Floats, labels: Floats, groups: Integers, weights: Floats | None = None) -> GroupedAUC:
-    """Returns the mean of the areas within groups.
-
-    Args:
-        scores: The higher, the likelier a row is positive [N].
-        labels: 0 or 1 [N].
-        groups: The group of each row [N].
-        weights: The weight of each row, 0 or more [N]; None where all weigh 1.
-    """
+    """Returns the mean of the areas within groups; the arguments are as in :func:`exact_auc`."""
     if len(scores) == 0:
         return GroupedAUC(math.nan, 0, 0)
     pairs = _count_pairs(np.lexsort((scores, groups)), scores, labels, weights, groups)
@@ -80,14 +73,7 @@ def grouped_auc(scores: Floats, labels: Floats, groups: Integers, weights: Float
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The weights of rows, and of pairs of them, in each group.
-
-    Attributes:
-        positive: Weight of the positive rows [groups].
-        negative: Weight of the negative rows [groups].
-        ordered: Weight of the pairs whose scores are in the right order, and half of that of ties [groups].
-        num_rows: Number of rows [groups].
-    """
+    """The weights of positive rows, negative rows ordered pairs (ties half), and the number of rows ``[groups]``."""
 
     positive: Floats
     negative: Floats
@@ -100,8 +86,8 @@ def _count_pairs(
 ) -> _Pairs:
     """Returns the pairs of at least one row; ``order`` sorts rows by group, then by score.
 
-    Rows of one group and score form a run. The negative rows ahead of a run are those of all runs before it, less those
-    of groups before its own. Without weights all sums are of whole and half numbers, and exact.
+    Rows of one group and score form a run. The negative rows ahead of a run are the negative rows of all runs before
+    it, less the negative rows of earlier groups. Without weights all sums are whole and half numbers, and exact.
     """
     scores, is_positive = scores[order], labels[order] > 0.5
     begins_group = np.zeros(len(order), dtype=bool)
@@ -129,17 +115,10 @@ def _count_pairs(
 def bin_counts(
     logits: Float[Tensor, " rows"], labels: Float[Tensor, " rows"], weights: Float[Tensor, " rows"] | None = None
 ) -> Tensor:
-    """Returns the rows of each bin ``[2, NUM_BINS + 1]``: first negative ones, then positive ones.
+    """Returns the rows of each bin ``[2, NUM_BINS + 1]``: first negative rows, then positive rows.
 
-    The last column has the rows whose logit is NaN.
-
-    Args:
-        logits: The logits of the predictions.
-        labels: 0 or 1.
-        weights: The weight of each row, 0 or more; None where all weigh 1.
-
-    Returns:
-        Numbers of rows in int64, or their weights in float64.
+    The last column counts the rows whose logit is NaN. ``labels`` are 0 or 1. Without ``weights`` the numbers are
+    int64, with weights they are sums of weights in float64.
     """
     # in float64, in which asinh is monotonic over all float32 numbers
     places = (logits.double() / _SCALE).asinh() * (_SCALE * _BINS_PER_UNIT) + NUM_BINS / 2

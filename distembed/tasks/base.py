@@ -1,8 +1,8 @@
-"""What a task is: the loss and the outputs of a batch, and the metrics of an evaluation.
+"""The contract of a task: the loss and the outputs of a batch, and the metrics of an evaluation.
 
-The ``task`` section of a config names the task. A task knows nothing of ranks, tables and the trainer: the trainer
-weighs its loss, gathers its outputs from all ranks and passes them back, by their names, to compute metrics. While
-training it gathers no rows: a task sums up those of each step on the device, and the trainer adds these sums up.
+The ``task`` section of a config names the task. A task does not know ranks, tables or the trainer. The trainer weighs
+its loss, gathers its outputs from all ranks, and hands them back by name to compute metrics. In training no rows are
+gathered: a task sums numbers over the rows of each step on the device, and the trainer adds up these sums.
 """
 
 from abc import ABC, abstractmethod
@@ -25,22 +25,22 @@ from distembed.sse import SSE
 from distembed.tasks.reported_metrics import ReportedMetric
 
 Outputs = Mapping[str, Tensor]
-"""What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
+"""The numbers that a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
 
 Rows = Mapping[str, npt.NDArray[Any]]
 """The outputs of all rows of a split, gathered from all ranks, by name, in the tensors' types."""
 
 Sums = Mapping[str, npt.NDArray[Any]]
-"""What a task has summed up of training steps, added up over steps and ranks, by name."""
+"""A task's sums over the rows of training steps, added up over steps and ranks, by name."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task has beside batches.
+    """The dataset and the ranks that a task works with.
 
     Attributes:
         data: The dataset and its splits.
-        dataset: The folder of the dataset that is at hand, which may be another than the one trained on.
+        dataset: The dataset's folder, which may be another than the one trained on.
         schema: The columns of the dataset.
         ranks: This rank among all.
         seed: The seed of everything that is random.
@@ -57,7 +57,7 @@ class TaskContext:
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Where a rank's rows stand in training, on which random numbers depend, whatever the number of ranks.
+    """The place of a rank's rows in training. Random numbers depend on it, and not on the number of ranks.
 
     Attributes:
         step: Number of the step over all epochs, from 0.
@@ -69,19 +69,18 @@ class BatchPosition:
 
 
 class Task(ABC):
-    """What a model learns: a loss, metrics and predictions.
+    """The objective of a model: a loss, metrics and predictions.
 
     Attributes:
-        batch_fields: Names of the batch's fields that the task takes, beside those that the model takes.
+        batch_fields: Names of the batch's fields that the task takes, beside the model's.
         outputs: Names of the outputs of each row that :meth:`evaluate` returns.
-        replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; those of
-            all others are replaced as they are looked up.
-        dense_tables: Names of the tables that the loss has gradients in all rows of, as a softmax over all ids has.
+        replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; ids of other
+            features are replaced in the lookup.
+        dense_tables: Names of the tables whose every row gets a gradient, as in a softmax over all ids.
         scored_tables: Names of the tables all of whose vectors an evaluation scores.
-        reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
-            which models are compared.
+        reported_metrics: Metrics that reports show; the first is the headline metric, by which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
-        id_columns: Names of those that hold ids, int64; all others hold numbers, float32.
+        id_columns: Names of the prediction columns that hold ids, int64; other columns hold numbers, float32.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
@@ -104,83 +103,60 @@ class Task(ABC):
         return nn.ModuleDict()
 
     def start(self, context: TaskContext) -> None:  # noqa: B027  (a task may have nothing to start)
-        """Takes what the task needs beside batches, such as each user's items; called once, before the first batch."""
+        """Prepares the task, for example by reading each user's items; called once, before the first batch."""
 
     def start_lines(self) -> list[str]:
-        """Returns what a run says of the task before its first step; all ranks call it, after :meth:`start`."""
+        """Returns lines that a run prints before its first step; all ranks call it, after :meth:`start`."""
         return []
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
-        """Returns a batch with what the task adds to it, such as negative items, which its config declares.
+        """Returns this rank's batch with the task's additions, for example negative items, for the model's pipeline.
 
-        See :class:`distembed.tasks.config.AddingTaskConfig`. It is called on this rank's rows before the model's
-        pipeline sees them.
-
-        Args:
-            batch: This rank's rows.
-            position: Where the rows stand in training; None for an evaluation.
+        The task's config declares them: :class:`distembed.tasks.config.AddingTaskConfig`. ``position`` is None for an
+        evaluation.
         """
         return batch
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns the batch of raw rows, of which nothing is known but what they hold, with what the task adds to it.
-
-        Args:
-            batch: Rows with the dataset's columns, whose labels are NaN where they are not known.
-        """
+        """Returns a batch of raw rows with the task's additions; a label is NaN where it is not known."""
         return self.prepare_batch(batch, None)
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
         """Returns this rank's batches of an evaluation; None where they are the rows of the split.
 
-        All ranks return equally many batches, some of which may have no rows. Predictions are written rank after rank,
+        All ranks return equally many batches; some may have no rows. Predictions are written rank after rank,
         as :class:`distembed.data.reader.BatchShares` divides rows.
-
-        Args:
-            split: Name of the split.
-            batch_size: Most rows of a batch on one rank.
         """
         return None
 
     @abstractmethod
     def step(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
-        """Returns the loss, summed over this rank's rows, and what metrics need of each row.
+        """Returns the loss, summed over this rank's rows, and the outputs of each row, named by the task.
 
         Args:
-            outputs: What the model returned for the batch, maybe in bfloat16.
+            outputs: The model's outputs for the batch, maybe in bfloat16.
             batch: This rank's rows.
-
-        Returns:
-            The loss, and the outputs of each row, by names of the task's own.
         """
 
     def evaluate(self, outputs: Any, batch: Batch) -> Outputs:
-        """Returns what the metrics of an evaluation need of each row; all ranks call it.
-
-        Args:
-            outputs: What the model returned for the batch, maybe in bfloat16.
-            batch: This rank's rows, which may be none.
-        """
+        """Returns the outputs of each row for the metrics; the batch may have no rows. All ranks call it."""
         return self.step(outputs, batch)[1]
 
     def score(self, outputs: Any) -> Tensor:
-        """Returns the number that is predicted of each row [batch], where the task predicts one: in float32.
+        """Returns the predicted number of each row [batch], in float32, given the model's outputs.
 
         An exported model ends with it, so that it is made of operations on tensors alone.
 
-        Args:
-            outputs: What the model returned for a batch.
-
         Raises:
-            UserError: The task has none.
+            UserError: The task predicts no number.
         """
         raise UserError(f"{type(self).__name__} does not say which number is predicted of a row; define its score().")
 
     def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
-        """Returns what the metrics of an evaluation need that follows from the scores of rows, of :meth:`score`.
+        """Returns the outputs that metrics are computed from, given the :meth:`score` of each row.
 
         Raises:
-            UserError: The task has none.
+            UserError: The task predicts no number.
         """
         raise UserError(f"{type(self).__name__} does not say what scores mean; define its rows_of_scores().")
 
@@ -193,27 +169,20 @@ class Task(ABC):
 
     @abstractmethod
     def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns what the lines that are logged while training need of a step, summed over the rows of its outputs.
+        """Returns the sums over the rows of a step from which the logged training metrics are computed.
 
-        It is called after every step, and what it returns is added up over steps and ranks. So names, shapes and types
-        are the same for all batches, sums of many rows are in int64 or float64, and nothing asks the device for a
-        number: the next step would wait for that.
-
-        Args:
-            outputs: What :meth:`step` returned of this rank's rows.
+        It is called after every step, and the sums are added up over steps and ranks. So names, shapes and types are
+        equal for all batches, sums of many rows are in int64 or float64, and nothing asks the device for a number: the
+        next step would wait for it. ``outputs`` are this rank's, of :meth:`step`.
         """
 
     @abstractmethod
     def training_metrics(self, sums: Sums) -> dict[str, float]:
-        """Returns the metrics of a line that is logged while training, beside the loss; only rank 0 calls it.
-
-        Args:
-            sums: What :meth:`training_sums` returned, added up.
-        """
+        """Returns the training metrics beside the loss, given the sums of all steps; only rank 0 calls it."""
 
     @abstractmethod
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """Returns what is predicted of each row, by the names of :attr:`prediction_columns`."""
+        """Returns the prediction of each row, by the names of :attr:`prediction_columns`."""
 
     @abstractmethod
     def describe(self, metrics: Mapping[str, Any]) -> str:
@@ -224,17 +193,17 @@ class Task(ABC):
         """Returns the metrics of :meth:`training_metrics` as text, for the line that is shown while training."""
 
     def details(self, rows: Rows) -> dict[str, Any]:
-        """Returns what a report shows beside the metrics, in plain values."""
+        """Returns plain values that a report shows beside the metrics."""
         return {}
 
 
 def require_fields(model: Model, task: Task, fields: Mapping[str, Any]) -> None:
-    """Makes sure that batches have the fields that a model and its task take.
+    """Makes sure that batches have the ``batch_fields`` of a model and its task.
 
     Args:
-        model: The model, whose ``batch_fields`` are needed.
-        task: The task, whose ``batch_fields`` are needed.
-        fields: The fields that batches have, by name.
+        model: The model.
+        task: The task.
+        fields: The fields of a batch, by name.
 
     Raises:
         UserError: A field is missing.

@@ -8,8 +8,8 @@ calibration         sum of predictions over number of positives; 1 is calibrated
 accuracy            share of rows on the right side of p = 0.5
 =================== ======================================================================================
 
-Means, sums and shares are by the weights of rows, where these have some, and so is what is said of AUC's pairs; see
-``auc.py``. What cannot be computed (AUC of one class, say) is NaN.
+Means, sums and shares are by the weights of rows; for the pairs of AUC see ``auc.py``. A metric that is not defined,
+for example the AUC of one class, is NaN.
 """
 
 import math
@@ -34,13 +34,7 @@ class BinaryMetrics:
 
     @classmethod
     def from_logits(cls, logits: Floats, labels: Floats, weights: Floats | None = None) -> "BinaryMetrics":
-        """Computes every metric from the logits [N] and labels [N], each 0 or 1.
-
-        Args:
-            logits: The logits of the predictions.
-            labels: What was to be predicted.
-            weights: The weight of each row, 0 or more [N]; None where all weigh 1.
-        """
+        """Computes every metric from the logits [N], the labels [N] of 0 or 1, and the weights [N]; None weighs 1."""
         logits, labels = logits.astype(np.float64), labels.astype(np.float64)
         weights = None if weights is None else weights.astype(np.float64)
         rows = len(labels)
@@ -78,11 +72,7 @@ def calibration_bins(
 ) -> list[dict[str, float]]:
     """Returns mean predictions and observed rates of bins of equally many rows, in the order of predictions.
 
-    Args:
-        logits: The logits of the predictions [N].
-        labels: What was to be predicted, each 0 or 1 [N].
-        weights: The weight of each row, 0 or more [N]; None where all weigh 1. A bin of no weight is left out.
-        num_bins: Number of bins, of which those without rows are left out.
+    The arguments are as in :meth:`BinaryMetrics.from_logits`. Bins without rows or without weight are left out.
     """
     probabilities, labels = sigmoid(logits), labels.astype(np.float64)
     order = np.argsort(probabilities, kind="stable")

@@ -1,9 +1,9 @@
 """Whether a row is clicked: binary cross-entropy of a logit, and the metrics of a binary classifier.
 
-Rows may have weights, which the loss and the metrics are by; see ``row_weights.py``. With a group, such as the user,
-evaluations say too how well the rows of each are ordered among themselves (GAUC; see ``auc.py``). A training step does
-not: its ids may have been replaced (SSE), and its rows are too few of any group. The AUC of training steps is binned
-(``binned_auc.py``), that of evaluations exact.
+Rows may have weights in the loss and the metrics; see ``row_weights.py``. With a group, for example the user,
+evaluations also tell how well each group's rows are ordered (GAUC; see ``auc.py``). A training step does not: its ids
+may have been replaced (SSE), and it has too few rows of any group. The AUC of training steps is binned, that of
+evaluations exact.
 """
 
 import dataclasses
@@ -32,11 +32,7 @@ GROUPS = "groups"
 
 
 class ClickTask(Task):
-    """Predicts the label, 0 or 1, of each row from a model that returns logits [batch].
-
-    Args:
-        config: The section ``task`` of a config; one without a group unless given.
-    """
+    """Predicts the label, 0 or 1, of each row from a model that returns logits [batch]."""
 
     batch_fields = (LABELS,)
     outputs: tuple[str, ...] = ("logits", "labels")

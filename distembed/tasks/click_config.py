@@ -22,9 +22,8 @@ class ClickConfig:
 
     Attributes:
         name: The task's name, ``click``.
-        group: Name of the feature within whose values clicks are ordered by the metric ``gauc``, such as the user; null
-            for no such metric. Rows have one value of it, and those whose value is missing or out of vocabulary are of
-            no group, since nothing says that they belong together.
+        group: Name of a single-valued feature, for example the user, within whose values the metric ``gauc`` orders
+            clicks; null for no such metric. Rows whose value is missing or out of vocabulary are in no group.
         headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
     """
 
@@ -46,19 +45,11 @@ class ClickConfig:
 
     @property
     def needs_both_labels(self) -> bool:
-        """Whether the headline metric is defined only on rows of which some are clicked and others are not."""
+        """Whether the headline metric is defined only on rows with and without clicks."""
         return self.headline != "logloss"
 
     def check_labels(self, labels: "Floats", where: str) -> None:
-        """Refuses labels other than 0 and 1; those between them too, of which no AUC is defined.
-
-        Args:
-            labels: Labels of any rows [N]; NaN where a row's label is not known.
-            where: The place of the rows, for the error.
-
-        Raises:
-            UserError: A label is neither 0 nor 1.
-        """
+        """Refuses labels other than 0 and 1, also fractions, for which no AUC is defined."""
         is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
         if is_wrong.any():
             found = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
@@ -69,11 +60,7 @@ class ClickConfig:
             )
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the columns of the dataset, which are all that the task needs.
-
-        Raises:
-            UserError: The group is no feature, or one of which rows have several values.
-        """
+        """Returns the dataset's columns; it refuses a group that is no single-valued feature."""
         single = [feature.name for feature in schema.categorical if not feature.multi_hot]
         if self.group is not None and self.group not in single:
             is_list = self.group in schema.categorical_names

@@ -50,44 +50,37 @@ class TaskConfig(Protocol):
 
 @runtime_checkable
 class AddingTaskConfig(Protocol):
-    """A task's section whose task adds columns to batches, such as negative items, or takes some away."""
+    """A task's section whose task adds columns to batches, for example negative items, or takes some away."""
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the columns of the batches that the model is given, of a dataset of these columns.
-
-        Raises:
-            UserError: The task cannot be learnt from such a dataset.
-        """
+        """Returns the columns of the model's batches, given the dataset's; refuses one without the task's columns."""
 
 
 @runtime_checkable
 class LabelTaskConfig(Protocol):
-    """A task's section that says which labels the task takes; of other tasks, any finite number is a label.
+    """A task's section that tells the valid labels; of other tasks, any finite number is a label.
 
     Attributes:
-        needs_both_labels: Whether the headline metric is defined only on rows of which some are 0 and others 1.
+        needs_both_labels: Whether the headline metric is defined only on rows with labels 0 and 1.
     """
 
     needs_both_labels: bool
 
     def check_labels(self, labels: "Floats", where: str) -> None:
-        """Refuses labels that the task does not take.
+        """Raises :class:`~distembed.base.errors.UserError` for labels that the task does not take.
 
         Args:
             labels: Labels of any rows [N]; NaN where a row's label is not known.
             where: The place of the rows, for the error.
-
-        Raises:
-            UserError: A label is not valid for the task.
         """
 
 
 @runtime_checkable
 class DeclaringTaskConfig(Protocol):
-    """A task's section that says what the task takes of a model; a model that returns something else is refused.
+    """A task's section that names the model outputs that it takes; other models are refused.
 
     Attributes:
-        takes: A word such as :class:`distembed.models.config.DeclaringModelConfig` has as its ``returns``.
+        takes: The ``returns`` of a :class:`distembed.models.config.DeclaringModelConfig`.
     """
 
     takes: ClassVar[str]

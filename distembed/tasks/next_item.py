@@ -1,10 +1,10 @@
 """Which item comes next in a user's sequence (Kang and McAuley, ICDM 2018; Hidasi et al., ICLR 2016).
 
-A model returns a query for each target of its rows. Their scores are trained by one of three losses; evaluations rank
-the last item of each row among all items, or all that do not precede it, and among some that are drawn of these.
+A model returns a query for each target of its rows. One of three losses trains their scores. Evaluations rank the last
+item of each row among all items, or all that do not precede it, and among some drawn items.
 
-The loss of a row is the sum over its targets, divided by the mean number of targets of a training row: so every target
-weighs the same, on any number of ranks, and the loss of a batch is about the mean over its targets.
+The loss of a row is the sum over its targets, divided by the mean number of targets of a training row. So every target
+weighs alike on any number of ranks, and the loss of a batch is about the mean over its targets.
 """
 
 import dataclasses
@@ -62,11 +62,7 @@ LOG_PROBABILITIES = "log_probabilities"
 
 
 class NextItemTask(Task):
-    """Predicts the next item of sequences from a model that returns a query for each target.
-
-    Args:
-        config: The section ``task`` of a config.
-    """
+    """Predicts the next item of sequences from a model that returns a query for each target."""
 
     batch_fields = (SPARSE_FEATURES,)
     replaced_features = (ITEM_TARGET, ITEM_NEGATIVE)
@@ -115,11 +111,7 @@ class NextItemTask(Task):
 
     @cached_property
     def _taken(self) -> UserItems:
-        """The items of each user in training.
-
-        Raises:
-            UserError: They cannot be read.
-        """
+        """The items of each user in training."""
         return UserItems.of_splits(self._started.dataset, [self._started.data.train])
 
     @cached_property
@@ -146,7 +138,7 @@ class NextItemTask(Task):
         return without_negatives_lines(self._draws.users_without_items, self._started.dataset)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
-        """Returns a batch of what the model is shown, with targets, and with negatives where the loss needs them."""
+        """Returns a batch of the model's inputs, with targets, and with negatives where the loss needs them."""
         features = _jagged_field(batch, SPARSE_FEATURES)
         lengths = item_lengths(features)
         cut = Cuts.of_evaluation if position is None else Cuts.of_training
@@ -175,7 +167,7 @@ class NextItemTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns a batch of sequences of which the next item is asked for: all of their items are shown, and seen."""
+        """Returns a batch of sequences whose next item is not known: all of their items are shown, and seen."""
         features = _jagged_field(batch, SPARSE_FEATURES)
         fields = {**batch.fields, SPARSE_FEATURES: self._with_next(features)}
         if DENSE_SEQUENCES in fields:
@@ -184,7 +176,7 @@ class NextItemTask(Task):
         return Batch({**prepared.fields, NO_TARGETS: torch.ones(features.stride())}, batch.global_batch_size)
 
     def _with_next(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns a batch's features with an entry behind the last one of each list, for the item that is not known."""
+        """Returns a batch's features with one more entry at the end of each list, for the unknown item."""
         longer = {}
         for name, (values, lengths) in columns(features).items():
             if name in self._lists:
@@ -196,10 +188,7 @@ class NextItemTask(Task):
     def _negatives(
         self, users: Int64[Tensor, " rows"], num_targets: npt.NDArray[np.int64], position: BatchPosition | None
     ) -> tuple[tuple[Tensor, npt.NDArray[np.int64]], Float[Tensor, "targets negatives"]]:
-        """Returns drawn items, target after target, how many each row has, and logarithms of their probabilities.
-
-        There are none in an evaluation.
-        """
+        """Returns drawn items, target after target, their number by row, and the logarithms of their probabilities."""
         per_target = self._config.num_negatives
         if position is None:
             return (users[:0], num_targets * 0), torch.empty(0, per_target)
@@ -286,9 +275,9 @@ class NextItemTask(Task):
     def _candidates(
         self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], excluded: JaggedTensor
     ) -> tuple[Int64[Tensor, "queries candidates"], Bool[Tensor, " queries"]]:
-        """Returns items that are drawn for each query from its candidates but the target, the same in all evaluations.
+        """Returns items drawn for each query from its candidates but the target, alike in all evaluations.
 
-        Beside them is whether there are as many to draw from: the items of a query that has fewer mean nothing.
+        The second tensor tells whether the query has enough of them; the items of one that has not mean nothing.
         """
         rows = torch.arange(len(users), device=users.device)
         row_of_excluded = rows.repeat_interleave(excluded.lengths(), output_size=len(excluded.values()))

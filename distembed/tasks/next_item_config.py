@@ -99,11 +99,7 @@ class NextItemConfig:
         return task
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the columns of the dataset, and those of targets and negatives.
-
-        Raises:
-            UserError: The dataset has no sequences of items, or rows have weights.
-        """
+        """Returns the dataset's columns, targets and negatives; refuses one without sequences, or with weights."""
         require_no_weights(self.name, schema)
         items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
         if items is None:

@@ -3,9 +3,8 @@
 A row of the dataset is a user and an item that the user took. The loss of a row is the mean over drawn negative items j
 of ``-log sigmoid(s_i - s_j)``, and ``lambda`` times the squares of the vectors that the row looks up.
 
-In an evaluation a row is a user of the split, and the user's items of the split are relevant. All items are ranked but
-those that the user has in the splits before it, where ``exclude_seen`` leaves them out: a relevant one among these is a
-miss.
+In an evaluation a row is a user of the split, and the user's items of the split are relevant. All items are ranked,
+with ``exclude_seen`` without the user's items of earlier splits: a relevant one among them is a miss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,11 +47,7 @@ RELEVANT, EXCLUDED = "relevant", "excluded"
 
 
 class RankingTask(Task):
-    """Ranks items for users by a model that returns queries of users with the rows' items and negative items.
-
-    Args:
-        config: The section ``task`` of a config.
-    """
+    """Ranks items for users by a model that returns queries of users with the rows' items and negative items."""
 
     batch_fields = (SPARSE_FEATURES,)
     scored_tables = (ITEM,)
@@ -68,7 +63,7 @@ class RankingTask(Task):
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
 
     def start(self, context: TaskContext) -> None:
-        """Takes where the users' items are read when they are needed."""
+        """Takes the place of the users' items, which are read when they are needed."""
         self._context = context
         self._schema = batch_schema(self._config, context.schema)
         self._num_items = next(each.num_embeddings for each in context.schema.categorical if each.name == ITEM)
@@ -77,13 +72,13 @@ class RankingTask(Task):
 
     @cached_property
     def _negatives(self) -> NegativeDraws:
-        """The draws of negative items, which know what every user took in training."""
+        """The draws of negative items, which exclude each user's items in training."""
         taken = self._items_of([self._context.data.train])
         weights = item_weights(taken.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, taken.to(self._context.ranks.device), self._context.seed)
 
     def _items_of(self, splits: Sequence[str]) -> UserItems:
-        """Returns what each user took in some splits, which are read once."""
+        """Returns each user's items in some splits, which are read once."""
         key = tuple(splits)
         if key not in self._items:
             self._items[key] = UserItems.of_splits(self._context.dataset, splits)
@@ -146,7 +141,7 @@ class RankingTask(Task):
             yield Batch(fields, max(len(users), 1))
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns the batch of the rows' users, whose candidates are those of the test split."""
+        """Returns the batch of the rows' users, with the candidates of the test split."""
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         users = features[USER].values().long()
@@ -160,9 +155,9 @@ class RankingTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def _seen_before(self, split: str | None) -> UserItems:
-        """Returns the items that are left out where a split is predicted, or what follows all splits.
+        """Returns the items that are left out of the predictions of a split, or of the time after all splits for None.
 
-        They are none where seen items are candidates, and where the dataset is not here with its rows.
+        There are none where seen items are candidates, or where the dataset is not here with its rows.
         """
         data, manifest = self._context.data, Manifest.load(self._context.dataset)
         in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
@@ -209,13 +204,13 @@ class RankingTask(Task):
         return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns the sum of each row's share of drawn negative items that are behind its item, and the rows."""
+        """Returns the sum of each row's share of drawn negative items that are ordered after its item, and the rows."""
         shares = outputs["ordered"].double()
         has_negatives = ~shares.isnan()
         return {"ordered": torch.stack([shares.nansum(), has_negatives.sum().double()])}
 
     def training_metrics(self, sums: Sums) -> dict[str, float]:
-        """Returns the share of drawn negative items that are behind the item of their row."""
+        """Returns the share of drawn negative items that are ordered after the item of their row."""
         ordered, num_rows = sums["ordered"].tolist()
         return {"ordered": ordered / num_rows if num_rows else float("nan")}
 

@@ -27,7 +27,7 @@ class RankingConfig:
 
     Attributes:
         name: The task's name, ``ranking``.
-        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
+        regularization: Factor of the squares of a row's vectors in its loss.
         num_negatives: Number of negative items of each row.
         negative_exponent: Power of an item's number of users with which negative items are drawn: 0 for uniformly, 1
             for by frequency.
@@ -62,11 +62,11 @@ class RankingConfig:
         return task
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the columns of the dataset and the negative items, which are looked up in the table of items.
+        """Returns the dataset's columns and the negative items, which are looked up in the table of items.
 
         Raises:
-            UserError: The dataset has no users or no items, or several in a row, or a cutoff is above its items, or
-                rows have weights.
+            UserError: The dataset has no users or items, or several in a row, or weights, or a cutoff exceeds its
+                items.
         """
         require_no_weights(self.name, schema)
         features = {feature.name: feature for feature in schema.categorical}

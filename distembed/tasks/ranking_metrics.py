@@ -1,6 +1,6 @@
 """Metrics of rankings, from the rank of each relevant item: the number of items ahead of it.
 
-For a query with R relevant items, of which h have a rank below k:
+For a query with R relevant items, h of them with a rank below k:
 
 =========== ==================================================================================================
 hr@k        1 if h > 0, else 0 (hit rate)
@@ -13,8 +13,8 @@ coverage@k  share of all items that are among the best k of any query; see :func
 
 A relevant item that is no candidate has no rank: it is a miss, and one of the R. Each metric is the mean over the
 queries that have a relevant item (Järvelin, Kekäläinen, ACM TOIS 2002, for NDCG with a gain of 1; He et al., WWW 2017,
-for HR@k). Where a target is ranked among drawn items only, names say among how many: ``ndcg@10_of_101`` is that of a
-target and 100 others, which says nothing of a ranking of all items.
+for HR@k). Where a target is ranked among drawn items only, the name tells their number: ``ndcg@10_of_101`` ranks a
+target among 100 others, which says nothing of a ranking of all items.
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,7 @@ class RankingMetrics:
         """Returns the metrics of each query; NaN for a query that has no relevant item.
 
         Args:
-            ranks: Number of items ahead of each relevant one, query after query; ``NOT_RANKED`` for one that is no
-                candidate.
+            ranks: Number of items ahead of each relevant item, query after query; ``NOT_RANKED`` for no candidate.
             lengths: Number of relevant items of each query.
         """
         queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -91,7 +90,7 @@ class RankingMetrics:
         return dict(zip(self.names, means.tolist(), strict=True))
 
     def reported(self, kinds: Sequence[str], in_terminal: Sequence[str] = ("ndcg@10", "hr@10")) -> list[ReportedMetric]:
-        """Returns what reports show of kinds of metrics, such as ``ndcg`` and ``mrr``, the largest cutoff first."""
+        """Returns the reported metrics of kinds, for example ``ndcg`` and ``mrr``, the largest cutoff first."""
         suffix = "" if self.among is None else f" of {self.among}"
         return [
             ReportedMetric(
@@ -102,24 +101,21 @@ class RankingMetrics:
 
 
 def coverage(best: npt.NDArray[Any], k: int, num_items: int) -> float:
-    """Returns the share of all items that are among the best k of any query.
+    """Returns the share of ``num_items`` items that are among the best k of any query.
 
-    Args:
-        best: The best items of each query, the best first, at least k; -1 where there were fewer. ``[queries, best]``
-        k: How many of them are looked at.
-        num_items: Number of items that could be among them, reserved ids not counted.
+    ``best`` are the best items of each query ``[queries, at least k]``, the best first; -1 where there were fewer.
     """
     shown = np.unique(best[..., :k])
     return np.count_nonzero(shown >= 0) / num_items if num_items else float("nan")
 
 
 def coverage_metric(k: int) -> ReportedMetric:
-    """Returns what reports show of the coverage at k."""
+    """Returns the reported metric of the coverage at k."""
     return ReportedMetric(f"coverage@{k}", f"coverage@{k}", in_terminal=False)
 
 
 def _most_gain(k: int, lengths: Int64[Tensor, " queries"]) -> Float[Tensor, " queries"]:
-    """Returns the most that the gains of k items can be together, with so many relevant ones."""
+    """Returns the highest sum of the gains of k items, with so many relevant ones."""
     gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=lengths.device).log2()
     return torch.cat([gains.new_zeros(1), gains.cumsum(0)])[lengths.clamp(max=k)]
 

@@ -28,7 +28,7 @@ class RatingTask(Task):
     """Predicts the label, any number, of each row from a model that returns queries of users with the rows' items.
 
     Args:
-        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
+        regularization: Factor of the squares of a row's vectors in its loss.
         subtract_mean: Whether the mean of the training ratings is added to every score.
         clip: The lowest and the highest rating that is predicted in evaluations; None for any number.
         headline: Name of the metric by which models are compared.
@@ -53,11 +53,7 @@ class RatingTask(Task):
         self.reported_metrics = headline_first(_METRICS, headline)
 
     def start(self, context: TaskContext) -> None:
-        """Takes the mean of the ratings of the split that the model is trained on, and whether rows have weights.
-
-        Raises:
-            UserError: The dataset that the model was trained on cannot be read.
-        """
+        """Reads the mean of the training split's ratings, and whether rows have weights."""
         self._weights.start(context)
         self.outputs = (*type(self).outputs, *self._weights.outputs)
         if self._subtract_mean:
@@ -89,7 +85,7 @@ class RatingTask(Task):
         return {"rows": len(rows["labels"]), **total_weight(rows), **_errors(rows)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns the sum of the squared errors, and that of the rows' weights."""
+        """Returns the sum of the squared errors, and the sum of the rows' weights."""
         squared = (outputs["predictions"].double() - outputs["labels"]).square()
         weights = outputs[WEIGHTS].double() if WEIGHTS in outputs else torch.ones_like(squared)
         return {"squared": torch.stack([(squared * weights).sum(), weights.sum()])}

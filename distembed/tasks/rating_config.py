@@ -21,9 +21,8 @@ class RatingConfig:
 
     Attributes:
         name: The task's name, ``rating``.
-        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
-        subtract_mean: Whether the model predicts by how much a rating differs from the mean of the training ratings,
-            rather than the rating.
+        regularization: Factor of the squares of a row's vectors in its loss.
+        subtract_mean: Whether the model predicts the difference of a rating from the mean of the training ratings.
         clip: The lowest and the highest rating that is predicted in evaluations; null for any number.
         headline: Name of the metric by which models are compared.
     """
@@ -50,11 +49,7 @@ class RatingConfig:
         return task
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the columns of the dataset, which are all that the task needs.
-
-        Raises:
-            UserError: The dataset has no ratings.
-        """
+        """Returns the dataset's columns; it refuses a dataset without ratings."""
         if schema.label is None or schema.label_kind != "number":
             raise UserError(
                 "task.name is 'rating', and the rows of this dataset have "

@@ -35,12 +35,7 @@ def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: 
 
 
 def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
-    """Returns the number of ranked rows, whether seen items are left out, and the number of targets missed by that.
-
-    Args:
-        excludes_seen: Whether seen items are left out.
-        rows: The outputs of all rows, with ``excluded_targets``.
-    """
+    """Returns the number of ranked rows, whether seen items are left out, and the number of targets among these."""
     excluded_targets = int(rows["excluded_targets"].sum())
     return {"rows": len(rows["users"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
 

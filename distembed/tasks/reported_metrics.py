@@ -1,4 +1,4 @@
-"""The metrics of a task as reports show them; a run records those of its task, so that any task's runs are compared."""
+"""The metrics of a task as reports show them; a run records them, so that runs of any task are compared."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ class ReportedMetric:
     Attributes:
         name: Its name in the evaluation.
         heading: Text above its column.
-        number_format: Format of its value, such as ``.4f``.
+        number_format: Format of its value, for example ``.4f``.
         better: Whether the ``higher`` or the ``lower`` value is better; None where neither is.
         in_terminal: Whether the narrower table in a terminal has it too.
     """
@@ -31,7 +31,7 @@ CLICK_METRICS = (
     ReportedMetric("normalized_entropy", "normalised entropy", better="lower", in_terminal=False),
     ReportedMetric("calibration", "calibration", ".3f", in_terminal=False),
 )
-"""Those of clicks, and of runs that record none."""
+"""The metrics of clicks, and of runs that record none."""
 
 
 GROUPED_METRICS = (
@@ -39,21 +39,18 @@ GROUPED_METRICS = (
     ReportedMetric("gauc_groups", "groups of GAUC", ",.0f", in_terminal=False),
     ReportedMetric("gauc_rows", "rows of GAUC", ",.0f", in_terminal=False),
 )
-"""Those of clicks within groups of rows."""
+"""The metrics of clicks within groups of rows."""
 
 
 def headline_first(metrics: Sequence[ReportedMetric], headline: str | None) -> tuple[ReportedMetric, ...]:
-    """Returns metrics with the one by which models are compared at the front; as they are for None."""
+    """Returns metrics with the headline metric in front; unchanged for None."""
     return tuple(sorted(metrics, key=lambda metric: headline is not None and metric.name != headline))
 
 
 def ranking_metric_names(kinds: Sequence[str], cutoffs: Sequence[int], among: int | None = None) -> list[str]:
-    """Returns the names of metrics of rankings, the largest cutoff first, such as ``ndcg@10`` or ``ndcg@10_of_101``.
+    """Returns the names of ranking metrics, the largest cutoff first: ``ndcg@10``, or ``ndcg@10_of_101`` of 101 items.
 
-    Args:
-        kinds: Kinds of metrics, such as ``ndcg`` and ``mrr``, of which the latter has no cutoff.
-        cutoffs: The numbers k, in rising order.
-        among: Number of items that a target is ranked among, itself included; None for all.
+    ``mrr`` has no cutoff. ``cutoffs`` are in rising order.
     """
     suffix = "" if among is None else f"_of_{among}"
     names = [kind if kind == "mrr" else f"{kind}@{k}" for k in reversed(cutoffs) for kind in kinds]
@@ -61,7 +58,7 @@ def ranking_metric_names(kinds: Sequence[str], cutoffs: Sequence[int], among: in
 
 
 def parse_metrics(values: Any) -> tuple[ReportedMetric, ...]:
-    """Returns the metrics that a run recorded as plain values; those of clicks where none of it is whole."""
+    """Returns the metrics that a run recorded as plain values; the click metrics where no record is whole."""
     listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
     return tuple(ReportedMetric(**each) for each in listed if _is_whole(each)) or CLICK_METRICS
 

@@ -1,12 +1,10 @@
 """The weights of rows in a loss and in metrics, of datasets that have them in a column (``Schema.weight``).
 
 The loss of a step is the sum of ``w_i l_i / m`` over the rows of the global batch, divided by their number, where m is
-the mean weight of the rows of the training split. Its gradient is then an unbiased estimate of that of the weighted
-mean over the split, which is what training is to lower; dividing by the weights of the batch itself would count rows
-more where the others of their batch happen to weigh little. Since m is a constant of the dataset, no rank needs the
-weights of another, and weights that are all multiplied by one number train the same model.
-
-Metrics are those of rows that are there w_i times.
+the mean weight of the training split's rows. Its gradient is an unbiased estimate of the gradient of the weighted mean
+over the split. Dividing by the batch's own weights would count a row more where the rest of its batch weighs little.
+Since m is a constant of the dataset, no rank needs the weights of another, and a common factor of all weights changes
+nothing. In metrics a row counts as w_i equal rows.
 """
 
 import numpy as np
@@ -21,7 +19,7 @@ from distembed.tasks.base import Outputs, Rows, TaskContext
 
 
 class RowWeights:
-    """The weights of a task's rows; all weigh 1 until a task starts with a dataset that says otherwise."""
+    """The weights of a task's rows; all weigh 1 until a task starts with a dataset that has weights."""
 
     def __init__(self) -> None:
         self._context: TaskContext | None = None
@@ -37,11 +35,7 @@ class RowWeights:
         return (WEIGHTS,) if self._context is not None and self._context.schema.weight is not None else ()
 
     def _mean(self) -> float:
-        """Returns the mean weight of the training split, which is read when a step first needs it.
-
-        Raises:
-            UserError: The dataset that the model was trained on cannot be read, or has no such mean above 0.
-        """
+        """The mean weight of the training split, which is read when a step first needs it."""
         if self._context is None:  # a step whose values nobody looks at, such as an estimate's
             return 1.0
         if self._known_mean is not None:
@@ -58,7 +52,7 @@ class RowWeights:
         return mean
 
     def in_loss(self, batch: Batch) -> Tensor | None:
-        """Returns what the loss of each row is multiplied by [batch]; None where rows have no weights.
+        """Returns the factor of each row's loss [batch]; None where rows have no weights.
 
         Raises:
             UserError: The mean weight of the training split is not known, or is 0.

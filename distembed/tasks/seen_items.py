@@ -4,10 +4,10 @@ Candidates never depend on the target. Either seen items stay, or they are left 
 ``auto`` measures how often users return to an item, on the training split alone::
 
     sequences   a b c b | d d          targets that precede in their row: b of b c b, d of d       2 of 4
-    ratings     (u, a) (u, b) (u, a)   rows whose pair a row before them has: the second (u, a)    1 of 3
+    ratings     (u, a) (u, b) (u, a)   rows whose pair an earlier row has: the second (u, a)       1 of 3
 
-It leaves seen items out where that share is at most ``MOST_REPEATS``, which is about what a hit rate can then lose.
-The first million items of sequences are measured; a dataset that was prepared without duplicates has no repeats.
+It leaves seen items out where that share is at most ``MOST_REPEATS``, about the loss of a hit rate. The first million
+items of sequences are measured; a dataset that was prepared without duplicates has no repeats.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ _WITHOUT_DUPLICATES = ("first", "last", "error")
 def decided_task(
     task: TaskConfig, dataset: str, manifest: Manifest, split: str
 ) -> tuple[TaskConfig, dict[str, Any] | None]:
-    """Returns a task's section with ``exclude_seen`` decided, and what ``run.json`` records of the decision.
+    """Returns a task's section with ``exclude_seen`` decided, and the decision in plain values for ``run.json``.
+
+    The decision is None for a task that excludes nothing. Nothing is decided where the training split is not at hand.
 
     Args:
         task: The section.
         dataset: The dataset's folder.
         manifest: Its manifest.
         split: Name of the training split.
-
-    Returns:
-        The section, and the decision in plain values; None for a task that excludes nothing. Nothing is decided where
-        the training split is not at hand.
 
     Raises:
         UserError: The task cannot be learnt from the dataset, or the training split cannot be read.

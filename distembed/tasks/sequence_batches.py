@@ -1,4 +1,4 @@
-"""Cuts rows of sequences into what a model is shown and what it is to predict, as pure functions on a batch.
+"""Cuts rows of sequences into a model's inputs and its targets, as pure functions on a batch.
 
 A row of training becomes its items but the last as inputs, and its items but the first as targets; a row of an
 evaluation, its history but the last item as input, and that item as the target::
@@ -26,19 +26,14 @@ _Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranges:
-    """Consecutive entries of each row of a list column.
-
-    Attributes:
-        counts: Number of entries of each row.
-        entries: Place of each entry among those of all rows.
-    """
+    """Consecutive entries of each row of a list column: their number by row, and their places among all rows'."""
 
     counts: _Integers
     entries: _Integers
 
     @classmethod
     def before(cls, ends: _Integers, counts: _Integers) -> "Ranges":
-        """Returns the last entries before ``ends``, the number of them by row."""
+        """Returns the last ``counts`` entries before ``ends``, by row."""
         firsts = ends - counts
         shifts = firsts - (np.cumsum(counts) - counts)
         return cls(counts, np.repeat(shifts, counts) + np.arange(int(counts.sum())))
@@ -46,13 +41,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the parts of a batch's rows lie.
-
-    Attributes:
-        inputs: The entries that the model is shown.
-        targets: Those that it is to predict.
-        seen: Those before the target of an evaluation; none in training.
-    """
+    """The entries of a batch's rows that the model is shown, that it predicts, and that precede the target."""
 
     inputs: Ranges
     targets: Ranges
@@ -88,7 +77,7 @@ def columns(features: KeyedJaggedTensor) -> dict[str, tuple[Tensor, _Integers]]:
 def cut_lists(
     features: KeyedJaggedTensor, lists: frozenset[str], lengths: _Integers, cuts: Cuts
 ) -> dict[str, tuple[Tensor, _Integers]]:
-    """Returns the values of each feature and how many each row has, with lists cut to what the model is shown.
+    """Returns the values of each feature and their number by row, with lists cut to the model's inputs.
 
     Args:
         features: Ids, or numbers, of a batch.
@@ -116,12 +105,7 @@ def cut_lists(
 
 
 def jagged(features: Mapping[str, tuple[Tensor, _Integers]], num_rows: int) -> KeyedJaggedTensor:
-    """Returns features as a batch has them.
-
-    Args:
-        features: The values of each, row after row, and how many each row has.
-        num_rows: Number of rows.
-    """
+    """Returns features as a batch has them, given the values of each, row after row, and their number by row."""
     lengths = np.concatenate([lengths for _, lengths in features.values()])
     counts = [len(values) for values, _ in features.values()]
     return KeyedJaggedTensor(

@@ -22,9 +22,9 @@ class BestEvaluation:
     """The best evaluation on the validation split until now.
 
     Attributes:
-        step: Number of steps after which it was; None before there is one.
-        value: Its headline metric; None before there is one.
-        last_step: Number of steps after which the last evaluation was; 0 before there is one.
+        step: Number of steps until it; None before any.
+        value: Its headline metric; None before any.
+        last_step: Number of steps until the last evaluation; 0 before any.
         evaluations_since: Number of evaluations since the best one whose metric is defined.
     """
 
@@ -34,11 +34,11 @@ class BestEvaluation:
     evaluations_since: int = 0
 
     def after(self, step: int, value: float, metric: ReportedMetric, min_improvement: float) -> "BestEvaluation":
-        """Returns the best one once there is a further evaluation; one that was counted already changes nothing.
+        """Returns the best evaluation after a further one, which counts once, and not where its value is not finite.
 
         Args:
-            step: Number of steps after which the evaluation is.
-            value: Its headline metric; NaN or infinite where it is not defined.
+            step: Number of steps until the evaluation.
+            value: Its headline metric.
             metric: The headline metric; it says whether higher or lower values are better.
             min_improvement: The difference by which a better value exceeds the best one.
         """
@@ -79,11 +79,7 @@ class BestEvaluation:
 
 
 def require_comparable(metric: ReportedMetric) -> None:
-    """Makes sure that evaluations can be compared.
-
-    Raises:
-        UserError: Neither the higher nor the lower value of a headline metric is better.
-    """
+    """Refuses a headline metric without a better direction."""
     if metric.better is None:
         raise UserError(
             f"train.keep_best and train.stop_after_evaluations compare evaluations by {metric.name!r}, of which "

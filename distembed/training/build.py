@@ -71,7 +71,7 @@ class Blueprint:
 
     @property
     def precision(self) -> str:
-        """What the networks compute in: ``bf16``, ``tf32`` or ``fp32``."""
+        """The arithmetic of the networks: ``bf16``, ``tf32`` or ``fp32``."""
         return _precision_name(self.config.train.precision, self.bf16)
 
     @cached_property
@@ -99,12 +99,7 @@ class Blueprint:
         return batch_schema(self.config.task, self.schema)
 
     def task_context(self, dataset: str, ranks: Ranks) -> TaskContext:
-        """Returns what the task has beside batches, on this rank.
-
-        Args:
-            dataset: Folder of the dataset that is at hand.
-            ranks: This rank among all.
-        """
+        """Returns the dataset in the given folder, and the ranks, as the task needs them."""
         sse = {name: rule for name, rule in self.sse.items() if name in self.task.replaced_features}
         return TaskContext(self.config.data, dataset, self.schema, ranks, self.config.train.seed, sse)
 
@@ -122,26 +117,24 @@ class Blueprint:
         """Builds the model with its tables on the meta device, where they take no memory.
 
         Raises:
-            UserError: The dataset's batches lack a field that the model or the task takes, or a table cannot be made as
-                it is set.
+            UserError: The batches lack a field of the model or the task, or a table cannot be made as it is set.
         """
         model = self.config.model.build(self.model_inputs)
         require_fields(model, self.task, {each.name: each for each in self.batch_schema.fields})
         return model
 
     def build_plannable(self) -> TaskModel:
-        """Builds the model with its loss as it is planned: tables are on the meta device, marked with their optimizer.
+        """Builds the model with its loss for a plan: tables are on the meta device, marked with their optimizer.
 
         Raises:
-            UserError: The model cannot be built, as in :meth:`build_unsharded`, or FBGEMM has no such optimizer on the
-                device.
+            UserError: The model cannot be built, or FBGEMM lacks the optimizer on the device.
         """
         model = self.build_unsharded()
         fuse_sparse_optimizer(table_parameters(model), self.config.train.sparse_optimizer, self.device)
         return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
 
     def workload(self) -> Workload:
-        """Returns what a plan has to know of a step beside the tables: its rows, ids per row, networks and graphs."""
+        """Returns a step's load for the planner, beside the tables: its rows, ids per row, networks and graphs."""
         train, schema = self.config.train, self.batch_schema
         features = schema.categorical
         network = estimate_network(
@@ -165,7 +158,7 @@ class Blueprint:
         )
 
     def plan_inputs(self, model: nn.Module) -> PlanInputs:
-        """Returns the inputs of a plan for this model, which are saved beside the plan."""
+        """Returns the inputs of a plan for this model, which are saved with the plan."""
         tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
         return PlanInputs(
             world_size=self.world_size,
@@ -223,8 +216,7 @@ def build_training_state(
         plans: Saved plans to apply in place of a new one.
 
     Raises:
-        UserError: The model cannot be built, the device does not compute in the precision that is asked for, or the
-            inputs of a required plan differ.
+        UserError: The model cannot be built, the device lacks the precision, or the inputs of a required plan differ.
         InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
     """
     _require_precision(blueprint.config.train.precision, ranks.device)
@@ -269,11 +261,7 @@ def build_training_state(
 
 
 def used_precision(precision: str, ranks: Ranks) -> str:
-    """Returns what networks compute in by ``train.precision``: ``bf16``, ``tf32`` or ``fp32``; all ranks call it.
-
-    Raises:
-        UserError: It is TF32, and the device is no GPU.
-    """
+    """Returns the arithmetic of the networks by ``train.precision``; all ranks call it. Refuses TF32 without a GPU."""
     _require_precision(precision, ranks.device)
     return _precision_name(precision, all_use_bf16(precision, ranks))
 
@@ -283,7 +271,6 @@ def _precision_name(precision: str, bf16: bool) -> str:
 
 
 def _require_precision(precision: str, device: torch.device) -> None:
-    """Refuses TF32 on a device that is no GPU."""
     if precision == "tf32" and device.type != "cuda":
         raise UserError(
             f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {device.type!r}; set "
@@ -292,7 +279,7 @@ def _require_precision(precision: str, device: torch.device) -> None:
 
 
 def _set_matmul_precision(precision: str, device: torch.device) -> None:
-    """Has a GPU multiply float32 matrices as ``train.precision`` says, whatever torch's default is."""
+    """Has a GPU multiply float32 matrices as ``train.precision`` says, in place of torch's default."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = precision == "tf32"  # of recurrent networks, where torch's default is yes
@@ -332,18 +319,11 @@ def _move_networks(module: nn.Module, collections: set[str], device: torch.devic
 
 
 def take_over(initial: InitialRun, blueprint: Blueprint, state: TrainingState) -> int:
-    """Reads the checkpoint of an earlier run into a live model; all ranks call it.
+    """Loads the checkpoint of an earlier run into a live model, and returns the optimizers' number of steps.
 
     Known rows of tables keep their numbers and optimizer states; new rows have the numbers of a fresh start. Adam's
-    states keep their number of steps, which corrects their bias, as if a new row had not occurred in a batch yet.
-
-    Args:
-        initial: The earlier run.
-        blueprint: What the live model was built from.
-        state: The live model and its optimizers.
-
-    Returns:
-        The number of steps that the optimizers' states have gathered.
+    states keep their number of steps, which corrects their bias, as if a new row had not occurred yet. All ranks call
+    it.
 
     Raises:
         UserError: The checkpoint is of another model or of other optimizers, or cannot be reached.

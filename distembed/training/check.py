@@ -1,4 +1,4 @@
-"""Whether what is at hand is whole: a run with its checkpoints, a checkpoint, a dataset or a graph."""
+"""Holds the bytes of a run with its checkpoints, of a checkpoint, a dataset or a graph against their checksums."""
 
 import json
 from collections.abc import Iterator
@@ -33,13 +33,7 @@ _MOST_METRICS_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Checked:
-    """A thing that was checked.
-
-    Attributes:
-        kind: ``run``, ``checkpoint``, ``dataset`` or ``graph``.
-        path: Local path or URL.
-        found: What was found.
-    """
+    """A ``run``, ``checkpoint``, ``dataset`` or ``graph`` at a local path or URL, and the result of its check."""
 
     kind: str
     path: str
@@ -47,9 +41,7 @@ class Checked:
 
 
 def check(path: str) -> Iterator[Checked]:
-    """Yields what is at a place, after all of its bytes were held against their checksums.
-
-    After a run come what it keeps of its dataset, and its checkpoints.
+    """Yields the result of checking a thing; after a run come its kept dataset and its checkpoints.
 
     Args:
         path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint or a dataset.

@@ -1,9 +1,9 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
 A file has the top keys ``data``, ``model``, ``embedding``, ``train``, ``plan``, ``sse`` and ``task``, each a frozen
-dataclass beside the code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
+dataclass beside the code that it configures. ``extends: other.yaml``, relative to the file, gives the missing keys.
 ``plugins`` names modules and files that are imported before anything is validated (:mod:`distembed.base.plugins`).
-``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
+``dotted.key=value`` overrides are parsed as YAML. A dumped config reads back exactly.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from distembed.training.train_config import TrainConfig
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Config:
-    """Everything that a run depends on.
+    """The whole config of a run.
 
     Attributes:
         data: The dataset and its splits.
@@ -48,7 +48,7 @@ class Config:
         train: Batches, optimizers, precision, checkpoints and the seed.
         plan: What the planner may do to place tables.
         sse: How ids are replaced in training.
-        task: What the model learns.
+        task: The objective of the model.
         plugins: Modules and files (``.py``) that register models, tasks, optimizers and schemes of one's own. In a YAML
             file a relative path starts at that file, in an override at the working directory.
     """
@@ -64,7 +64,7 @@ class Config:
 
     @model_validator(mode="after")
     def _model_fits_task(self) -> "Config":
-        """Refuses a model that returns something else than what the task takes, where both say what that is."""
+        """Refuses a model whose outputs the task does not take, where both declare them."""
         model, task = self.model, self.task
         if (
             isinstance(model, DeclaringModelConfig)
@@ -110,7 +110,7 @@ _ADAPTER = TypeAdapter(Config)
 _PATHS = frozenset({"path", "assignments", "graph", "init_from"})
 """Keys of files and folders that a relative path names from the working directory; URLs are left as they are."""
 _MOST_FILES = 20
-"""Number of files of which each extends the next."""
+"""Most files in a chain of ``extends``."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -153,7 +153,7 @@ def input_paths(config: Config) -> list[str]:
 
 
 def require_plugins(config: Config) -> None:
-    """Refuses names that no plugin registers, but only this process, such as a script that calls distembed's ``main``.
+    """Refuses names that this process alone registers, for example a script that calls distembed's ``main``.
 
     A plugin registers the names that are added while its file runs: as it is imported, by the config or before, or as
     the script of this process.
@@ -220,12 +220,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _read_extended(path: Path, run: Path | None, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns the values of a file, and those of the file that it extends where it has none.
+    """Returns the values of a file, and for missing keys the values of the file that it extends.
 
-    Args:
-        path: The file.
-        run: Folder of the run whose config is read; None for the config of no run.
-        followed: The files that extend this one.
+    ``run`` is the folder of the run whose config it is, if any; ``followed`` are the files that extend this one.
     """
     values = _read_yaml(path)
     if run is not None:

@@ -1,4 +1,4 @@
-"""What a config amounts to: every embedding table and dense layer, counted without making any table."""
+"""The size of a config's model: every embedding table and dense layer, counted without making any table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DescribedTable:
-    """An embedding table of a model.
-
-    Attributes:
-        config: The table, which counts its parameters and bytes itself.
-        reason_full: Why the table is full although a scheme is set for its feature; None where it is compressed, or no
-            scheme is set.
-    """
+    """An embedding table, and the reason why it is full although a scheme is set for its feature, if it is."""
 
     config: CompositionalEmbeddingConfig
     reason_full: str | None = None
@@ -88,43 +82,32 @@ class DescribedTable:
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """A parameter of a model's networks.
-
-    Attributes:
-        name: The parameter's path in the model.
-        shape: The parameter's shape.
-        num_parameters: How many numbers it has.
-    """
+    """A parameter of a model's networks, named by its path in the model."""
 
     name: str
     shape: tuple[int, ...]
     num_parameters: int
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the layer in plain values."""
         return {"name": self.name, "shape": list(self.shape), "parameters": self.num_parameters}
 
 
 @dataclass(frozen=True)
 class TiedOutput:
-    """A table of a model's input whose vectors are its output too.
-
-    Attributes:
-        table: The table, which an output of its own would have as well.
-    """
+    """A table of a model's input whose vectors are its output too."""
 
     table: CompositionalEmbeddingConfig
 
     @property
     def text(self) -> str:
-        """What is said of it in a line."""
+        """The line about it."""
         return (
             f"tied: the output reuses table {self.table.name!r}; untied it would add {self.table.num_parameters:,} "
             f"parameters ({format_bytes(self.table.memory_bytes)} of weights)"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the table's name, and what an output of its own would add in parameters and in bytes of weights."""
+        """Returns the table's name, and the parameters and bytes that an output table of its own would add."""
         table = self.table
         return {
             "table": table.name,
@@ -135,14 +118,7 @@ class TiedOutput:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's embedding tables and dense layers, with their totals.
-
-    Attributes:
-        model: The model's name in the config.
-        tables: The embedding tables, in the model's order.
-        dense_layers: The parameters outside of embedding collections, in the model's order; output biases among them.
-        tied_outputs: The tables that are input and output.
-    """
+    """A model's embedding tables, dense layers (output biases among them) and tied tables, with their totals."""
 
     model: str
     tables: tuple[DescribedTable, ...]
@@ -241,7 +217,7 @@ def tied_outputs(model: "nn.Module") -> tuple[TiedOutput, ...]:
 def _built(
     model_config: ModelConfig, inputs: ModelInputs
 ) -> tuple[list[CompositionalEmbeddingConfig], Shapes, tuple[TiedOutput, ...]]:
-    """Returns the tables, the shapes of the dense layers and the tied tables of a model, which is built for that."""
+    """Builds a model for the tables, the shapes of its dense layers and its tied tables."""
     from distembed.embedding.modules import embedding_modules, table_configs
 
     model = model_config.build(inputs)
@@ -266,7 +242,7 @@ def _reason_full(
 
 
 def print_description(description: Description, console: Console) -> None:
-    """Prints the embedding tables, the partitions of those that are compressed, the dense layers and the totals."""
+    """Prints the embedding tables, the partitions of compressed tables, the dense layers and the totals."""
     console.print(_embedding_rows(description))
     for line in description.full_table_lines():
         console.print(line, highlight=False, soft_wrap=True)
@@ -284,7 +260,6 @@ def print_description(description: Description, console: Console) -> None:
 
 
 def _embedding_rows(description: Description) -> Table:
-    """Returns a row for every embedding table."""
     rows = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
     for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
         rows.add_column(column, justify="right")
@@ -305,7 +280,6 @@ def _embedding_rows(description: Description) -> Table:
 
 
 def _partition_rows(tables: list[DescribedTable]) -> Table:
-    """Returns a row for every table, with the equations from an id to its rows."""
     rows = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
     for table in tables:
         rows.add_row(table.config.name, escape(table.partitions))
@@ -313,7 +287,6 @@ def _partition_rows(tables: list[DescribedTable]) -> Table:
 
 
 def _dense_rows(description: Description) -> Table:
-    """Returns a row for every dense layer."""
     title = f"dense layers of {description.model}"
     rows = Table("parameter", title=title, title_justify="left", box=SIMPLE_HEAD)
     rows.add_column("shape", justify="right")

@@ -21,10 +21,9 @@ EVALUATION_BATCH_SIZE = 8192
 
 
 def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
-    """Returns the task's outputs of all rows of a split, in their order; all ranks call it.
+    """Returns the task's outputs of all rows of a split, in their order, by name; on ranks but 0 without rows.
 
-    Returns:
-        Each output by its name, with all rows on rank 0 and none on other ranks.
+    All ranks call it.
     """
     outputs: dict[str, list[Tensor]] = {name: [] for name in state.task.outputs}
     for batch_outputs in score_batches(state, dataset, split, ranks):

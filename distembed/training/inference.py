@@ -23,14 +23,7 @@ from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """The model of a run's newest checkpoint, and the dataset that it is used on.
-
-    Attributes:
-        state: The model and its task; nothing of it is trained any further.
-        checkpoint: Path or URL of the checkpoint.
-        dataset: The dataset's folder.
-        ranks: This rank among all.
-    """
+    """The model of a run's checkpoint, that checkpoint's path or URL, the dataset to use it on, and this rank."""
 
     state: TrainingState
     checkpoint: str
@@ -41,9 +34,6 @@ class LoadedRun:
 @contextmanager
 def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
     """Loads a run within the block on the devices that there are, in a process group; all ranks call it.
-
-    Args:
-        run: The run, and the dataset to use it on.
 
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
@@ -56,17 +46,9 @@ def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
 def load_training_state(
     run_dir: Path, dataset: str, config: Config, ranks: Ranks, checkpoint: str | None = None
 ) -> tuple[TrainingState, str]:
-    """Returns the model of a run's newest checkpoint, shaped for the given dataset, and the checkpoint's path or URL.
+    """Returns the model of a run's checkpoint, shaped for the given dataset, and the checkpoint's path or URL.
 
-    All ranks call it.
-
-    Args:
-        run_dir: The run's folder.
-        dataset: The folder of a dataset with the same tables.
-        config: The run's config.
-        ranks: This rank among all.
-        checkpoint: Another checkpoint than the run's best or newest, as for
-            :func:`~distembed.training.resume.find_checkpoint`.
+    All ranks call it. Unless a ``checkpoint`` is chosen, it is the run's best or newest.
 
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
@@ -88,11 +70,7 @@ def load_training_state(
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:
-    """Evaluates a split; all ranks call it.
-
-    Returns:
-        The name of the split and the task's metrics on rank 0, and nothing on other ranks.
-    """
+    """Returns a split's name and metrics on rank 0, and nothing on other ranks; all ranks call it."""
     rows = score_split(state, dataset, split, ranks)
     return {"split": split, **state.task.metrics(rows)} if ranks.is_first else {}
 
@@ -107,17 +85,8 @@ def predict_split(
 ) -> int:
     """Writes the task's prediction of each row, in the order of the split; all ranks call it.
 
-    Args:
-        state: The model.
-        dataset: The dataset's folder.
-        split: Name of the split.
-        output: File to write.
-        ranks: This rank among all.
-        raw_values: Whether users and items are written as the raw values that the dataset's vocabularies have for their
-            ids; ids are written where there are none.
-
-    Returns:
-        The number of rows on rank 0, and 0 on other ranks.
+    Users and items are written as raw values, with ``raw_values`` and where the dataset's vocabularies have them, else
+    as ids. Returns the number of rows on rank 0, and 0 on other ranks.
 
     Raises:
         RunError: The file cannot be written.

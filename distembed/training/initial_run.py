@@ -1,8 +1,7 @@
-"""The run that a new one goes on from: its weights, the ids that its tables know, and how these tables grow.
+"""The earlier run that a new one begins with: its weights, the ids of its tables, and the growth of these tables.
 
 ``train --init-from RUN`` begins with RUN's weights and optimizer states on the next day's rows, whose vocabulary is
-RUN's or one grown from it. The config of the new run has the tables as they have grown, so that it stands alone: what
-is done with the new run later needs nothing of RUN.
+RUN's or one grown from it. The config of the new run has the grown tables, so that the new run stands alone.
 """
 
 import dataclasses
@@ -25,14 +24,14 @@ from distembed.training.run_folder.folder import holds_run
 from distembed.training.run_folder.record import read_json_object
 
 RECORD = "init_from"
-"""Key of ``run.json`` under which a run keeps what it began with."""
+"""Key of ``run.json`` that records the earlier run."""
 _GIVEN, _FIRST_GIVEN = "embedding", "first_embedding"
-"""Keys therein of the settings of tables that the run was given, and the first run of its chain."""
+"""Keys of that record: the settings of tables given to the run, and to the first run of its chain."""
 
 
 @dataclass(frozen=True)
 class InitialRun:
-    """A run that a new one goes on from.
+    """A run that a new one begins with.
 
     Attributes:
         folder: The run's folder.
@@ -40,9 +39,9 @@ class InitialRun:
         config: The run's config, with its tables as they are.
         schema: The columns of its dataset.
         given: The settings of tables that it was given, before they grew.
-        first_given: The settings of tables that the first run of the chain that it ends was given.
+        first_given: The settings of tables given to the first run of its chain.
         run_id: The run's id; None where it is of an early version.
-        fingerprint: That of its dataset's ids.
+        fingerprint: Checksum of its dataset's ids.
     """
 
     folder: Path
@@ -55,11 +54,7 @@ class InitialRun:
     fingerprint: str
 
     def record(self, given: EmbeddingConfig) -> dict[str, Any]:
-        """Returns what ``run.json`` of the new run says of this one, as plain values.
-
-        Args:
-            given: The settings of tables that the new run was given.
-        """
+        """Returns the record of this run in the new run's ``run.json``, given the new run's settings of tables."""
         return {
             "path": str(self.folder),
             "checkpoint": self.checkpoint,
@@ -71,18 +66,18 @@ class InitialRun:
 
 
 def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoint: str | None = None) -> InitialRun:
-    """Finds a run to go on from, and makes sure that a dataset's ids go on from those of the run's.
+    """Finds a run to begin with, and makes sure that a dataset's vocabularies continue the run's.
 
     Args:
         init_from: Folder of a run, or folder or URL of one of its checkpoints.
         dataset: Folder of the dataset to train on.
         manifest: Its manifest.
-        checkpoint: Path or URL of the run's checkpoint that an interrupted run began with; None for that which
-            ``init_from`` names, or the run's best where it keeps that, or its newest.
+        checkpoint: The checkpoint that an interrupted run began with; unless given, the one named by ``init_from``, or
+            the run's best where it keeps that, or its newest.
 
     Raises:
-        UserError: There is no such run or checkpoint, its dataset is not what it was, or known values have other ids
-            in the new dataset.
+        UserError: There is no run or checkpoint, its dataset has changed, or known values have other ids in the
+            new dataset.
     """
     folder, named = _folder_and_checkpoint(init_from)
     config = load_run_config(folder)
@@ -102,16 +97,10 @@ def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoin
 
 
 def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
-    """Returns a config whose tables are those of an earlier run, grown to the ids of a dataset.
-
-    Args:
-        config: The config that is given.
-        initial: The run to go on from.
-        schema: The columns of the new dataset.
+    """Returns a config whose tables are an earlier run's, grown to the ids of a dataset with this schema.
 
     Raises:
-        UserError: A table, the model or the task is set in another way than that of the earlier run, or a table cannot
-            grow.
+        UserError: The model, the task or a table is set otherwise than in the earlier run, or a table cannot grow.
     """
     for section in ("model", "task"):
         old, new = (getattr(each, section).name for each in (initial.config, config))
@@ -129,11 +118,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
 
 
 def begun_config(config: Config) -> Config:
-    """Returns a config with the tables that a run has which is started with it.
-
-    Raises:
-        UserError: ``train.init_from`` is no run that this one could go on from.
-    """
+    """Returns the config with which a run starts; tables have grown where it begins with an earlier run."""
     if config.train.init_from is None:
         return config
     dataset = config.data.require_path()
@@ -142,12 +127,10 @@ def begun_config(config: Config) -> Config:
 
 
 def resumed_config(config: Config, folder: Path) -> Config:
-    """Returns the config of a run that is resumed, whose tables are as they had grown when it began.
+    """Returns the config of a resumed run, whose tables are as they had grown when it began.
 
-    Args:
-        config: The config that is given: the one that the run was given, or its own. Of another one nothing is
-            changed, so that it is found to differ.
-        folder: The run's folder.
+    A config that is neither the run's own nor the one it was given is returned unchanged, so that the difference is
+    found.
     """
     started_with = load_run_config(folder)
     if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
@@ -164,7 +147,7 @@ def resumed_config(config: Config, folder: Path) -> Config:
 
 
 def recorded(folder: Path, key: str = RECORD) -> Mapping[str, Any] | None:
-    """Returns an object of ``run.json``, such as that of the run that a run began with; None where it has none."""
+    """Returns an object of ``run.json``, by default the record of the earlier run; None where there is none."""
     record = read_json_object(folder / "run.json").get(key)
     return record if isinstance(record, Mapping) else None
 
@@ -182,7 +165,7 @@ def _absolute(path: str) -> str:
 
 
 def _folder_and_checkpoint(init_from: str) -> tuple[Path, str | None]:
-    """Returns the folder of a run, and the path or URL of its checkpoint where that is what is named."""
+    """Returns the folder of a run, and the path or URL of its checkpoint if ``train.init_from`` names one."""
     folder = Path(init_from)
     if "://" not in init_from and holds_run(folder):
         return folder.absolute(), None

@@ -25,14 +25,7 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class MaterialisedTable:
-    """A table whose vectors were written.
-
-    Attributes:
-        name: The table's name.
-        path: The Parquet file.
-        num_rows: Number of rows in the file, one vector each.
-        seconds: Seconds that reading the weights and writing the file took.
-    """
+    """A table whose vectors were written to a file, with the seconds for reading its weights and writing the file."""
 
     name: str
     path: Path
@@ -56,17 +49,15 @@ def materialise_run(
         run_dir: The folder of a run with a checkpoint.
         config: The run's config.
         schema: The columns of the run's dataset.
-        output: The folder to write to, made if it is not there; no file.
+        output: The folder to write to, made if it is missing.
         names: Names of the tables to write; all tables unless given.
-        ids_file: Parquet file of the ids whose vectors to write, for a single table; all ids of each table unless
-            given.
-        overwrite: Whether to replace files that are there already.
-        checkpoint_choice: Another checkpoint than the run's best or newest, as for
-            :func:`distembed.training.resume.find_checkpoint`.
+        ids_file: Parquet file of the ids of a single table to write; all ids of each table unless given.
+        overwrite: Whether to replace existing files.
+        checkpoint_choice: ``best``, ``newest`` or a step, in place of the run's best or newest checkpoint.
 
     Raises:
-        UserError: The run has no such table, a file is there already, the ids cannot be read, or a table hashes its ids
-            and none are given.
+        UserError: The run lacks a table, a file exists, or the ids cannot be read or are missing for a hashed
+            table.
         RunError: A file cannot be written.
     """
     inputs = ModelInputs.from_config(batch_schema(config.task, schema), config.embedding)

@@ -21,17 +21,10 @@ def read_newest(
     collectives: Collectives | None = None,
     choice: str | None = None,
 ) -> T:
-    """Returns what ``read`` makes of a run's checkpoint; all ranks call it, and read the same one.
+    """Returns the result of ``read``, called with the path or URL of a run's checkpoint on all ranks.
 
-    It is the best where the run keeps it, else the newest. One that is removed while it is read is no error: then the
-    one that is the best, or the newest, by then is read.
-
-    Args:
-        run_dir: The run's folder.
-        config: The run's config.
-        read: Reads the checkpoint of this path or URL; all ranks call it.
-        collectives: The ranks; those of the default process group unless given.
-        choice: Another checkpoint, as for :func:`~distembed.training.resume.find_checkpoint`.
+    The checkpoint is the best where the run keeps it, else the newest, or the ``choice``. If the run removes it while
+    it is read, the best or newest one by then is read.
 
     Raises:
         UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.

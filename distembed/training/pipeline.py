@@ -105,7 +105,7 @@ class StepPipeline:
         self._model = model
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:
-        """Steps through all batches and yields what each step returns; all ranks call it.
+        """Steps through all batches and yields each step's outputs; all ranks call it.
 
         A model in training mode has its weights updated.
         """
@@ -122,7 +122,7 @@ class StepPipeline:
 
 
 class _KeepsNothing(dict[str, Any]):
-    """A dictionary that what is put into is gone from."""
+    """A dictionary that drops each value at once."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         pass

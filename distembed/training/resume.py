@@ -1,10 +1,10 @@
-"""The config, dataset and plan of an earlier run, and what may differ when it is resumed or its model is used.
+"""The config, dataset and plan of an earlier run, and the settings that may differ when it is resumed or used.
 
 A resumed run has to give the weights that it would have given without the interruption. So its config may differ only
-in settings that leave them as they are: where files are, what is evaluated, how often something is logged, where tables
-are placed. Another device gives them up to rounding, if its networks compute in the same precision, and so does another
-kernel of lookups. The config may also train for longer, unless a learning rate depends on the number of steps. A model
-may be evaluated on another dataset, if its ids stand for the same values.
+in settings that do not touch the weights: where files are, which evaluations are made, how often something is logged,
+where tables are placed. Another device or another kernel of lookups changes the weights only by rounding, if the
+networks compute in the same precision. The config may also train for longer, unless a learning rate depends on the
+number of steps. A model may be evaluated on another dataset, if its ids stand for the same values.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ _MAY_CHANGE = {
     "train.keep_checkpoints",
     "train.checkpoint_dir",
 }
-"""Settings that leave the weights as they are; the reader checks by itself that the rows are the same."""
+"""Settings that do not touch the weights; the reader checks by itself that the rows are the same."""
 _EVALUATIONS = ("data.validation", "train.evaluate_every")
-"""Those of them that decide which evaluation is the best, where that matters."""
+"""The settings among them that decide which evaluation is the best, where that matters."""
 _LENGTHS = ("train.epochs", "train.max_steps")
 """Settings of how long a run is, which may only grow."""
 
@@ -69,15 +69,10 @@ def load_run_config(run: Path) -> Config:
 
 
 def find_checkpoint(run_dir: Path, config: Config, choice: str | None = None) -> str:
-    """Returns the path or URL of a run's checkpoint: the best where the run keeps it, else the newest.
-
-    Args:
-        run_dir: The run's folder.
-        config: The run's config.
-        choice: Another one, as for :func:`distembed.checkpoints.store.chosen_checkpoint`.
+    """Returns the path or URL of a run's checkpoint: the chosen one, the best where the run keeps it, or the newest.
 
     Raises:
-        UserError: The run has no such checkpoint, or the place cannot be reached.
+        UserError: The run lacks the checkpoint, or the place cannot be reached.
     """
     return chosen_checkpoint(run_dir, config.train.checkpoint_dir, choice, config.train.keep_best)
 
@@ -88,8 +83,8 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     Args:
         run: The run's folder.
         config: The run's config.
-        data: The folder or URL of another dataset, whose ids have to stand for the same values; None for the run's own.
-        needs_rows: Whether rows of the dataset are read; if not, what the run keeps of it is enough.
+        data: Folder or URL of another dataset, whose ids have to stand for the same values; None for the run's own.
+        needs_rows: Whether rows of the dataset are read; else the part that the run keeps of it is enough.
 
     Raises:
         UserError: The dataset is not there, or its ids stand for other values.
@@ -121,10 +116,6 @@ def _is_of_same_ids(run: Path, dataset: str, kept: Path | None) -> bool:
 def require_same_config(folder: Path, config: Config) -> None:
     """Makes sure that a run is resumed with a config that gives the same weights.
 
-    Args:
-        folder: The run's folder.
-        config: The config to resume it with.
-
     Raises:
         UserError: Settings differ that may not; the error lists all of them.
     """
@@ -148,15 +139,7 @@ def require_same_config(folder: Path, config: Config) -> None:
 
 
 def require_same_precision(folder: Path, precision: str) -> None:
-    """Makes sure that the networks of a resumed run compute as before, where ``auto`` may choose another way here.
-
-    Args:
-        folder: The run's folder.
-        precision: What they would compute in: ``bf16``, ``tf32`` or ``fp32``.
-
-    Raises:
-        UserError: It is not the one that the run was started with.
-    """
+    """Makes sure that the networks of a resumed run compute as before; ``auto`` may choose another precision here."""
     before = read_json_object(folder / "run.json").get("precision", precision)
     if before != precision:
         raise UserError(
@@ -166,7 +149,7 @@ def require_same_precision(folder: Path, precision: str) -> None:
 
 
 def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None) -> None:
-    """Makes sure that a run which keeps its checkpoints elsewhere from now on has those there that it goes on from."""
+    """Makes sure that a changed place for checkpoints holds the run's newest one."""
     old_place, new_place = checkpoint_place(folder, before), checkpoint_place(folder, now)
     if old_place == new_place:
         return
@@ -199,15 +182,7 @@ def _changed_lengths(before: Config, now: Config) -> list[str]:
 
 
 def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
-    """Makes sure that a run is resumed with the same graphs.
-
-    Args:
-        folder: The run's folder.
-        graphs: The fingerprints of the graphs to resume it with, by table.
-
-    Raises:
-        UserError: A table's graph is another one; the error names the table.
-    """
+    """Makes sure that a run is resumed with the same graphs, given their fingerprints by table."""
     before = _recorded(folder, "graphs")
     for table in {**before, **graphs}:
         if before.get(table) != graphs.get(table):
@@ -226,15 +201,7 @@ def _recorded(run: Path, key: str) -> Mapping[str, Any]:
 
 
 def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
-    """Returns the plan of a run that is resumed.
-
-    Args:
-        folder: The run's folder.
-        config: The config that it is resumed with.
-        say: Prints a line; called where the run's plan is not used.
-
-    Returns:
-        The plan; None where the run has none yet, or the config's ``plan`` section has changed.
+    """Returns the plan of a resumed run; None before there is one, or where the config's ``plan`` section has changed.
 
     Raises:
         UserError: The plan cannot be read.

@@ -1,4 +1,4 @@
-"""A whole run of a config: training and evaluation, and what its folder keeps of both."""
+"""A whole run of a config: training, evaluation and their records in the run's folder. Start reading here."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,13 +28,7 @@ from distembed.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that came to its end.
-
-    Attributes:
-        folder: The run's folder.
-        evaluation: The metrics of the final evaluation on rank 0; None on other ranks, and without a test split.
-        described: The metrics as one line; None where there are none.
-    """
+    """A finished run: its folder, and on rank 0 the final metrics and their line, if there is a test split."""
 
     folder: Path
     evaluation: dict[str, Any] | None
@@ -48,6 +42,7 @@ def train_run(
     console: Console | None,
     say: Callable[[str], None],
     start: RunStart | None = None,
+    evaluated: Callable[[int, float], None] | None = None,
 ) -> FinishedRun:
     """Trains a config and evaluates it on its test split; all ranks call it.
 
@@ -57,7 +52,9 @@ def train_run(
         ranks: This rank among all.
         console: Where rank 0 shows the progress; None for nowhere.
         say: Prints a line; called on rank 0 only.
-        start: What the run starts with, where that was found already.
+        start: The start of the run, where it was found already.
+        evaluated: Is called on rank 0 after each evaluation during training, with the number of steps and the task's
+            headline metric; it may raise :class:`~distembed.base.errors.Interrupted`, in a process that trains alone.
 
     Raises:
         UserError: The folder, the dataset, a plan or a setting cannot be used.
@@ -75,7 +72,7 @@ def train_run(
         for line in (*info["kept_full"], *_missing_checksums(config)):
             say(line)
     run_folder = RunFolder(start.folder)
-    trainer = Trainer(config, run_folder, ranks, start, console)
+    trainer = Trainer(config, run_folder, ranks, start, console, evaluated)
     if not ranks.is_first:
         trainer.train()
         trainer.load_best()
@@ -105,7 +102,7 @@ def _missing_checksums(config: Config) -> list[str]:
 
 
 def run_info(config: Config, start: RunStart) -> dict[str, Any]:
-    """Returns what ``run.json`` records of the config and the dataset."""
+    """Returns the part of ``run.json`` that follows from the config and the dataset."""
     description = describe(config)
     schemes = [table.config.scheme.name for table in description.tables]
     return {

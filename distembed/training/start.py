@@ -1,6 +1,6 @@
-"""What a run starts with, found without a model: its folder, whether it is resumed, plans, dataset and graphs.
+"""The start of a run, found without a model: its folder, whether it is resumed, plans, dataset and graphs.
 
-A process that trains alone finds it before it loads torch, so that a folder that does not exist is told at once.
+A process that trains alone finds it before it loads torch, so that a missing folder is an error at once.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ class RunOptions:
     """The options of a run beside its config.
 
     Attributes:
-        run_dir: The run's folder; None for one in ``runs`` that is named after ``name`` and the time.
-        name: How the name of such a folder begins.
+        run_dir: The run's folder; None for a folder in ``runs`` that is named after ``name`` and the time.
+        name: The first part of that folder's name.
         resume: Whether to resume the folder's run from its newest checkpoint.
         resume_or_start: Whether to resume where the folder holds a run and to start a run where it does not. It then
             waits for another process that owns the folder, until that counts as dead.
         plan: A file of ``distembed plan --output`` that says where tables are placed. With ``resume_or_start`` it is
-            applied only where its inputs are those of this run, and a resumed run's own plan comes before it.
+            applied only where its inputs are this run's, and a resumed run's own plan comes before it.
     """
 
     run_dir: Path | None = None
@@ -86,22 +86,22 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run starts with.
+    """The start of a run.
 
     Attributes:
-        config: The whole config, in which tables that go on from another run's are as they have grown.
+        config: The whole config, in which tables that continue another run's are as they have grown.
         folder: The run's folder.
         manifest: The manifest of its dataset.
         sse: The rule by which ids are replaced in training, by feature.
-        run_id: What tells the run and its checkpoints from all others.
+        run_id: Unique id of the run and its checkpoints.
         resume: Whether the run continues from its newest checkpoint, if there is one.
         plans: Saved plans to apply in place of a new one.
         wait_seconds: Seconds to wait for another process that trains into the folder.
         initial: The run whose weights training begins with; None for initial weights, and for a run that is resumed
             from a checkpoint of its own.
-        init_from: What ``run.json`` says of such a run, however often the new one is resumed; None for initial weights.
-        seen_items: What ``run.json`` says of ``task.exclude_seen``; None where the task excludes no items, and for a
-            run that an earlier version started.
+        init_from: The record of that run in ``run.json``, also of a resumed run; None for initial weights.
+        seen_items: The record of ``task.exclude_seen`` in ``run.json``; None where the task excludes no items, and for
+            a run that an earlier version started.
     """
 
     config: Config
@@ -118,19 +118,19 @@ class RunStart:
 
 
 class OnFirst(Protocol):
-    """Does something on rank 0 alone, as :meth:`distembed.base.ranks.Collectives.on_first` does it."""
+    """Calls a function on rank 0 alone, as :meth:`distembed.base.ranks.Collectives.on_first` does."""
 
     def __call__(self, function: Callable[[], T]) -> T:
-        """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""
+        """Returns, or raises, the result or error of rank 0 on every rank; all ranks call it."""
 
 
 def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Callable[[str], None]) -> RunStart:
-    """Finds what a run starts with, and refuses one that cannot be started; all ranks call it.
+    """Finds the start of a run, and refuses one that cannot be started; all ranks call it.
 
     Args:
         config: The whole config.
         options: The folder, whether to resume, and a plan.
-        on_first: Does on rank 0 what the ranks have to agree on.
+        on_first: Calls a function on rank 0 for all ranks.
         say: Prints a line; called on rank 0 only.
 
     Raises:
@@ -162,7 +162,7 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
 
 
 def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], None]) -> RunStart | None:
-    """Does the same in a process that trains alone; returns None in one of several, which have to agree first."""
+    """Finds the start in a process that trains alone; returns None in one of several, which have to agree first."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return None
     return find_start(config, options, lambda function: function(), say)
@@ -202,9 +202,9 @@ def _find_initial_run(config: Config, folder: Path, manifest: Manifest, resume: 
 def _choose_plans(
     config: Config, options: RunOptions, folder: Path, resume: bool, on_first: OnFirst, say: Callable[[str], None]
 ) -> PlanChoice:
-    """Returns the saved plans to apply: the one that is given, or that of the run that is resumed.
+    """Returns the saved plans to apply: the given one, or the resumed run's.
 
-    With ``resume_or_start`` both are only preferred, the resumed run's before the one that is given.
+    With ``resume_or_start`` both are only preferred, the resumed run's first.
     """
     if options.plan is not None and not options.resume_or_start:
         return PlanChoice(required=read_saved_plan(options.plan))
@@ -215,11 +215,7 @@ def _choose_plans(
 
 
 def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str, SSE]:
-    """Returns the rule by which ids are replaced in training, by feature.
-
-    Raises:
-        UserError: A graph is not over the ids of its table.
-    """
+    """Returns the rule by which ids are replaced, by feature; refuses a graph over other ids than its table's."""
     features = batch_schema(config.task, manifest.schema).categorical
     num_embeddings = {feature.name: feature.num_embeddings for feature in features}
     reserved = {feature.name: reserved_ids(manifest, feature.table_name) for feature in features}

@@ -1,4 +1,4 @@
-"""What a run needs and might find out only hours later: whole splits, labels of its task, evaluations to compare."""
+"""Checks of a run's splits, labels and metrics before it starts, which would else fail hours later."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,12 +22,7 @@ _LOOKED_AT = 8
 
 
 def require_trainable(config: Config, dataset: str, resume: bool = False) -> None:
-    """Makes sure that a config can be trained on the splits that it names.
-
-    Args:
-        config: The whole config.
-        dataset: The dataset's folder.
-        resume: Whether the run goes on, in which case evaluations that cannot be compared are passed over.
+    """Makes sure that a config can be trained on its splits; a resumed run is not refused for its metrics.
 
     Raises:
         UserError: A split is missing or not whole, a label is not valid for the task, or evaluations
@@ -41,11 +36,7 @@ def require_trainable(config: Config, dataset: str, resume: bool = False) -> Non
 
 
 def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
-    """Makes sure that every split that is going to be read is there, and that its files are whole.
-
-    Args:
-        dataset: The dataset's folder.
-        splits: The split by the setting or option that names it; None where it names none.
+    """Makes sure that splits, by the setting or option that names them, are there with whole files.
 
     Raises:
         UserError: A split is missing, or one of its files is missing, cut short or damaged.
@@ -62,9 +53,9 @@ def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
 
 
 def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> None:
-    """Makes sure that the labels of splits are those of a task, as far as a look at some row groups tells.
+    """Makes sure that the labels of splits are valid for a task, by a look at some row groups.
 
-    Labels that ``distembed prepare`` has made 0 and 1 are not looked at. The task checks all others once more as they
+    Labels that ``distembed prepare`` has made 0 and 1 are not looked at. The task checks all labels once more as they
     are read.
 
     Raises:

@@ -27,18 +27,18 @@ class TrainConfig:
             matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where every
             rank's device multiplies matrices faster in it, else fp32.
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
-        quantized_comms: What composed vectors and their gradients are rounded to while they are sent.
+        quantized_comms: Rounding of composed vectors and their gradients while they are sent.
         log_every: Steps between two lines of metrics.
         evaluate_every: Steps between two evaluations on the validation split; 0 for the end of each epoch only.
         stop_after_evaluations: Number of evaluations in a row without a better value of the task's headline metric
             after which training stops; null for never.
-        min_improvement: What a value has to exceed the best one by to be better.
+        min_improvement: Difference by which a better value exceeds the best one.
         keep_best: Whether the checkpoint of the best evaluation is kept beside the newest ones, and is the one that the
             final evaluation and everything later is made with.
         checkpoint_every: Steps between two checkpoints; 0 for the end of each epoch only.
         keep_checkpoints: Number of the newest checkpoints that are not removed.
         checkpoint_dir: Folder for checkpoints, relative to the run's if not absolute, or any URL that fsspec knows,
-            such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
+            for example ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
         init_from: Folder of a run, or folder or URL of one of its checkpoints, whose weights and optimizer states
             training begins with; null for initial weights.
     """
@@ -64,7 +64,7 @@ class TrainConfig:
 
     @property
     def compares_evaluations(self) -> bool:
-        """Whether evaluations decide what is kept, or when training ends."""
+        """Whether evaluations decide which checkpoint is kept, or when training ends."""
         return self.keep_best or self.stop_after_evaluations is not None
 
 

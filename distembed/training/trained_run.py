@@ -1,4 +1,4 @@
-"""A run that is used after its training: what can be known of it, and of what is asked for, without its model."""
+"""A run that is used after its training, and the checks of its use that need no model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,7 @@ PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run with a checkpoint, and a dataset to use it on.
-
-    Attributes:
-        folder: The run's folder.
-        config: The run's config.
-        dataset: The dataset's folder.
-        manifest: The dataset's manifest.
-        checkpoint_choice: Which checkpoint to use in place of the run's best or newest; None for these.
-    """
+    """A run with a checkpoint, the choice among its checkpoints, and a dataset to use it on."""
 
     folder: Path
     config: Config
@@ -43,14 +35,13 @@ def find_trained_run(
 
     Args:
         folder: The run's folder.
-        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
-        split: The split of the dataset that is to be read; None for none: then what the run keeps of its own is enough.
-        checkpoint: Another checkpoint than the run's best or newest, as for
-            :func:`~distembed.training.resume.find_checkpoint`.
+        data: Folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        split: The split to read; None for none: then the part of the dataset that the run keeps is enough.
+        checkpoint: ``best``, ``newest`` or a step, in place of the run's best or newest checkpoint.
 
     Raises:
-        UserError: The folder holds no run or no such checkpoint, or the dataset is not there, is not like the run's
-            own, or has no such split that is whole.
+        UserError: The folder holds no run or lacks the checkpoint, or the dataset is missing, is not like the run's
+            own, or lacks the split.
     """
     config = load_run_config(folder)
     dataset = choose_dataset(folder, config, data, needs_rows=split is not None)
@@ -65,12 +56,8 @@ def find_trained_run(
 def require_prediction_file(output: Path, overwrite: bool) -> None:
     """Refuses a file that predictions cannot be written to, before there are any.
 
-    Args:
-        output: The file.
-        overwrite: Whether one that is there may be replaced.
-
     Raises:
-        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``, it cannot be a file, or it is there already.
+        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``, it cannot be a file, or it exists.
         RunError: No file can be made in its folder.
     """
     if output.suffix not in PREDICTION_FORMATS:

@@ -7,7 +7,7 @@ training is left in it when the model is evaluated or saved.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -46,22 +46,24 @@ _LOSSES = "weighted losses"  # a name that no task's own sums have
 class Trainer:
     """Trains a config's model on this rank; all ranks construct it and call its methods.
 
-    What cannot be trained is refused at construction, before anything is written.
+    A run that cannot be trained is refused at construction, before anything is written.
 
     Args:
         config: The whole config.
         folder: The run's folder.
         ranks: This rank among all.
-        start: What the run starts with.
+        start: The start of the run.
         console: Where rank 0 shows the progress; None for nowhere.
+        evaluated: Is called on rank 0 after each evaluation during training; see
+            :func:`~distembed.training.run.train_run`.
 
     Attributes:
-        precision: What the networks compute in: ``bf16``, ``tf32`` or ``fp32``.
-        unreadable: What is wrong with each row group that any rank could not read, by its name.
+        precision: The arithmetic of the networks: ``bf16``, ``tf32`` or ``fp32``.
+        unreadable: The reason for each row group that any rank could not read, by its name.
 
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
-            the device does not compute in the precision that is asked for, or the inputs of a required plan differ.
+            the device lacks the precision, or the inputs of a required plan differ.
         InsufficientMemory: The tables do not fit into the memory of the ranks.
     """
 
@@ -72,6 +74,7 @@ class Trainer:
         ranks: Ranks,
         start: RunStart,
         console: Console | None,
+        evaluated: Callable[[int, float], None] | None = None,
     ) -> None:
         self._config = config
         self._dataset = config.data.require_path()
@@ -79,6 +82,7 @@ class Trainer:
         self._ranks = ranks
         self._start = start
         self._console = console if ranks.is_first else None
+        self._evaluated = evaluated
         self._reader = training_reader(config, ranks)
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
@@ -222,7 +226,7 @@ class Trainer:
         return False
 
     def _batches(self, count: int) -> Iterator[Batch]:
-        """Yields the next batches, each of which is in flight until its step is done."""
+        """Yields the next batches; each is in flight until its step is done."""
         self._set_learning_rates()
         for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
             self._num_in_flight += 1
@@ -237,10 +241,8 @@ class Trainer:
         """Saves a checkpoint and evaluates on the validation split, where they are due after this step.
 
         Where evaluations are compared, the checkpoint of a step has the evaluation of that step as part of its state;
-        else it is written while the model is evaluated.
-
-        Args:
-            has_evaluated: Whether the evaluation is recorded already.
+        else it is written while the model is evaluated. ``has_evaluated`` tells whether the evaluation is recorded
+        already.
         """
         evaluates_first = self._due.evaluation_before_checkpoint(self._step)
         if evaluates_first and not has_evaluated:
@@ -273,6 +275,8 @@ class Trainer:
             self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
             if self.is_finished and self._window.loss is not None:
                 self._log()  # the line of the steps since the last one, which no further step completes
+        if values and self._evaluated is not None:
+            self._evaluated(self._step, float(values[self._state.task.headline.name]))
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
         """Adds the step that was just done to the next line of metrics."""
@@ -330,8 +334,7 @@ class Trainer:
     def _save(self, is_due: bool = True) -> None:
         """Begins to save a checkpoint after this step; all ranks call it.
 
-        Args:
-            is_due: Whether a run that is not interrupted would write it too.
+        ``is_due`` tells whether a run that is not interrupted would write it too.
         """
         self._require_finite()  # weights that have met a NaN must not replace good ones
         self._window.add_replaced(replaced_counts(self._state.model, self._step))

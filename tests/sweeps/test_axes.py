@@ -16,7 +16,7 @@ from distembed.base.validation import parse_yaml
 from distembed.reports.run_groups import _common_name
 from distembed.training.config import load_config
 from distembed.training.sweeps.axes import Axis, named_runs, parse_axes
-from distembed.training.sweeps.worker import share_of_cores
+from distembed.training.sweeps.train import share_of_cores
 
 
 def never(settings: Sequence[str]) -> bool:

@@ -1,11 +1,14 @@
 """Whole sweeps of the command: runs that are those of `train`, go on after any end, and are checked beforehand."""
 
+import importlib
 import json
 import os
 import re
 import signal
-import subprocess
+import sys
 import time
+from multiprocessing import current_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +16,35 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.checkpoints.store import checkpoint_place, newest_checkpoint
-from distembed.training.sweeps.planned import plan_sweep
+from distembed.training.sweeps.sweep import plan_sweep
+from tests.processes import start_processes
 from tests.robustness.checkpoint_numbers import saved_numbers
-from tests.small_runs import command, distembed
+from tests.small_runs import distembed, run_command
 from tests.training.test_runs import call
 
 TIMES = {"seconds", "samples_per_second"}
 RATES = "train.dense_optimizer.learning_rate"
 
 
-def launch(config: Path, folder: Path, *settings: object) -> subprocess.Popen[str]:
-    """Starts a sweep as a user does, whose workers share what it has loaded."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = command("sweep", config, *settings, "--run-dir", folder)
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=config.parent
-    )
+def run_sweep(rank: int, arguments: tuple[object, ...], folder: Path) -> None:
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it may not start processes
+    run_command(rank, arguments, folder)
 
 
-def sweep(config: Path, folder: Path, *settings: object, code: int = 0) -> str:
-    """Runs a sweep to its end and returns what it printed."""
-    process = launch(config, folder, *settings)
-    output, _ = process.communicate()
-    assert process.returncode == code, output
+def launch(config: Path, folder: Path, *settings: object) -> BaseProcess:
+    """Starts a sweep in a process that has loaded torch already; its output goes to files beside the config."""
+    for name in ("output", "errors"):
+        (config.parent / name).unlink(missing_ok=True)
+    arguments = ("sweep", config, *settings, "--run-dir", folder)
+    (process,) = start_processes(1, run_sweep, arguments, config.parent).processes
+    return process
+
+
+def end(process: BaseProcess, config: Path, code: int = 0) -> str:
+    """Waits for the end of a sweep and returns its output."""
+    process.join()
+    output = "".join((config.parent / name).read_text() for name in ("output", "errors"))
+    assert process.exitcode == code, output
     assert "Traceback" not in output
     return output
 
@@ -50,10 +59,10 @@ def status(folder: Path) -> dict[str, str]:
     return {name: run["status"] for name, run in json.loads((folder / "sweep.json").read_text())["runs"].items()}
 
 
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+def wait_for_steps(process: BaseProcess, run: Path, steps: int) -> None:
     path = run / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < steps:
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive()
         time.sleep(0.02)
 
 
@@ -69,16 +78,15 @@ def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(
     process = launch(config, folder, *settings)
     first = folder / "learning_rate=0.1,seed=0"
     wait_for_steps(process, first, 5)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 75 and "interrupted with 0 of 4 runs finished" in output and "Traceback" not in output
+    os.kill(process.pid or 0, signal.SIGINT)
+    assert "interrupted with 0 of 4 runs finished" in end(process, config, code=75)
     assert status(folder)["learning_rate=0.1,seed=0"] == "interrupted"
     assert list(status(folder).values()).count("waiting") == 3
     call("sweep", config, *settings, "--run-dir", folder, "--dry-run")
     listed = capsys.readouterr().out
     assert "learning_rate=0.1,seed=0  resumed" in listed and "4 runs: 3 new, 1 resumed" in listed
 
-    output = sweep(config, folder, *settings, "--workers", "2")
+    output = end(launch(config, folder, *settings, "--workers", "2"), config)
     assert "resuming learning_rate=0.1,seed=0" in output and output.count("training learning_rate") == 3
     assert set(status(folder).values()) == {"finished"} and len(status(folder)) == 4
     own, alone = folder / "learning_rate=0.05,seed=1", tmp_path / "alone"
@@ -109,10 +117,9 @@ def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path:
     folder = tmp_path / "sweep"
     process = launch(config, folder, f"{RATES}=0.1,1e30,0.05", "train.max_steps=62")
     wait_for_steps(process, folder / "learning_rate=0.1", 3)
-    (worker,) = children(process.pid)
+    (worker,) = children(process.pid or 0)
     os.kill(worker, signal.SIGKILL)
-    output, _ = process.communicate()
-    assert process.returncode == 1 and "Traceback" not in output
+    output = end(process, config, code=1)
     found = json.loads((folder / "sweep.json").read_text())["runs"]
     assert found["learning_rate=0.1"]["error"] == "its process ended with signal SIGKILL"
     assert "The loss is" in found["learning_rate=1e+30"]["error"]
@@ -166,7 +173,7 @@ def test_a_sweep_is_no_run_on_several_ranks(config: Path, tmp_path: Path, monkey
 
 
 def test_what_only_building_a_model_finds_out_is_told_before_the_first_run(config: Path, tmp_path: Path) -> None:
-    output = sweep(config, tmp_path / "sweep", "train.sparse_optimizer.name=sgd,adam", code=2)
+    output = end(launch(config, tmp_path / "sweep", "train.sparse_optimizer.name=sgd,adam"), config, code=2)
     assert "name=adam: " in output and "CUDA only" in output
     assert not list((tmp_path / "sweep").glob("*/config.yaml"))
 
@@ -178,3 +185,33 @@ def test_other_folders_are_left_alone(config: Path, tmp_path: Path) -> None:
         call("sweep", config, "train.seed=0,1", "--run-dir", tmp_path / "mine")
     call("sweep", config, "train.seed=0,1", "--run-dir", tmp_path / "new", "--dry-run")
     assert not (tmp_path / "new").exists()
+
+
+def test_tpe_trains_so_many_runs_and_prunes_bad_ones(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    bad = "1e-9,2e-9,3e-9,4e-9,5e-9"
+    settings = [f"{RATES}=0.1,0.2,0.3,0.4,0.5,0.6,{bad}", "train.sparse_optimizer.learning_rate=1.0,1e-9"]
+    settings += ["train.max_steps=4", "train.evaluate_every=2", "--sampler", "tpe", "--trials", "9", "--prune"]
+    output = end(launch(config, folder, *settings), config)
+    ended = status(folder)
+    assert len(ended) == 9 and set(ended.values()) == {"finished", "pruned"}, output
+    pruned = [name for name, how in ended.items() if how == "pruned"]
+    assert all("pruned after step 2" in (folder / name / "run.json").read_text() for name in pruned)
+    call("sweep", config, *settings, "--run-dir", folder)  # does nothing
+    assert status(folder) == ended
+
+
+def test_random_draws_the_same_runs_every_time_and_more_for_a_higher_number(config: Path, tmp_path: Path) -> None:
+    settings = ["train.seed=0,1,2,3,4", f"{RATES}=0.1,0.2,0.3"]
+    drawn = [[run.name for run in plan_sweep(config, settings, tmp_path, "random", n)] for n in (2, 2, 5)]
+    assert len(set(drawn[2])) == 5 and drawn[0] == drawn[1] == drawn[2][:2]
+    for sampler, trials in (("random", None), ("tpe", None), ("grid", 3)):
+        with pytest.raises(UserError, match="--trials"):
+            plan_sweep(config, settings, tmp_path, sampler, trials)
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "distembed.training.sweeps.train", raising=False)
+    with pytest.raises(UserError, match=re.escape("pip install 'distembed[sweep]'")):
+        importlib.import_module("distembed.training.sweeps.train")

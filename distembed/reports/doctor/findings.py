@@ -180,12 +180,13 @@ def check_fused_lookup(result: LoadResult) -> Finding:
 
 
 def check_extras(installed: Mapping[str, str]) -> list[Finding]:
-    """Tells whether raw rows can be prepared on a Ray or a Spark cluster, and plans polished: extras of distembed."""
+    """Tells which extras are installed: Ray and Spark for `prepare`, HiGHS for plans, Optuna for sweeps."""
     findings = []
     extras = (
         ("prepare on ray", "ray", "ray"),
         ("prepare on spark", "spark", "pyspark"),
         ("plan --polish", "polish", "highspy"),
+        ("sweep", "sweep", "optuna"),
     )
     for what, extra, distribution in extras:
         found = installed.get(distribution)

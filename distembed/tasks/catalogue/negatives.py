@@ -1,21 +1,20 @@
-"""Negative items: drawn where the batch lies, never among those that a row excludes, and repeatable.
+"""Negative items: drawn where the batch lies, never among the items that a row excludes, and repeatable.
 
-Each drawn item is a function of (seed, step, number of the row in the global batch, slot), so a run draws the same ones
-on any number of ranks and after a resume: the words are those of SplitMix64, as for replaced ids
-(``sse/random_words.py``), with ``row * slots + slot`` as their number.
+Each drawn item is a function of (seed, step, number of the row in the global batch, slot), so a run draws alike on any
+number of ranks and after a resume. The words are SplitMix64's, as for replaced ids (``sse/random_words.py``), with
+``row * slots + slot`` as their number.
 
-A draw is exact and takes one word: no draw is rejected and drawn again. Items have whole weights, laid end to end, of
-which those that a user excludes are taken out; a number u below what is left is moved past those in front of it::
+A draw is exact and takes one word: no draw is rejected and repeated. Items have whole weights, laid end to end. The
+weights of a user's excluded items are taken out; a number u below the rest is moved past the excluded items before it::
 
     items      | 0 | 1  1  1 | 2 | 3  3 | 4 |      cumulative  0 1 4 5 7 8
     user has         ^^^^^^^       ^^^^             left over  8 - 3 - 2 = 3; before item 1: 1, before item 3: 2
     left over  | 0 |           2 |        4 |      u = 2 is past both: 2 + 3 + 2 = 7 is item 4
 
-How many of the user's items are in front is one binary search among the keys ``user * total + left over before it`` of
-all pairs. Trade-off: 8 bytes a pair beside those of :class:`UserItems`. A draw favours some items by at most
-``total / 2^63`` of their probability, which is below 2^-22.
-
-A user who excludes every item has no negatives: its draws are item 0, which :meth:`NegativeDraws.has_items` tells.
+One binary search among the keys ``user * total + left over before it`` of all pairs counts the user's items before u.
+Trade-off: 8 bytes a pair more than :class:`UserItems`. A draw favours some items by at most ``total / 2^63`` of their
+probability, below 2^-22. A user who excludes every item has no negatives: its draws are item 0, and
+:meth:`NegativeDraws.has_items` is false.
 """
 
 from collections.abc import Sequence
@@ -36,10 +35,10 @@ _KEY_BITS = 62
 
 
 def item_weights(counts: Int64[Tensor, " items"], exponent: float, reserved: Sequence[int]) -> Float[Tensor, " items"]:
-    """Returns in proportion to what items are drawn: ``max(count, 1) ** exponent``, and 0 for reserved ids.
+    """Returns the weights by which items are drawn: ``max(count, 1) ** exponent``, and 0 for reserved ids.
 
     Args:
-        counts: How often each item occurs, such as :meth:`UserItems.users_of_items`.
+        counts: How often each item occurs, for example :meth:`UserItems.users_of_items`.
         exponent: 0 draws items uniformly, 1 by their frequency.
         reserved: Ids that stand for no item.
     """
@@ -52,13 +51,13 @@ class NegativeDraws:
     """Draws negative items.
 
     Args:
-        weights: Weight of each item, 0 or more, of :func:`item_weights`.
+        weights: Weight of each item, as from :func:`item_weights`.
         excluded: Items that are not drawn for a user, on the device on which to draw; None to exclude none.
         seed: Seed of the run.
         name: Name of the draws; another name gives other items.
 
     Attributes:
-        users_without_items: The users who exclude all items that have a weight, ascending.
+        users_without_items: The users who exclude every item that has a weight, ascending.
 
     Raises:
         UserError: No item has a weight.
@@ -83,13 +82,13 @@ class NegativeDraws:
             self.users_without_items = (self._left <= 0).nonzero().flatten()
 
     def draw(self, step: int, first_row: int, users: Int64[Tensor, " rows"], slots: int) -> Int64[Tensor, "rows slots"]:
-        """Returns items for the rows of some users, on their device, none of which is excluded for its user.
+        """Returns ``slots`` items for each row that its user does not exclude, on the users' device; they may repeat.
 
         Args:
             step: Number of the step over all epochs.
             first_row: Number of the first row among the rows of the step on all ranks.
-            users: User of each row.
-            slots: Number of items of each row. Several may be the same; 0 for a user who has no negatives.
+            users: User of each row; one without negatives gets item 0.
+            slots: Number of items of each row.
         """
         if self._excluded is None:
             return self.draw_for_all(step, first_row, len(users), slots)
@@ -99,13 +98,7 @@ class NegativeDraws:
     def draw_numbered(
         self, step: int, numbers: Int64[Tensor, "*shape"], users: Int64[Tensor, "*shape"]
     ) -> Int64[Tensor, "*shape"]:
-        """Returns items like :meth:`draw`, for rows of unequally many slots.
-
-        Args:
-            step: Number of the step over all epochs.
-            numbers: Number of each item among all that the step draws on all ranks; no two are the same.
-            users: User of each item.
-        """
+        """Returns items like :meth:`draw`, given each item's user and its number among all ranks' items of the step."""
         words = self._words(step, numbers)
         if self._excluded is None:
             return self._items(words % self.total)
@@ -127,17 +120,17 @@ class NegativeDraws:
         return torch.ones_like(users, dtype=torch.bool) if self._excluded is None else self._left[users] > 0
 
     def draw_for_all(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
-        """Returns items for rows that exclude none, such as those that all rows of a batch have in common."""
+        """Returns items for rows that exclude none."""
         return self._items(self._words(step, self._numbers(first_row, num_rows, slots)) % self.total)
 
     def log_probabilities(
         self, items: Int64[Tensor, "rows slots"], users: Int64[Tensor, " rows"] | None = None
     ) -> Float[Tensor, "rows slots"]:
-        """Returns the logarithm of each item's probability; -inf for one that is never drawn, or has no such user.
+        """Returns the logarithm of each item's probability; -inf for an item that is never drawn.
 
         Args:
             items: Any items; one that its user excludes counts as if it were not excluded.
-            users: User of each row, for items of :meth:`draw`; None for those of :meth:`draw_for_all`.
+            users: User of each row, for items of :meth:`draw`; None for items of :meth:`draw_for_all`.
         """
         units = (self._cumulative[items + 1] - self._cumulative[items]).double()
         if users is None or self._excluded is None:
@@ -146,7 +139,6 @@ class NegativeDraws:
         return torch.where(left > 0, units / left.clamp(min=1), 0.0).log().float()
 
     def _numbers(self, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
-        """Returns the number of each slot of each row among all slots of a step."""
         numbers = torch.arange(first_row * slots, (first_row + num_rows) * slots, device=self._cumulative.device)
         return numbers.view(num_rows, slots)
 
@@ -165,9 +157,9 @@ _GOLDEN_GAMMA = GOLDEN_GAMMA - 2**64  # as an int64
 
 
 def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64[Tensor, " items_plus_1"]:
-    """Returns where each item's whole weight begins, and where the last one's ends, such that keys fit into 62 bits.
+    """Returns where each item's whole weight begins, and the end of the last one, so that keys fit into 62 bits.
 
-    Whole weights are taken as they are if they fit; others are rounded, those above 0 to 1 at least.
+    Whole weights stay as they are if they fit; others are rounded, and positive ones to 1 at least.
     """
     most = 2.0 ** min(_MOST_TOTAL_BITS, _KEY_BITS - num_users.bit_length())
     total = float(weights.sum())
@@ -178,7 +170,7 @@ def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64
 
 
 def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
-    """Returns the first item that has a weight, if it and all behind it have the weight 1; else None."""
+    """Returns the first item that has a weight, if it and all later items have the weight 1; else None."""
     first = len(cumulative) - 1 - int(cumulative[-1])
     is_uniform = first >= 0 and int(cumulative[first]) == 0 and bool((cumulative[first:].diff() == 1).all())
     return first if is_uniform else None
@@ -187,7 +179,7 @@ def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
 def _left_over(
     cumulative: Int64[Tensor, " items_plus_1"], excluded: UserItems
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " users"]]:
-    """Returns for each pair ``user * total`` and what is left before its item; and what is left of each user."""
+    """Returns the weight left before the item of each pair, plus ``user * total``, and the weight left of each user."""
     total = cumulative[-1]
     lengths = excluded.offsets.diff()
     users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)

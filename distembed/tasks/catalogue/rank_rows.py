@@ -12,7 +12,7 @@ from distembed.embedding.share import TableShare
 
 @dataclass(frozen=True)
 class RankRows:
-    """How many rows each rank has, such as queries, to gather them and what belongs to them.
+    """The number of rows, for example queries, of each rank, by which rows are gathered and handed back.
 
     Attributes:
         counts: The number of rows of each rank.
@@ -69,11 +69,7 @@ class RankRows:
         return rows
 
     def own_of_all(self, rows: Tensor) -> Tensor:
-        """Returns what each rank has of this rank's rows, ``[ranks, own, ...]``; all ranks call it.
-
-        Args:
-            rows: What this rank has of all ranks' rows.
-        """
+        """Returns each rank's numbers for this rank's rows, ``[ranks, own, ...]``; all ranks call it."""
         own = rows.new_empty(len(self.counts), self.counts[self._rank], *rows.shape[1:])
         if self.group is None or not rows.numel():
             return own.copy_(rows.view_as(own))

@@ -7,13 +7,13 @@ only counts and the best items go back::
     queries of rank 0  | chunk | chunk |      | chunk | chunk |      scores of a block of queries and a chunk
     queries of rank 1  | chunk | chunk |      | chunk | chunk |      are made, compared and dropped
 
-The rank of a relevant item is the number of candidates ahead of it: those of a higher score and, since a model that
-scores all alike has no claim to a good rank, irrelevant ones of the same score. Of relevant ones with equal scores the
-first that was given is ahead. A score that is no number puts a relevant item behind all. A relevant item that is
-excluded is no candidate and has no rank: the target must not decide which items are ranked.
+The rank of a relevant item is the number of candidates ahead of it: items of a higher score, and irrelevant items of an
+equal score, since a model that scores all alike has no claim to a good rank. Of relevant items with equal scores, the
+one given first is ahead. A relevant item whose score is NaN comes last. A relevant item that is excluded is no
+candidate and has no rank: the target must not decide which items are ranked.
 
-Scores are products in float64, rounded to float32: so items with the same vector and bias have the same score, whatever
-product they were in, and ranks do not depend on the number of ranks. Trade-off: such a product takes twice the time.
+Scores are products in float64, rounded to float32. So items with equal vectors and biases have equal scores in every
+product, and ranks do not depend on the number of ranks. Trade-off: a float64 product takes twice the time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distembed.models.queries import Catalogue
 from distembed.tasks.catalogue.rank_rows import RankRows
 
 _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
-"""Number of scores that are in memory at once; on a CPU as many as its caches hold."""
+"""Number of scores in memory at once; on a CPU as many as its caches hold."""
 _MOST_IDS = 2**16
 _PAIRS_AT_ONCE = 2**14
 
@@ -40,16 +40,16 @@ _LOW = 2**32 - 1
 _LOWEST = -(2**63)
 
 NOT_RANKED = -1
-"""In the place of the rank of a relevant item that is excluded."""
+"""The rank of a relevant item that is excluded."""
 
 
 @dataclass(frozen=True)
 class RankedItems:
-    """What a ranking says of the queries of this rank.
+    """The ranking for the queries of this rank.
 
     Attributes:
-        ranks: Number of candidates ahead of each relevant item, in the order in which these were given; ``NOT_RANKED``
-            for one that is excluded.
+        ranks: Number of candidates ahead of each relevant item, in the order given; ``NOT_RANKED`` for an excluded
+            item.
         best: The best items of each query, the best first; -1 where there are fewer.
         best_scores: Their scores, -inf where there are fewer.
     """
@@ -64,7 +64,7 @@ class CatalogueRanking:
     """Ranks the items of a catalogue.
 
     Attributes:
-        catalogue: The items, of which there are at most 2^32, with their biases.
+        catalogue: At most 2^32 items, with their biases.
         reserved: Ids that stand for no item, which are not ranked.
         num_best: Number of best items of each query; 0 for none.
     """
@@ -77,12 +77,12 @@ class CatalogueRanking:
     def rank(
         self, vectors: Float[Tensor, "queries dim"], relevant: JaggedTensor, excluded: JaggedTensor
     ) -> RankedItems:
-        """Ranks all items that are not reserved for the queries of this rank; all ranks call it.
+        """Ranks all items that are not reserved for the queries of this rank, which may be none; all ranks call it.
 
         Args:
-            vectors: The queries of this rank, which may be none.
+            vectors: The queries of this rank.
             relevant: The relevant items of each query, distinct.
-            excluded: The items of each query that are not ranked, such as those that its user has.
+            excluded: The items of each query that are not ranked.
         """
         pairs = QueryItems.of(relevant), QueryItems.of(excluded)
         ranks, keys = zip(*map(self._rank_block, self._blocks(vectors, *pairs)), strict=True)
@@ -101,7 +101,7 @@ class CatalogueRanking:
         Args:
             vectors: The queries of this rank, which may be none.
             targets: The relevant item of each query.
-            sampled: As many items for each query, none of them relevant.
+            sampled: Irrelevant items for each query.
         """
         items = torch.cat([targets.unsqueeze(1), sampled], 1)
         pairs = QueryItems.of(JaggedTensor(items.flatten(), lengths=items.new_full((len(items),), items.shape[1])))
@@ -178,15 +178,9 @@ class CatalogueRanking:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of all ranks.
+    """Queries of all ranks with their relevant and excluded items, and the counts of both by rank.
 
-    Attributes:
-        vectors: The queries, with a last number of 1 for the items' biases.
-        relevant: The relevant items of each.
-        excluded: The items of each that are not ranked.
-        of_queries: Whose the queries are.
-        of_relevant: Whose the relevant items are.
-        most_ids: Most ids of a chunk.
+    The last number of a query's vector is 1, for the items' biases. ``most_ids`` is the most ids of a chunk.
     """
 
     vectors: Float[Tensor, "queries dim"]
@@ -199,13 +193,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some of this rank's items.
-
-    Attributes:
-        ids: Their ids.
-        vectors: Their vectors, with their biases as last numbers.
-        is_reserved: Which of them are reserved.
-    """
+    """Some of this rank's items; the last numbers of their vectors are their biases."""
 
     ids: Int64[Tensor, " ids"]
     vectors: Float[Tensor, "ids dim"]
@@ -219,7 +207,6 @@ class _Chunk:
 
 
 def _with_last(vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] | float) -> Float[Tensor, "rows dim_1"]:
-    """Returns vectors with a last number of their own each, or the same."""
     extended = vectors.new_empty(len(vectors), vectors.shape[1] + 1)
     extended[:, :-1], extended[:, -1] = vectors, last
     return extended
@@ -228,10 +215,7 @@ def _with_last(vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] 
 def _count_not_below(
     scores: Float[Tensor, "queries ids"], queries: Int64[Tensor, " pairs"], thresholds: Float[Tensor, " pairs"]
 ) -> Int64[Tensor, " pairs"]:
-    """Returns how many scores of each pair's query are not below its threshold, in as much memory as the scores.
-
-    The scores are written over where each query has one pair.
-    """
+    """Returns how many scores of each pair's query are not below its threshold; it may overwrite the scores."""
     num_ids = scores.shape[1]
     if torch.equal(queries, torch.arange(len(scores), device=queries.device)):
         return num_ids - torch.lt(scores, thresholds.unsqueeze(1), out=scores).sum(1).long()
@@ -245,7 +229,7 @@ def _count_not_below(
 def _places_among_relevant(
     queries: Int64[Tensor, " relevant"], scores: Float[Tensor, " relevant"]
 ) -> Int64[Tensor, " relevant"]:
-    """Returns how many of its query's relevant items are ahead of each: scores that are no numbers come last."""
+    """Returns how many of its query's relevant items are ahead of each: NaN scores come last."""
     worst_last = torch.where(scores.isnan(), -torch.inf, scores)
     order = worst_last.argsort(descending=True, stable=True)
     order = order[queries[order].argsort(stable=True)]
@@ -256,12 +240,7 @@ def _places_among_relevant(
 
 @dataclass(frozen=True, eq=False)
 class QueryItems:
-    """Pairs of a query and an item, in the order of queries.
-
-    Attributes:
-        queries: Number of each pair's query.
-        items: Id of each pair's item.
-    """
+    """Pairs of the number of a query and the id of an item, in the order of queries."""
 
     queries: Int64[Tensor, " pairs"]
     items: Int64[Tensor, " pairs"]
@@ -274,7 +253,6 @@ class QueryItems:
         return cls(queries, items.values())
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
         return len(self.items)
 
     def between(self, first: int, last: int) -> QueryItems:
@@ -284,12 +262,7 @@ class QueryItems:
         return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
 
     def gathered(self, first_query: int, ranks: RankRows) -> QueryItems:
-        """Returns the pairs of all ranks; all ranks call it.
-
-        Args:
-            first_query: Number of this rank's first query among those of all ranks.
-            ranks: Numbers of pairs.
-        """
+        """Returns the pairs of all ranks, given the number of this rank's first query among all; all ranks call it."""
         return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
 
     def are_in(self, others: QueryItems) -> Bool[Tensor, " pairs"]:
@@ -298,7 +271,7 @@ class QueryItems:
         return torch.isin(keys, other_keys)
 
     def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
-        """Returns the numbers of the pairs whose items are among some ids, and the place of each one's item there."""
+        """Returns the numbers of the pairs whose items are in the chunk, and the place of each pair's item in it."""
         items, order = self._by_item
         first = torch.searchsorted(items, ids)
         counts = torch.searchsorted(items, ids, right=True) - first
@@ -314,24 +287,13 @@ class QueryItems:
 
 
 class BestItems:
-    """The best items of some queries so far.
-
-    Args:
-        num_queries: Number of queries.
-        num_best: Number of items that are kept of each.
-        device: Where the scores are.
-    """
+    """The best items so far of ``num_queries`` queries, ``num_best`` of each."""
 
     def __init__(self, num_queries: int, num_best: int, device: torch.device) -> None:
         self.keys = torch.full((num_queries, num_best), _LOWEST, dtype=torch.long, device=device)
 
     def add(self, scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, " ids"]) -> None:
-        """Takes the scores of more items; those of -inf are left out.
-
-        Args:
-            scores: Float32 scores.
-            ids: Ids below 2^32, none of which were added before.
-        """
+        """Takes the float32 scores of further ids below 2^32; scores of -inf are left out."""
         num_best = min(self.keys.shape[1], len(ids))
         if not (num_best and len(scores)):
             return
@@ -367,7 +329,7 @@ def scores_of(keys: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def keys_of(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, "*ids"]) -> Int64[Tensor, "queries ids"]:
-    """Returns the keys of items: the same ones for all queries, or of each its own."""
+    """Returns the keys of items: one set for all queries, or a set for each."""
     # a score that is no number is the worst there is
     high = _ordered(scores.contiguous().view(torch.int32).long())
     keys = (high << 32) | (_LOW - ids)
@@ -375,5 +337,5 @@ def keys_of(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, "*ids"]) ->
 
 
 def _ordered(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Returns integers in the order of the numbers whose float32 bits are given, or the bits of such integers."""
+    """Maps the bits of float32 numbers to integers in the order of the numbers, and these integers back to the bits."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,13 +1,13 @@
 """Sampled softmax: the sum of exponentials over all items, estimated from the target and some drawn items.
 
-Of S items drawn with probabilities q, ``exp(s_target) + sum over draws j of exp(s_j) / (S q_j)``, in which draws of the
-target count nothing, has the sum over all items as its mean, whatever q is (Bengio and Senecal, IEEE Transactions on
-Neural Networks 2008). So ``log(S q_j)`` is subtracted from the score of a draw. With the targets of a batch's other
-rows as draws, q is how often an item is a target (Yi et al., RecSys 2019).
+With S items drawn with probabilities q, the mean of ``exp(s_target) + sum over draws j of exp(s_j) / (S q_j)`` is the
+sum over all items for every q, where draws of the target count nothing (Bengio and Senecal, IEEE Transactions on Neural
+Networks 2008). So ``log(S q_j)`` is subtracted from the score of a draw. With the targets of a batch's other rows as
+draws, q is how often an item is a target (Yi et al., RecSys 2019).
 
-The loss, its logarithm, is not free of bias, but that vanishes with the number of draws. Trade-off against the exact
-softmax: work and gradients for drawn rows alone, so that FBGEMM updates the table; and worse a loss the fewer draws are
-made. Where draws leave items out, such as a user's own, these are not in the sum either.
+The loss, the logarithm of the sum, has a bias that vanishes with the number of draws. Trade-off against the exact
+softmax: work and gradients for drawn rows alone, so that FBGEMM updates the table; and a worse loss the fewer draws
+there are. Items that are never drawn, for example a user's own, are missing from the sum.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from distembed.models.queries import Items, Queries
 
 _MOST_SCORES = 2**25
-"""Scores of a batch's queries and targets that are computed at once: 128 MiB, of which a few are in memory."""
+"""Scores of a batch's queries and targets that are computed at once: 128 MiB, of a few tensors."""
 
 
 def sampled_cross_entropy(
@@ -33,9 +33,8 @@ def sampled_cross_entropy(
 
     Args:
         targets: The target's score of each query.
-        negatives: The scores of the items that were drawn for it.
-        log_probabilities: The logarithm of the probability with which each draw gives its item; one of -inf, which an
-            item that replaced another may have, counts nothing.
+        negatives: The scores of the items drawn for it.
+        log_probabilities: The logarithm of each draw's probability; a draw of -inf counts nothing.
         is_hit: Whether a draw is the query's target.
     """
     num_draws = negatives.shape[1]
@@ -50,10 +49,10 @@ def drawn_cross_entropy(
     """Returns the loss of each query with its own draws.
 
     Args:
-        queries: The queries, with one target and as many negatives each among their items.
+        queries: The queries, each with one target and equally many negatives among their items.
         target: The feature of the targets.
         negative: The feature of the negatives.
-        log_probabilities: The logarithm of the probability with which each draw gives its item.
+        log_probabilities: The logarithm of each draw's probability.
     """
     is_hit = queries.items[negative].ids.view(log_probabilities.shape) == queries.items[target].ids.unsqueeze(1)
     scores = queries.scores(target).squeeze(1)
@@ -65,12 +64,12 @@ def in_batch_cross_entropy(
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each query with the targets of this rank's other queries as draws.
 
-    Scores of very many queries are computed block by block, in the backward pass once more.
+    Scores of very many queries are computed block by block, and again in the backward pass.
 
     Args:
         queries: The queries, with one target each among their items.
         target: The feature of the targets.
-        log_probabilities: The logarithm of the probability with which a target is each query's: how often it is one.
+        log_probabilities: The logarithm of how often each query's target is a target.
     """
     items = queries.items[target]
     bias = queries.catalogue.bias
@@ -95,15 +94,7 @@ def _block_of_batch(
     biases: Float[Tensor, " queries"] | None,
     shifts: Float[Tensor, " queries"],
 ) -> Float[Tensor, " rows"]:
-    """Returns the losses of some of a batch's queries, from the ``first`` on, with the targets of all as draws.
-
-    Args:
-        vectors: The queries.
-        first: Number of the first of them.
-        items: The target of each query of the batch.
-        biases: The bias of each target; None for none.
-        shifts: What is added to the score of each target as a draw.
-    """
+    """Returns the losses of the queries from ``first`` on; ``shifts`` are added to the scores of targets as draws."""
     scores = vectors @ items.vectors.T
     if biases is not None:
         scores = scores + biases

@@ -1,17 +1,17 @@
-"""Exact softmax cross-entropy over a catalogue, whose scores are never in memory at once, nor its vectors gathered.
+"""Exact softmax cross-entropy over a catalogue, without all scores in memory and without gathering its vectors.
 
 The loss of query h with target t is ``log(sum_i exp(h . u_i + b_i)) - (h . u_t + b_t)``. The queries of all ranks are
-gathered, each rank goes over its share of the items tile by tile, and what comes out is added up over the ranks::
+gathered, each rank goes over its share of the items tile by tile, and the ranks' results are added up::
 
                items of the rank's share
                | chunk 0 | chunk 1 | chunk 2 |
     queries 0  |  tile   |  tile   |  tile   |  ->  log of the sum of exponentials, score of the target
-    queries 1  |  tile   |  tile   |  tile   |  ->  (all ranks' together: logsumexp of those of the ranks)
+    queries 1  |  tile   |  tile   |  tile   |  ->  (all ranks together: logsumexp of the ranks' logarithms)
 
 Backward makes each tile again (Milakov and Gimelshein, 2018, for sums piece by piece). With ``p = exp(score - log of
-the sum)``, less 1 at the target, and g the gradient of each query's loss, the gradient of the queries is ``g p U``,
-that of a chunk's vectors ``(g p)^T H``, and that of their biases the sums of ``g p``. The price is one product in four,
-the gain memory for one tile in place of all.
+the sum)``, less 1 at the target, and g the gradient of each query's loss, the gradient of the queries is ``g p U``, of
+a chunk's vectors ``(g p)^T H``, and of their biases the sums of ``g p``. The price is one product in four, the gain
+memory for one tile in place of all.
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ _EXCLUDED = -1e30
 
 @dataclass(frozen=True)
 class SoftmaxItems:
-    """The items that a softmax goes over, and in how large tiles.
+    """The items of a softmax, and the size of its tiles.
 
     Attributes:
         share: This rank's share of their vectors.
-        num_excluded: How many items, from the first on, have no part in the softmax.
+        num_excluded: Number of items, from the first one, that are left out of the softmax.
         items_at_once: Most items of a tile.
         queries_at_once: Most queries of a tile.
     """
@@ -50,7 +50,7 @@ class SoftmaxItems:
 
     @classmethod
     def on(cls, device: torch.device, share: TableShare, num_excluded: int) -> "SoftmaxItems":
-        """Returns the items with tiles for a device: what a processor's cache holds, or what keeps CUDA busy."""
+        """Returns the items with tiles for a device: they fit into a processor's cache, or keep CUDA busy."""
         return cls(share, num_excluded, *((8192, 2048) if device.type == "cuda" else (4096, 256)))
 
 
@@ -59,8 +59,8 @@ def catalogue_cross_entropy(
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each query over all items of a catalogue but its reserved ones; all ranks call it.
 
-    A number that is added to all scores of a query, such as
-    :attr:`Queries.offsets <distembed.models.queries.Queries.offsets>`, does not change the loss.
+    A number added to all scores of a query, as in :attr:`Queries.offsets <distembed.models.queries.Queries.offsets>`,
+    does not change the loss.
 
     Args:
         catalogue: The items and their biases.
@@ -80,20 +80,20 @@ def cross_entropy(
     bias: Float[Tensor, " items"] | None,
     items: SoftmaxItems,
 ) -> Float[Tensor, " queries"]:
-    """Returns the loss of each of this rank's queries; all ranks call it, those without a query too.
+    """Returns the loss of each of this rank's queries; all ranks call it, also a rank without queries.
 
-    Gradients are those of a loss that is a rank's share of the mean over all ranks' rows times the number of ranks, as
-    the trainer has it: sharded weights get the gradient of the mean, the bias and replicated weights one whose mean
-    over the ranks is that.
+    The loss of a rank is its share of the mean over all ranks' rows times the number of ranks, as in the trainer. So
+    sharded weights get the gradient of the mean; the bias and replicated weights get gradients whose mean over ranks is
+    that one.
 
     Args:
         vectors: This rank's queries, in the dtype of products; on a CPU these are in float32, which is faster there.
         targets: The item that each query should choose, none of them excluded.
-        bias: The bias of all items, the same on all ranks; None for none.
+        bias: The bias of all items, equal on all ranks; None for none.
         items: The items.
 
     Raises:
-        UserError: Gradients are asked for, and a fused kernel updates the table's weights.
+        UserError: Gradients are needed, and a fused kernel updates the table's weights.
     """
     weights = [own.weight for own in items.share.weights]
     if torch.is_grad_enabled() and not all(weight.requires_grad for weight in weights):
@@ -135,13 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Queries:
-    """The queries of all ranks.
-
-    Attributes:
-        vectors: Their vectors.
-        targets: The item that each should choose.
-        ranks: Whose they are.
-    """
+    """The queries of all ranks, the item that each should choose, and their number by rank."""
 
     vectors: Float[Tensor, "queries dim"]
     targets: Int64[Tensor, " queries"]
@@ -149,7 +143,7 @@ class _Queries:
 
 
 class _Float32Products:
-    """Products in float32, into one buffer: the scores of each tile lie where the scores of the last one lay.
+    """Products in float32, into one buffer that each tile's scores overwrite.
 
     Biases and the numbers to subtract from a query's scores are further columns of both factors, so that a product
     gives finished scores. bfloat16 would round them, so :class:`_HalfProducts` adds them in float32.
@@ -203,14 +197,7 @@ def _products(queries: Tensor, shift: Tensor | None, most_numbers: int) -> "_Flo
 
 
 class _Tiles:
-    """The tiles of all queries and this rank's items.
-
-    Args:
-        queries: The queries.
-        shift: What is subtracted from all scores of each; None for nothing.
-        bias: The bias of all items, or None.
-        items: The items.
-    """
+    """The tiles of all queries and this rank's items; ``shift`` is subtracted from all scores of each query."""
 
     def __init__(self, queries: _Queries, shift: Tensor | None, bias: Tensor | None, items: SoftmaxItems) -> None:
         self._queries, self._bias, self._items = queries, bias, items
@@ -239,14 +226,14 @@ class _Tiles:
     def add_products(
         self, tile: "_Tile", vectors: Tensor, factors: Tensor, of_queries: Tensor, of_items: Tensor
     ) -> None:
-        """Adds what a tile of gradients is in its queries and items.
+        """Adds the gradients of a tile's scores to the rows of its queries and of its items.
 
         Args:
             tile: The tile, with gradients in the place of scores.
             vectors: The vectors of its items.
-            factors: For each query of all, what is multiplied with the items' gradients.
-            of_queries: To the rows of the tile's queries is added.
-            of_items: To these rows, of the tile's items, is added.
+            factors: The row of each query by which the items' gradients are multiplied.
+            of_queries: The sum for all queries.
+            of_items: The sum for the tile's items.
         """
         self._products.add(of_items, tile.scores.T, factors[tile.rows])
         self._products.add(of_queries[tile.rows], tile.scores, vectors)
@@ -254,13 +241,13 @@ class _Tiles:
 
 @dataclass(frozen=True)
 class _Tile:
-    """The scores of some queries with a chunk's items.
+    """The scores of some queries with a chunk's items, in a buffer that the next tile overwrites.
 
     Attributes:
         rows: The queries among all.
-        scores: The scores, which lie where those of the next tile will be.
-        places: Where the target of each query is among the items.
-        is_here: Whether it is among them.
+        scores: The scores.
+        places: The place of each query's target among the items.
+        is_here: Whether the target is among them.
     """
 
     rows: slice
@@ -270,7 +257,7 @@ class _Tile:
 
 
 def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tuple[Tensor, Tensor]:
-    """Returns the log of the sum of exponentials, in float64, and the target's score of each query, of all ranks."""
+    """Returns the log of the sum of exponentials, in float64, and the target's score, for each query of all ranks."""
     log_sum = torch.full(queries.targets.shape, -torch.inf, dtype=torch.float64, device=queries.vectors.device)
     of_target = torch.zeros_like(log_sum)
     for _, tiles in _Tiles(queries, None, bias, items).chunks(with_gradients=False):
@@ -291,7 +278,7 @@ def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tup
 def _backward(
     queries: _Queries, gradients: Tensor, log_sum: Tensor, bias: Tensor | None, items: SoftmaxItems
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns what the gradients of all ranks' losses are in all queries, the bias and this rank's weights."""
+    """Returns the gradients of all ranks' losses in all queries, the bias and this rank's weights."""
     of_queries = torch.zeros_like(queries.vectors, dtype=torch.float32)
     of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     of_weights = [torch.zeros_like(own.weight, dtype=torch.float32) for own in items.share.weights]

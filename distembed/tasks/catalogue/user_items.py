@@ -1,4 +1,4 @@
-"""Which items each user has in some splits of a dataset: what is not drawn as a negative, and not ranked again.
+"""The items that each user has in some splits of a dataset, which are not drawn as negatives and not ranked again.
 
 All (user, item) pairs lie in one sorted array of keys ``user * num_items + item``, in which one binary search finds a
 pair, however unequally many items users have::
@@ -47,7 +47,7 @@ class UserItems:
 
     @classmethod
     def from_pairs(cls, users: Any, items: Any, num_users: int, num_items: int) -> UserItems:
-        """Returns the items of pairs that are given as two arrays, in any order and maybe several times.
+        """Returns the items of pairs, given as two arrays in any order and maybe repeated.
 
         Raises:
             UserError: An id lies outside of its range.
@@ -59,10 +59,10 @@ class UserItems:
     def of_splits(cls, dataset: str | os.PathLike[str], splits: Sequence[str]) -> UserItems:
         """Reads the items of each user from some splits of a dataset of ratings or of sequences.
 
-        It takes up to 17 bytes a pair that the files have while it sorts, and 8 for each distinct one afterwards.
+        Sorting takes up to 17 bytes a pair in the files, the result 8 bytes a distinct pair.
 
         Raises:
-            UserError: The dataset has no such split or no users and items, or its files are not as they were written.
+            UserError: The dataset lacks a split, the users or the items, or its files are damaged.
         """
         manifest = Manifest.load(dataset)
         num_users, num_items = (_num_ids(manifest.schema, name) for name in (USER, ITEM))

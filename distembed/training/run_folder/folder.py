@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 LAUNCH_FOLDER = "launch"
-"""Folder within a run folder that holds what launching the run on a cluster leaves there before it starts."""
+"""Folder within a run folder for the files of a launch on a cluster, written before the run starts."""
 _BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
 """Files that a folder may hold, beside hidden ones, when a run starts there: a killed start leaves the last two."""
 _WRITTEN = ("config.yaml", "run.json", "plan.json", "metrics.jsonl", "evaluation.json")
@@ -33,15 +33,12 @@ class RunFolder:
 
         config.yaml       the resolved config
         run.json          name, seed, versions, parameters, number of ranks, status
-        plan.json         where each table is, and what that was planned for; input of `distembed train --plan`
-        dataset/          what the ids of the dataset mean (:mod:`distembed.data.dataset.kept`)
+        plan.json         where each table is, and the inputs of that plan; input of `distembed train --plan`
+        dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics
         evaluation.json   the final evaluation
         checkpoints/      see :mod:`distembed.checkpoints.checkpoint`; elsewhere where train.checkpoint_dir says so
-
-    Args:
-        path: The folder, which :meth:`open` makes where it is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,8 +51,7 @@ class RunFolder:
     def require_free(self, wait_seconds: float = 0.0) -> None:
         """Makes sure that no other process trains into this folder, before anything is read from it.
 
-        Args:
-            wait_seconds: How long to wait for such a process to end.
+        It waits so many seconds for another process to end.
 
         Raises:
             UserError: Another process trains into this folder.
@@ -143,13 +139,7 @@ class RunFolder:
         return file.read_text(encoding="utf-8") if file.exists() else None
 
     def end(self, status: str, error: BaseException | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Writes into ``run.json`` how the run ended.
-
-        Args:
-            status: ``finished``, ``interrupted`` or ``failed``.
-            error: What ended it.
-            facts: Further values.
-        """
+        """Writes the end of the run into ``run.json``: ``finished``, or ``interrupted`` or ``failed`` by an error."""
         self._info |= {"status": status, "finished": _now(), **(facts or {})}
         if error is not None:
             self._info["error"] = f"{type(error).__name__}: {error}"

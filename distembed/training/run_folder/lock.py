@@ -146,7 +146,7 @@ def locks_are_local(folder: str, mounts: str) -> bool:
 
 
 def _mounted_file_systems() -> str:
-    """Returns the text of ``/proc/mounts``; an empty one where there is no such file."""
+    """Returns the text of ``/proc/mounts``, or an empty text."""
     try:
         return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

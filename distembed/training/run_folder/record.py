@@ -22,12 +22,12 @@ _MOST_METRICS_BYTES = 1 << 34
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says of a run; None, an empty mapping or NaN where it does not.
+    """The contents of ``run.json``; None, an empty mapping or NaN for missing values.
 
     Attributes:
         name: The run's name.
-        status: ``finished``, ``interrupted``, ``failed``, or ``unfinished`` for a run that is not known to have ended:
-            it may be going on, or may have been killed.
+        status: ``finished``, ``interrupted``, ``failed``, or ``unfinished`` for a run that may still train, or may have
+            been killed.
         error: Why the run was interrupted or failed.
         started: When the run was started last, in UTC.
         finished: When it ended, in UTC.
@@ -40,9 +40,9 @@ class RunInfo:
         embedding_bytes: Bytes of the weights of all embedding tables.
         embedding_rows: Rows of all embedding tables.
         full_embedding_bytes: Bytes of the weights that the tables would have if none were compressed.
-        full_embedding_rows: Rows that they would have then.
-        metrics: What reports show of the run's evaluations, the task's headline metric first.
-        id_fingerprint: Checksum of what the ids of the run's dataset stand for.
+        full_embedding_rows: Rows of these tables.
+        metrics: The reported metrics of the run's evaluations, the task's headline metric first.
+        id_fingerprint: Checksum of the meaning of the dataset's ids.
     """
 
     name: str | None
@@ -98,12 +98,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """A bin of the rows of an evaluation, by rising prediction.
-
-    Attributes:
-        predicted: Mean prediction of the bin's rows.
-        observed: Mean label of the bin's rows.
-    """
+    """The mean prediction and the mean label of some rows of an evaluation, by rising prediction."""
 
     predicted: float
     observed: float
@@ -111,12 +106,12 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """What was measured at one step: in a window of training, or in an evaluation.
+    """The metrics at one step, of a window of training or an evaluation.
 
     Attributes:
         kind: ``train`` or ``eval``; empty for the final evaluation's own file.
-        split: The split that was evaluated; empty for a window of training.
-        step: Number of training steps taken until then; None where the line does not say.
+        split: The evaluated split; empty for a window of training.
+        step: Number of training steps until then; None where the line does not say.
         metrics: Name -> value of every finite number, among them ``samples``, the number of rows read until then.
         calibration_bins: Predictions against labels; empty but for the final evaluation.
     """
@@ -149,15 +144,15 @@ class MetricsLine:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds.
+    """The contents of a run folder.
 
     Attributes:
         path: The folder.
-        info: What ``run.json`` says.
+        info: The contents of ``run.json``.
         config_yaml: The resolved config.
         train: Windows of training, in the order of steps.
         evals: Evaluations, in the order of steps.
-        evaluation: The final evaluation; None where the run has not come to it.
+        evaluation: The final evaluation; None before it.
     """
 
     path: Path
@@ -172,7 +167,7 @@ class RunRecord:
         """Reads a run folder.
 
         Raises:
-            UserError: ``path`` is no run folder, in which case the error says what is missing, or it is damaged.
+            UserError: ``path`` is no run folder, in which case the error lists the missing files, or it is damaged.
         """
         if not path.is_dir():
             raise UserError(f"{path} is no folder. Give folders that `distembed train` made.")
@@ -194,7 +189,7 @@ class RunRecord:
         )
 
     def validation_evals(self) -> list[MetricsLine]:
-        """Returns the evaluations during training: those on another split than the final one."""
+        """Returns the evaluations during training, on another split than the final one."""
         final_split = (self.evaluation.split if self.evaluation else "") or "test"
         return [line for line in self.evals if line.split != final_split]
 
@@ -204,13 +199,13 @@ class RunSummary:
     """A run in one row of the comparison.
 
     Attributes:
-        name: The run's name, which no other run of the report has.
+        name: The run's name, unique in the report.
         path: The run folder.
-        info: What ``run.json`` says.
+        info: The contents of ``run.json``.
         config_yaml: The resolved config.
-        evaluation: The final evaluation, or the last one during training; None where there was none yet.
-        samples_per_second: Median over the logged windows of training; NaN where there are none.
-        training_seconds: Seconds of training alone, without evaluations and checkpoints; NaN where none are known.
+        evaluation: The final evaluation, or the last one during training; None before any.
+        samples_per_second: Median over the logged windows of training; NaN without any.
+        training_seconds: Seconds of training without evaluations and checkpoints; NaN where they are not known.
     """
 
     name: str
@@ -279,16 +274,12 @@ def last_metrics(path: Path) -> Mapping[str, Any] | None:
 
 
 def _read_metrics(path: Path) -> list[MetricsLine]:
-    """Returns the whole lines of ``metrics.jsonl`` in the order of steps; none where there is no such file."""
+    """Returns the whole lines of ``metrics.jsonl`` in the order of steps."""
     return sorted(map(MetricsLine.parse, _metrics_objects(path)), key=lambda line: line.metric("step"))
 
 
 def read_metrics_lines(path: Path) -> list[str]:
-    """Returns the lines of ``metrics.jsonl``; none where there is no such file.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
+    """Returns the lines of ``metrics.jsonl``; none where the file is missing, and an error where it cannot be read."""
     try:
         return read_regular_file(path, _MOST_METRICS_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -298,7 +289,7 @@ def read_metrics_lines(path: Path) -> list[str]:
 
 
 def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields the objects on the whole lines of ``metrics.jsonl`` in their order; none where there is no such file."""
+    """Yields the objects on the whole lines of ``metrics.jsonl``."""
     for line in read_metrics_lines(path):
         try:
             values = json.loads(line)

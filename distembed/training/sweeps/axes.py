@@ -2,7 +2,7 @@
 
 ``key=v1,v2`` and ``key=[v1, v2]`` give a setting several values, each as YAML has it: names with commas are quoted,
 ``key='"a,b",c'``, and the values of a list are lists, ``key=[512,256],[256]``. One list that a setting takes as a
-whole, such as ``model.top=[512,256]``, is one value.
+whole, for example ``model.top=[512,256]``, is one value.
 
 A run is named after the settings that vary, by as much of their keys as tells them apart, the seed last::
 
@@ -13,6 +13,7 @@ A run is named after the settings that vary, by as much of their keys as tells t
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from distembed.base.units import enumerate_names
 from distembed.base.validation import parse_yaml
 
 MOST_RUNS = 10_000
-"""Number of runs from which on a sweep is taken for a mistake."""
+"""Most runs of a sweep; more are taken for a mistake."""
 SEED = "train.seed"
 _ONLY_RUN = "run"
-"""What a run is called of which no setting varies, and the recipe of runs of which the seed alone does."""
+"""Name of the only run where no setting varies, and the recipe of all runs where only the seed varies."""
 _MOST_VALUE_CHARACTERS, _MOST_NAME_CHARACTERS = 60, 200
 
 
@@ -35,9 +36,9 @@ class Axis:
     """A setting with the values that it takes in turn.
 
     Attributes:
-        key: The setting, such as ``train.seed``.
+        key: The setting, for example ``train.seed``.
         overrides: The setting with each of its values, as ``distembed train`` takes them: ``train.seed=0``.
-        names: What each value is called in the name of a run.
+        names: The name of each value in the name of a run.
     """
 
     key: str
@@ -50,10 +51,10 @@ class NamedRun:
     """One combination of values.
 
     Attributes:
-        name: Its name, which is that of its folder and of no other run of the sweep.
-        recipe: The name without the seed, which runs have in common that differ in it alone.
-        varied: The settings that vary, with its values.
-        overrides: All settings beside the config file's, in the order in which they were given.
+        name: Its name and that of its folder, unique within the sweep.
+        recipe: The name without the seed, shared by runs that differ in the seed alone.
+        varied: The settings that vary, with the run's values.
+        overrides: All settings given beside the config file, in the order of the command line.
     """
 
     name: str
@@ -66,8 +67,8 @@ def parse_axes(settings: Sequence[str], is_valid: Callable[[Sequence[str]], bool
     """Returns each setting with its values, in the order in which they were given.
 
     Args:
-        settings: What the user gave: ``key=value``, or ``key=`` and several values.
-        is_valid: Whether a config with some settings is; it decides whether a list is one value or several.
+        settings: ``key=value``, or ``key=`` and several values.
+        is_valid: Whether a config with these settings is valid; it decides whether a list is one value or several.
 
     Raises:
         UserError: A setting has no values, has one twice, or is given twice.
@@ -76,13 +77,15 @@ def parse_axes(settings: Sequence[str], is_valid: Callable[[Sequence[str]], bool
     repeated = sorted({key for key in keys if keys.count(key) > 1})
     if repeated:
         raise UserError(f"{', '.join(repeated)} is given more than once; give all values of a setting at once.")
-    parsed = [_values(setting) for setting in settings]
-    overrides: list[tuple[str, ...]] = []
-    for index, values in enumerate(parsed):
-        others = [each[0] for each in overrides] + [each[0] for each in map(_overrides, parsed[index + 1 :])]
-        is_one_value = values.is_list and is_valid([*others, values.setting])
-        overrides.append((values.setting,) if is_one_value else _overrides(values))
-    return [Axis(key, own, _value_names(own)) for key, own in zip(keys, overrides, strict=True)]
+    parsed = [_parse_setting(setting) for setting in settings]
+    axes: list[Axis] = []
+    for index, (key, (overrides, is_list)) in enumerate(zip(keys, parsed, strict=True)):
+        # every other setting has its first value here
+        others = [*(axis.overrides[0] for axis in axes), *(later[0] for later, _ in parsed[index + 1 :])]
+        if is_list and is_valid([*others, settings[index]]):
+            overrides = (settings[index],)
+        axes.append(Axis(key, overrides, _value_names(overrides)))
+    return axes
 
 
 def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
@@ -91,9 +94,7 @@ def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
     Raises:
         UserError: There are more than :data:`MOST_RUNS`.
     """
-    count = 1
-    for axis in axes:
-        count *= len(axis.overrides)
+    count = math.prod(len(axis.overrides) for axis in axes)
     if count > MOST_RUNS:
         raise UserError(f"these values make {count:,} runs; a sweep has {MOST_RUNS:,} at most: give fewer values.")
     varied = [axis for axis in axes if len(axis.overrides) > 1]
@@ -103,88 +104,63 @@ def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
         place = {axis.key: index for axis, index in zip(axes, places, strict=True)}
         parts = {axis.key: f"{short[axis.key]}={axis.names[place[axis.key]]}" for axis in varied}
         seed = parts.pop(SEED, None)
-        recipe = _shortened(",".join(parts.values()))
+        recipe = ",".join(parts.values())
+        if len(recipe) > _MOST_NAME_CHARACTERS:
+            recipe = f"{recipe[:_MOST_NAME_CHARACTERS]}-{_digest(recipe)}"
         name = ",".join(part for part in (recipe, seed) if part) or _ONLY_RUN
         overrides = tuple(axis.overrides[place[axis.key]] for axis in axes)
         runs.append(NamedRun(name, recipe or _ONLY_RUN, tuple(a.overrides[place[a.key]] for a in varied), overrides))
     return runs
 
 
-@dataclass(frozen=True)
-class _Values:
-    """A setting as it was given, and the values that its text lists.
-
-    Attributes:
-        setting: What the user gave.
-        values: Its values; the text itself is the only one where it lists none.
-        is_list: Whether the text is one list in brackets, which may be a value itself.
-    """
-
-    setting: str
-    values: tuple[Any, ...]
-    is_list: bool
-
-
-def _values(setting: str) -> _Values:
+def _parse_setting(setting: str) -> tuple[tuple[str, ...], bool]:
+    """Returns a setting with each of its values, and whether its text is one list, which may be a value itself."""
     key, separator, text = setting.partition("=")
-    if not separator:  # which the config refuses in its own words
-        return _Values(setting, (), False)
+    if not separator:  # the config refuses it with its own error
+        return (setting,), False
     listed = parse_yaml(f"[{text}\n]", f"the values of {key or setting!r}") if text.strip() else []
     is_list = len(listed) == 1 and isinstance(listed[0], list)
-    values = listed[0] if is_list else listed
-    if not values:
+    texts = [_value_text(value) for value in (listed[0] if is_list else listed)]
+    if not texts:
         raise UserError(f"{setting} has no values; give some, such as {key or 'train.seed'}=0,1,2.")
-    texts = [_text(value) for value in values]
     twice = sorted({text for text in texts if texts.count(text) > 1})
     if twice:
         raise UserError(f"{key} has {enumerate_names(twice)} more than once; give each value once.")
-    return _Values(setting, tuple(values) if is_list or len(values) > 1 else (), is_list)
+    if len(texts) == 1 and not is_list:
+        return (setting,), False
+    return tuple(f"{key}={text}" for text in texts), is_list
 
 
-def _overrides(values: _Values) -> tuple[str, ...]:
-    """Returns a setting with each of its values."""
-    key = values.setting.partition("=")[0]
-    return tuple(f"{key}={_text(value)}" for value in values.values) or (values.setting,)
-
-
-def _text(value: Any) -> str:
-    """Returns a value as text that is read back to the same value, a plain word as it is."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and _is_itself(value):
-        return value
+def _value_text(value: Any) -> str:
+    """Returns text that YAML reads back to the value; a plain word stays as it is, unless YAML takes it for ``no``."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value):
+        if parse_yaml(value, value) == value:
+            return value
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _is_itself(text: str) -> bool:
-    """Returns whether YAML takes a word for a text: not such as ``no`` and ``null``."""
-    return bool(parse_yaml(text, text) == text)
-
-
 def _value_names(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Returns what each value is called in a file's name: its letters, digits and some signs; all are different."""
+    """Returns a distinct name for each value that a file's name can have: letters, digits and some signs."""
     texts = [override.partition("=")[2] for override in overrides]
     names = ["-".join(re.findall(r"[A-Za-z0-9.+_-]+", text)) for text in texts]
+    lowered = [name.lower() for name in names]
     return tuple(
         name
-        if name and len(name) <= _MOST_VALUE_CHARACTERS and [each.lower() for each in names].count(name.lower()) == 1
+        if name and len(name) <= _MOST_VALUE_CHARACTERS and lowered.count(name.lower()) == 1
         else f"{name[:_MOST_VALUE_CHARACTERS]}-{_digest(text)}".lstrip("-")
         for name, text in zip(names, texts, strict=True)
     )
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the shortest end of each key that no other has, in whole parts."""
+    """Returns the shortest end of each key that no other key has, in whole parts."""
     short = {}
     for key in keys:
         parts = key.split(".")
         ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        others = [other for other in keys if other != key]
-        short[key] = next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), key)
+        others = [f".{other}" for other in keys if other != key]
+        short[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return short
-
-
-def _shortened(name: str) -> str:
-    """Returns a name that a file can have: a long one with a checksum in place of its end."""
-    return name if len(name) <= _MOST_NAME_CHARACTERS else f"{name[:_MOST_NAME_CHARACTERS]}-{_digest(name)}"
 
 
 def _digest(text: str) -> str:

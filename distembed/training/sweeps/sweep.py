@@ -1,152 +1,206 @@
-"""A sweep as a whole: its folder, its runs, and the comparison at its end.
+"""A sweep: its folder, and its runs with their configs, found and checked before the first one starts.
 
 ::
 
-    DIR/sweep.json     the config file, the settings, and what became of each run
+    DIR/sweep.json     the config file, the settings, and the outcome of each run
     DIR/NAME/          a run, as `distembed train` makes it
-    DIR/logs/NAME.log  what it printed
+    DIR/logs/NAME.log  its output
+    DIR/optuna.log     a study of the runs for each command, for `optuna-dashboard DIR/optuna.log`
     DIR/report.html    the comparison of all runs
 
-What a run has come to is known from its own folder, so that a sweep goes on after any end: finished runs are left as
-they are, others are resumed or begun.
+Each run's own folder says how far it has come, so that a sweep resumes after any end: finished and pruned runs are left
+as they are, others are resumed or started.
 """
 
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from distembed.base.errors import Interrupted, RunError, UserError
-from distembed.base.files import require_folder, write_json
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import read_regular_file, require_folder, write_json
 from distembed.base.names import one_of
 from distembed.base.units import enumerate_lines, enumerate_names
+from distembed.base.validation import MAX_BYTES
+from distembed.checkpoints.store import checkpoint_place
+from distembed.training.config import Config, load_config
+from distembed.training.describe import describe
+from distembed.training.initial_run import resumed_config
 from distembed.training.run_folder.folder import holds_run
-from distembed.training.sweeps.planned import PlannedRun, require_no_mistakes
-from distembed.training.sweeps.worker import Outcome
-from distembed.training.sweeps.workers import Workers
+from distembed.training.run_folder.record import RunInfo
+from distembed.training.start import RunOptions, find_start
+from distembed.training.sweeps.axes import named_runs, parse_axes
 
-SWEEP_FILE, SWEEP_REPORT = "sweep.json", "report.html"
-_LOGS = "logs"
-SWEEP_OWN = (SWEEP_FILE, _LOGS, SWEEP_REPORT)
-"""What a sweep keeps in its folder beside its runs."""
+SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS = "sweep.json", "report.html", "optuna.log", "logs"
+_OWN = (SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS)
+PRUNED = "pruned after step "
+"""How the error of a run begins that was stopped early, since other runs were better."""
+Sampler = Literal["grid", "random", "tpe"]
+RunState = Literal["finished", "pruned", "resumed", "new"]
 
 
-@dataclass
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a sweep, named as in :class:`~distembed.training.sweeps.axes.NamedRun`, with its config and folder."""
+
+    name: str
+    recipe: str
+    varied: tuple[str, ...]
+    config: Config
+    folder: Path
+    state: RunState
+
+    @property
+    def options(self) -> RunOptions:
+        """The options that it is started with."""
+        return RunOptions(self.folder, resume=self.state == "resumed")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of a sweep ended: why it did not finish, its final metrics as a line, and the seconds that it took."""
+
+    status: Literal["finished", "pruned", "failed", "interrupted"]
+    error: str | None = None
+    described: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Sweep:
-    """The runs of a sweep and what becomes of them.
+    """A sweep and the way in which it is trained.
 
     Attributes:
         config: The config file.
-        settings: ``key=value``, of which some have several values.
+        settings: ``key=value`` or ``key=`` and several values.
         folder: The sweep's folder.
-        runs: Its runs, in the order in which they are begun.
-        say: Prints a line.
-        baseline: Name of the run, or of the runs that differ in their seed alone, that the others are compared with;
-            None for none.
-        outcomes: How each run ended, by name; those that were finished before are among them.
+        runs: Its runs, in the order in which they are started; by ``tpe``, all that may be chosen.
+        sampler: ``grid`` and ``random`` train all runs; ``tpe`` chooses each by the results of earlier runs.
+        trials: Number of runs that ``tpe`` chooses.
+        prune: Whether a run is stopped early whose evaluation is worse than the median of the other runs.
+        baseline: Run, or recipe of runs that differ in the seed alone, that others are compared with.
     """
 
     config: Path
     settings: Sequence[str]
     folder: Path
     runs: Sequence[PlannedRun]
-    say: Callable[[str], None]
+    sampler: Sampler = "grid"
+    trials: int | None = None
+    prune: bool = False
     baseline: str | None = None
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuses a baseline that is none of the runs, before any is trained."""
         if self.baseline is not None:
-            one_of(
-                "--baseline", self.baseline, dict.fromkeys(name for run in self.runs for name in (run.name, run.recipe))
-            )
+            names = dict.fromkeys(name for run in self.runs for name in (run.name, run.recipe))
+            one_of("--baseline", self.baseline, names)
 
-    def train(self, num_workers: int) -> None:
-        """Trains all runs that are not finished, whatever becomes of others.
-
-        Args:
-            num_workers: Number of processes that train runs at the same time.
-
-        Raises:
-            UserError: The folder cannot be used, or the model of a run cannot be built; nothing is trained then.
-            RunError: The folder cannot be written.
-            Interrupted: After a signal, once the runs that were being trained have saved a checkpoint.
-        """
-        require_sweep_folder(self.folder)
-        (self.folder / _LOGS).mkdir(parents=True, exist_ok=True)
-        self.outcomes |= {run.name: Outcome("finished") for run in self.runs if run.state == "finished"}
-        to_train = [run for run in self.runs if run.state != "finished"]
-        self._record()
-        with Workers(num_workers, self.folder / _LOGS) as workers:
-            self._check(workers, to_train)
-            for run, outcome in workers.do("train", to_train, self._say_begun):
-                self.outcomes[run.name] = outcome
-                self._record()
-                self._say_ended(run, outcome)
-            stopped = workers.stopped
-        if stopped:
-            num_finished = sum(outcome.status == "finished" for outcome in self.outcomes.values())
-            raise Interrupted(
-                f"interrupted with {num_finished} of {len(self.runs)} runs finished; the same command goes on with "
-                "the others."
-            )
-
-    def require_all_finished(self) -> None:
-        """Makes sure that every run has come to its end.
-
-        Raises:
-            RunError: Some have not; the error says why.
-        """
-        others = {name: outcome for name, outcome in self.outcomes.items() if outcome.status != "finished"}
-        if others:
-            lines = [f"{name}: {outcome.error}" for name, outcome in others.items()]
-            raise RunError(
-                f"{len(others)} of {len(self.runs)} runs did not finish; the same command tries them again. What they "
-                f"printed is in {self.folder / _LOGS}:{enumerate_lines(lines)}"
-            )
-
-    def _check(self, workers: Workers, runs: Sequence[PlannedRun]) -> None:
-        """Builds the model of every recipe without weights, one seed of each, before the first run is trained.
-
-        Raises:
-            UserError: One cannot be built.
-        """
-        recipes: dict[str, PlannedRun] = {}
-        for run in runs:
-            recipes.setdefault(run.recipe, run)
-        mistakes: dict[str, list[str]] = {}
-        for run, outcome in workers.do("check", list(recipes.values())):
-            if outcome.status == "failed":
-                mistakes.setdefault(outcome.error or "", []).append(run.name)
-        require_no_mistakes(mistakes)
-
-    def _record(self) -> None:
-        """Writes what has become of the runs."""
+    def record(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Writes the outcome of each run, by name; runs without one are waiting."""
         runs = {
-            run.name: {"settings": list(run.varied), **asdict(self.outcomes[run.name])}
-            if run.name in self.outcomes
-            else {"settings": list(run.varied), "status": "waiting"}
+            run.name: {
+                "settings": list(run.varied),
+                **(asdict(outcomes[run.name]) if run.name in outcomes else {"status": "waiting"}),
+            }
             for run in self.runs
+            if self.sampler != "tpe" or run.name in outcomes
         }
         value = {"format": "distembed sweep", "config": str(self.config), "settings": list(self.settings), "runs": runs}
         write_json(self.folder / SWEEP_FILE, value)
 
-    def _say_begun(self, run: PlannedRun) -> None:
-        self.say(f"{'resuming' if run.state == 'resumed' else 'training'} {run.name}")
+    def require_all_finished(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Raises :class:`~distembed.base.errors.RunError`, with the reasons, where runs have failed."""
+        failed = [
+            f"{name}: {each.error}" for name, each in outcomes.items() if each.status in ("failed", "interrupted")
+        ]
+        if failed:
+            raise RunError(
+                f"{len(failed)} of {len(self.runs)} runs did not finish; the same command tries them again. Their "
+                f"output is in {self.folder / LOGS}:{enumerate_lines(failed)}"
+            )
 
-    def _say_ended(self, run: PlannedRun, outcome: Outcome) -> None:
-        told = outcome.described or outcome.error or ""
-        place = f"[{len(self.outcomes)}/{len(self.runs)}]"
-        self.say(f"{place} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {told}".rstrip())
+
+def plan_sweep(
+    config: Path, settings: Sequence[str], folder: Path, sampler: Sampler = "grid", trials: int | None = None
+) -> list[PlannedRun]:
+    """Returns the runs of a sweep, in the order of the values; ``random`` draws ``trials`` of them, alike every time.
+
+    Raises:
+        UserError: A run cannot be started; the error lists the mistakes of all runs. Or this process is one of several
+            ranks.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"a sweep trains each run in one process, and this is one of {os.environ['WORLD_SIZE']} ranks; start it by "
+            "itself, with --workers for several runs at a time."
+        )
+    if (trials is None) != (sampler == "grid"):
+        raise UserError(
+            f"--sampler is {sampler} and --trials is {trials}: random and tpe need a number of runs, such as --trials "
+            "20, and grid trains all runs."
+        )
+
+    def is_valid(overrides: Sequence[str]) -> bool:
+        try:
+            load_config(config, overrides)
+        except UserError:
+            return False
+        return True
+
+    named = named_runs(parse_axes(settings, is_valid))
+    if sampler == "random":
+        random.Random(0).shuffle(named)
+        named = named[:trials]
+    mistakes: dict[str, list[str]] = {}
+    planned = []
+    for run in named:
+        try:
+            own_folder = (folder / run.name).absolute()
+            own = _with_own_checkpoints(load_config(config, run.overrides), own_folder)
+            planned.append(PlannedRun(run.name, run.recipe, run.varied, own, own_folder, _state(own, own_folder)))
+            if planned[-1].state in ("new", "resumed"):
+                find_start(own, planned[-1].options, lambda function: function(), lambda text: None)
+                describe(own)
+        except UserError as error:
+            mistakes.setdefault(str(error), []).append(run.name)
+    require_no_mistakes(mistakes)
+    return planned
+
+
+def require_no_mistakes(mistakes: Mapping[str, Sequence[str]]) -> None:
+    """Raises :class:`~distembed.base.errors.UserError` where runs have mistakes, each with the names of its runs."""
+    if mistakes:
+        lines = [f"{enumerate_names(runs, most=4)}: {text}" for text, runs in mistakes.items()]
+        raise UserError(f"the sweep is not started, since some of its runs cannot be:{enumerate_lines(lines)}")
+
+
+def _state(config: Config, folder: Path) -> RunState:
+    if not holds_run(folder):
+        return "new"
+    info = RunInfo.read(folder / "run.json")
+    if PRUNED in (info.error or ""):
+        return "pruned"
+    text = read_regular_file(folder / "config.yaml", MAX_BYTES).decode(errors="replace")
+    # a run that began with another run's weights has recorded its tables as they have grown
+    is_same = info.status == "finished" and text == resumed_config(config, folder).to_yaml()
+    return "finished" if is_same else "resumed"
+
+
+def _with_own_checkpoints(config: Config, folder: Path) -> Config:
+    """Returns a config whose checkpoints no other run has: a folder of the run's name, in a place that runs share."""
+    shared = config.train.checkpoint_dir
+    place = os.path.normpath(checkpoint_place(folder, shared))
+    if shared is None or ("://" not in shared and Path(place).is_relative_to(folder)):
+        return config
+    train = dataclasses.replace(config.train, checkpoint_dir=f"{shared.rstrip('/')}/{folder.name}")
+    return dataclasses.replace(config, train=train)
 
 
 def require_sweep_folder(folder: Path) -> None:
-    """Makes sure that a sweep may write into a folder: a new or empty one, or that of a sweep.
-
-    Raises:
-        UserError: The path is none of such a folder.
-        RunError: No file can be made there.
-    """
+    """Refuses a path where no sweep can write: a file, or a folder with other files and no sweep."""
     require_folder("--run-dir", folder)
     found = sorted(os.listdir(folder)) if folder.is_dir() else []
     if found and SWEEP_FILE not in found:
@@ -162,22 +216,20 @@ def given_runs(places: Sequence[Path]) -> list[Path]:
     A sweep's own files, which a shell's ``SWEEP/*`` lists too, are left out. Any other place is returned as it is; its
     reader refuses it.
 
-    Args:
-        places: Folders of runs and of sweeps.
-
     Raises:
         UserError: A sweep has no run that has begun.
     """
     found: list[Path] = []
     for place in places:
-        if place.name in SWEEP_OWN and (place.parent / SWEEP_FILE).is_file():
-            continue
-        found += _runs_of_sweep(place) if (place / SWEEP_FILE).is_file() else [place]
+        if (place / SWEEP_FILE).is_file():
+            runs = sorted(path for path in place.iterdir() if holds_run(path))
+            if not runs:
+                raise UserError(
+                    f"{place} is a sweep none of whose runs has begun; give folders that `distembed train` made."
+                )
+            found += runs
+        elif (
+            place.name not in (SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS) or not (place.parent / SWEEP_FILE).is_file()
+        ):
+            found.append(place)
     return found
-
-
-def _runs_of_sweep(folder: Path) -> list[Path]:
-    runs = sorted(path for path in folder.iterdir() if holds_run(path))
-    if not runs:
-        raise UserError(f"{folder} is a sweep none of whose runs has begun; give folders that `distembed train` made.")
-    return runs

@@ -1,0 +1,356 @@
+"""Trains the runs of a sweep, each in a process of its own, as trials of an Optuna study.
+
+This process asks Optuna for the next run whenever a worker is free, and tells it the result. Optuna chooses by TPE
+(Bergstra et al., NeurIPS 2011), prunes by the median rule, and keeps its journal in the sweep's folder. Processes are
+forked once torch is loaded, so that they know every model and task that a script has registered.
+
+The first Ctrl-C, SIGTERM or SIGUSR1 reaches each process once, as SIGTERM: its run saves a checkpoint. The second one
+kills the processes.
+"""
+
+import importlib
+import math
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from datetime import datetime
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple
+
+from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError, one_line
+from distembed.base.process import PARENT_VARIABLE, end_with_parent
+from distembed.tasks.reported_metrics import ReportedMetric
+from distembed.training.run_folder.lock import owned
+from distembed.training.run_folder.record import RunRecord
+from distembed.training.sweeps.sweep import LOGS, PRUNED, STUDY_FILE, Outcome, PlannedRun, Sweep, require_no_mistakes
+
+try:
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import Trial, TrialState, create_trial
+except ImportError as error:
+    raise UserError(
+        f"distembed sweep needs optuna, which cannot be imported ({error}): `pip install 'distembed[sweep]'`"
+    ) from None
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_CONTEXT = multiprocessing.get_context("fork")
+Say = Callable[[str], None]
+
+
+class PrunedRun(Interrupted):
+    """A run that is stopped early, since other runs were better at its step."""
+
+
+def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
+    """Trains the runs of a sweep that are not finished, also after one fails, and returns the outcomes by name.
+
+    Raises:
+        UserError: The model of a run cannot be built, or another process trains this sweep; nothing is trained then.
+        Interrupted: After a signal, once the runs that were being trained have saved a checkpoint.
+    """
+    (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    outcomes = {run.name: Outcome(run.state) for run in sweep.runs if run.state in ("finished", "pruned")}
+    sweep.record(outcomes)
+    to_train = [run for run in sweep.runs if run.name not in outcomes]
+    if not to_train:
+        return outcomes
+    # a call to CUDA in this process would leave the forked ones without it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for module in ("torch._dynamo", "torch.utils.tensorboard", "numba", "distembed.training.run"):
+        importlib.import_module(module)  # once for all processes
+
+    with owned(sweep.folder), _Processes() as processes:
+        if sweep.sampler != "tpe":  # it reaches few of its combinations
+            _check(to_train, sweep.folder / LOGS / "check.log")
+        study = _SweepStudy(sweep)
+        choices = study.choices(to_train)
+        while not processes.stopped:
+            is_full = len(processes.running) == num_workers
+            if not is_full and (choice := next(choices, None)) is not None:
+                run, trial = choice
+                say(f"{'resuming' if run.state == 'resumed' else 'training'} {run.name}")
+                processes.start(sweep.folder / LOGS / f"{run.name}.log", run, trial, num_workers)
+            elif processes.running:
+                _end_one(processes, study, sweep, outcomes, say)
+            else:
+                break
+        while processes.running:
+            _end_one(processes, study, sweep, outcomes, say)
+    if processes.stopped:
+        num_finished = sum(outcome.status == "finished" for outcome in outcomes.values())
+        raise Interrupted(
+            f"interrupted with {num_finished} of {len(sweep.runs)} runs finished; the same command resumes the sweep."
+        )
+    return outcomes
+
+
+def _end_one(
+    processes: "_Processes", study: "_SweepStudy", sweep: Sweep, outcomes: dict[str, Outcome], say: Say
+) -> None:
+    """Waits for the end of a run, and records it."""
+    run, trial, outcome = processes.wait_for_one()
+    study.tell(run, trial, outcome)
+    outcomes[run.name] = outcome
+    sweep.record(outcomes)
+    told = outcome.described or outcome.error or ""
+    place = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
+    say(f"{place} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {told}".rstrip())
+
+
+class _Running(NamedTuple):
+    """A run that a process trains, and the end of the pipe that its outcome comes from."""
+
+    process: ForkProcess
+    receiver: Connection
+    worker: int
+    run: PlannedRun
+    trial: Trial
+
+
+class _Processes:
+    """A context manager that owns the processes of a sweep and passes signals on to them."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.running: list[_Running] = []
+
+    def __enter__(self) -> "_Processes":
+        self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.running:
+            each.process.kill()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        for each in self.running:
+            each.process.kill() if self.stopped else each.process.terminate()
+        self.stopped = True
+
+    def start(self, log: Path, run: PlannedRun, trial: Trial, num_workers: int) -> None:
+        """Starts a process that trains a run and prints to a log."""
+        worker = min(set(range(num_workers)) - {each.worker for each in self.running})
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        arguments = log, run, trial, worker, share_of_cores(worker, num_workers), sender
+        process = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
+        # a signal in between would not reach the new process, or would find this handler in it
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        process.start()
+        self.running.append(_Running(process, receiver, worker, run, trial))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        sender.close()
+
+    def wait_for_one(self) -> tuple[PlannedRun, Trial, Outcome]:
+        """Waits for the end of a run, and returns its outcome, also where its process died."""
+        ready = wait([each.receiver for each in self.running])[0]
+        ended = next(each for each in self.running if each.receiver is ready)
+        try:
+            outcome: Outcome = ended.receiver.recv()
+            ended.process.join()
+        except EOFError:
+            ended.process.join()
+            code = ended.process.exitcode or 0
+            ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            outcome = Outcome("failed", f"its process ended with {ending}")
+            if self.stopped:
+                outcome = Outcome("interrupted", "it was ended before it could save a checkpoint")
+        self.running.remove(ended)
+        return ended.run, ended.trial, outcome
+
+
+class _SweepStudy:
+    """The Optuna study of a sweep, which chooses runs and learns from their results, of earlier commands too."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._metric: ReportedMetric = sweep.runs[0].config.task.build().headline
+        if self._metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
+            raise UserError(f"--sampler tpe and --prune need a metric to improve, and {self._metric.name!r} is none.")
+        values: dict[str, list[str]] = {}
+        for run in sweep.runs:
+            for key, text in _params(run).items():
+                values.setdefault(key, []).append(text)
+        self._distributions: dict[str, BaseDistribution] = {
+            key: CategoricalDistribution(list(dict.fromkeys(texts))) for key, texts in values.items()
+        }
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
+            study_name=f"{sweep.config.stem} {datetime.now():%Y-%m-%d %H:%M:%S.%f}",
+            direction="maximize" if self._metric.better == "higher" else "minimize",
+            sampler=optuna.samplers.TPESampler(seed=0, constant_liar=True),
+            pruner=optuna.pruners.MedianPruner() if sweep.prune else optuna.pruners.NopPruner(),
+        )
+        for run in sweep.runs:
+            evaluations, value = _validated(run, self._metric) if run.state == "finished" else ({}, math.nan)
+            if math.isfinite(value):
+                trial = create_trial(
+                    value=value,
+                    params=_params(run),
+                    distributions=self._distributions,
+                    intermediate_values=evaluations,
+                )
+                self._study.add_trial(trial)
+
+    def choices(self, to_train: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, Trial]]:
+        """Yields the runs to train with their trials; each is chosen when it is asked for."""
+        waiting = {run.varied: run for run in to_train}
+        num_left = len(waiting)
+        if self._sweep.sampler == "tpe":
+            num_left = min(num_left, (self._sweep.trials or 0) - (len(self._sweep.runs) - num_left))
+        for _ in range(num_left):
+            trial = self._study.ask(self._distributions) if self._sweep.sampler == "tpe" else None
+            drawn = None if trial is None else tuple(f"{key}={trial.params[key]}" for key in self._distributions)
+            if drawn not in waiting:  # the first run takes the place of one that was chosen before
+                if trial is not None:
+                    self._study.tell(trial, state=TrialState.FAIL)
+                drawn = next(iter(waiting))
+                self._study.enqueue_trial(_params(waiting[drawn]))
+                trial = self._study.ask(self._distributions)
+            assert trial is not None
+            yield waiting.pop(drawn), trial
+
+    def tell(self, run: PlannedRun, trial: Trial, outcome: Outcome) -> None:
+        """Records the result of a run."""
+        value = _validated(run, self._metric)[1] if outcome.status == "finished" else math.nan
+        if math.isfinite(value):
+            self._study.tell(trial, value)
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL)
+
+
+def _params(run: PlannedRun) -> dict[str, str]:
+    """Returns the varying settings of a run as Optuna has them: key -> text of the value."""
+    return {key: text for key, _, text in (setting.partition("=") for setting in run.varied)}
+
+
+def _validated(run: PlannedRun, metric: ReportedMetric) -> tuple[dict[int, float], float]:
+    """Returns a metric on the validation split by step, and that of the kept weights; NaN where it is not known.
+
+    Without a validation split, the second one is that of the final evaluation.
+    """
+    record = RunRecord.read(run.folder)
+    evaluations = {line.step or 0: line.metric(metric.name) for line in record.validation_evals()}
+    evaluations = {step: value for step, value in evaluations.items() if math.isfinite(value)}
+    if not evaluations:
+        return {}, math.nan if record.evaluation is None else record.evaluation.metric(metric.name)
+    if run.config.train.keep_best:
+        return evaluations, max(evaluations.values()) if metric.better == "higher" else min(evaluations.values())
+    return evaluations, evaluations[max(evaluations)]
+
+
+def share_of_cores(worker: int, num_workers: int) -> tuple[int, ...]:
+    """Returns the cores of one of the workers, among which this process's cores are divided evenly.
+
+    More workers than cores share them. Returns none where the user has set ``OMP_NUM_THREADS``, which then holds for
+    each worker on all cores.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return ()
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // num_workers)
+    return tuple(cores[(worker * each + place) % len(cores)] for place in range(each))
+
+
+def _check(runs: Sequence[PlannedRun], log: Path) -> None:
+    """Builds the model of every recipe without weights, one seed of each, before the first run is trained."""
+    recipes = {run.recipe: run for run in reversed(runs)}
+    with ProcessPoolExecutor(1, _CONTEXT) as pool:
+        try:
+            found = pool.submit(_mistakes, [*reversed(recipes.values())], log).result()
+        except BrokenProcessPool as error:
+            raise RunError(f"the process that builds the models of all runs has died; see {log}.") from error
+    require_no_mistakes(found)
+
+
+def _mistakes(runs: list[PlannedRun], log: Path) -> dict[str, list[str]]:
+    """Returns each mistake with the names of its runs; this process is forked for it."""
+    from distembed.base.ranks import process_group
+    from distembed.planning.networks import require_networks_fit
+    from distembed.training.build import Blueprint
+    from distembed.training.start import find_start
+
+    _be_forked(log)
+    mistakes: dict[str, list[str]] = {}
+    for run in runs:
+        with process_group(run.config.train.device) as ranks:
+            try:
+                start = find_start(run.config, run.options, lambda function: function(), _print)
+                blueprint = Blueprint.for_ranks(start.config, start.manifest.schema, ranks, start.sse)
+                require_networks_fit(blueprint.config.model, blueprint.model_inputs, 1)
+                blueprint.build_plannable()
+            except (UserError, RunError, InsufficientMemory) as error:
+                mistakes.setdefault(str(error), []).append(run.name)
+    return mistakes
+
+
+def _be_forked(log: Path) -> None:
+    """Has this process end with its parent, hear signals from it alone, and print to a file."""
+    parent = os.getppid()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()  # Ctrl-C goes to the sweep, which passes it on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    os.environ[PARENT_VARIABLE] = str(parent)
+    end_with_parent()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+
+
+def _work(log: Path, run: PlannedRun, trial: Trial, worker: int, cores: tuple[int, ...], sender: Connection) -> None:
+    """Trains a run and sends its outcome; this process is forked for it."""
+    import torch
+    from rich.console import Console
+
+    from distembed.base.ranks import process_group
+    from distembed.training.run import train_run
+
+    _be_forked(log)
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    started, described, error = time.perf_counter(), None, None
+    status: Literal["finished", "pruned", "failed", "interrupted"] = "failed"
+    try:
+        with process_group(run.config.train.device, worker) as ranks:
+            report = partial(_report, trial)
+            finished = train_run(run.config, run.options, ranks, Console(width=140), _print, evaluated=report)
+        status, described = "finished", finished.described
+        _print(described or status)
+    except PrunedRun as pruned:
+        status, error = "pruned", str(pruned)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        status, error = "interrupted", str(interrupted) or "interrupted"
+    except (UserError, RunError, InsufficientMemory) as failure:
+        error = str(failure)
+        _print(f"failed: {error}")
+    except Exception as failure:
+        error = one_line(failure)
+        traceback.print_exc()
+    sender.send(Outcome(status, error, described, time.perf_counter() - started))
+
+
+def _report(trial: Trial, step: int, value: float) -> None:
+    if math.isfinite(value):
+        trial.report(value, step)
+        if trial.should_prune():
+            raise PrunedRun(f"{PRUNED}{step}: its value of {value:.4g} is worse than the median of other runs")
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
