@@ -124,6 +124,14 @@ def find_plan(request: PlanRequest) -> EstimatedPlan:
     return _Search(request).best()
 
 
+def some_plan_fits(request: PlanRequest) -> bool:
+    """Returns whether :func:`find_plan` finds a plan that fits, sooner; raises its ``UserError`` as well."""
+    try:
+        return _Search(request).fits()
+    except InsufficientMemory:
+        return False
+
+
 def require_room(request: PlanRequest) -> None:
     """Raises the errors of :func:`find_plan` where weights and states alone do not fit, without a search."""
     _Search(request).require_room()
@@ -194,9 +202,27 @@ class _Search:
             is_complete=found is not None and found.is_complete,
         )
 
-    def require_room(self) -> None:
-        """Raises an ``InsufficientMemory`` where weights and states fit in no placement."""
-        problem, capacity = self._tables.problem, np.maximum(self._capacity, 0)
+    def fits(self) -> bool:
+        """Returns whether :meth:`best` finds a plan that fits, mostly without its search for the fastest.
+
+        No plan fits where weights, states and a step's networks exceed the memory; this raises ``InsufficientMemory``.
+        A few tables are searched completely. Of more tables, the emptiest solution is tried, on which :meth:`best`
+        falls back.
+        """
+        request = self._request
+        beside = sum(request.workload.bytes_beside_tables(request.cluster.world_size).values())
+        self.require_room(request.plannable_bytes - beside)
+        fastest, is_complete = self._solver.best_of_all(self._fits)
+        if fastest is not None or is_complete:
+            return fastest is not None
+        return self._fits(self._solver.emptiest(self._capacity).assignment) or self._fitting() is not None
+
+    def require_room(self, num_bytes: Floats | None = None) -> None:
+        """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed.
+
+        Each rank has ``num_bytes`` for them; without the argument, what the resting networks leave of its memory.
+        """
+        problem, capacity = self._tables.problem, np.maximum(self._capacity if num_bytes is None else num_bytes, 0)
         world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
         for unit, number in enumerate(problem.class_of):
             possible = [own.stored_bytes(world_size, problem.ranks_per_node) for own in problem.classes[number]]

@@ -14,7 +14,7 @@ from distembed.base.units import parse_bytes
 from distembed.commands import cli
 from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan import remedies
-from distembed.reports.plan.assessment import Assessment, assess_capacity
+from distembed.reports.plan.assessment import assess_capacity
 from distembed.reports.plan.configured_model import ConfiguredModel
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import Remedies, find_remedies
@@ -157,11 +157,11 @@ def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
     found, planned = assess_capacity(config, there_is), list[int]()
 
-    def does_not_fit(plannable: Plannable, cluster: Cluster) -> Assessment:
+    def does_not_fit(plannable: Plannable, cluster: Cluster) -> bool:
         planned.append(cluster.world_size)
-        return found
+        return False
 
-    monkeypatch.setattr(remedies, "assess", does_not_fit)
+    monkeypatch.setattr(remedies, "is_fitting", does_not_fit)
     nothing = find_remedies(ConfiguredModel(config), there_is, assessment=found, max_seconds=0)
     assert nothing == Remedies(is_complete=False) and not planned
     many = find_remedies(

@@ -128,7 +128,8 @@ class Counted:
         self.fits, self.first, self.asked = fits, first, list[int]()
 
     def __call__(self, plannable: Plannable, own: Cluster) -> Assessment:
-        self.asked.append(own.world_size)
+        if own.world_size not in self.asked:
+            self.asked.append(own.world_size)
         # a plan that fits, and one of which there is none
         changes: dict[str, Any] = {"cluster": own}
         changes |= {} if self.fits(own.world_size) else {"ranks": (), "plan": None, "planner_error": "no room"}
@@ -146,6 +147,7 @@ def search(
     monkeypatch: pytest.MonkeyPatch, first: Assessment, gpus: int, fits: Callable[[int], bool]
 ) -> tuple[smallest.Smallest, Counted]:
     counted = Counted(fits, first)
+    monkeypatch.setattr(smallest, "is_fitting", lambda plannable, own: counted(plannable, own).fits)
     monkeypatch.setattr(smallest, "assess", counted)
     monkeypatch.setattr(smallest, "require_room", lambda request: None)
     return find_smallest(ConfiguredModel(load_config(KAGGLE, [])), cluster("80GiB", gpus)), counted

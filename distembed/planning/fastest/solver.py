@@ -130,17 +130,22 @@ class Solver:
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
         """Returns the fastest accepted assignment of all, where tables are few enough; else the given solution."""
-        if self._problem.num_tables > _SMALL:
-            return solution
-        stored = self._problem.with_stored_bytes()
-        search = ExactSearch(stored, Aim(self._bound_capacity, self._host_capacity), Budget(60_000), accepts)
-        best, is_complete = search.better_than(np.inf if solution is None else solution.milliseconds)
+        best, is_complete = self.best_of_all(accepts, np.inf if solution is None else solution.milliseconds)
         if best is not None:
             low = best.score if is_complete else self._bound.milliseconds(best.score)
             return Solution(best.assignment, best.score, low, self._is_near(best.score, low))
         if solution is None or not is_complete:
             return solution
         return replace(solution, lower_bound_ms=solution.milliseconds, is_complete=True)
+
+    def best_of_all(
+        self, accepts: Callable[[Assignment], bool], faster_than: float = np.inf
+    ) -> tuple[Found | None, bool]:
+        """Returns the fastest accepted assignment, if any is faster than a time, and whether all were searched."""
+        if self._problem.num_tables > _SMALL:
+            return None, False
+        aim = Aim(self._bound_capacity, self._host_capacity)
+        return ExactSearch(self._problem.with_stored_bytes(), aim, Budget(60_000), accepts).better_than(faster_than)
 
     def polished(
         self,

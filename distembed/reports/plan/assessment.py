@@ -18,10 +18,10 @@ from distembed.planning import PlanRequest, Workload
 from distembed.planning.devices import Cluster
 from distembed.planning.other_placements import Alternative
 from distembed.planning.saved_plan import PlanInputs
-from distembed.planning.search import EstimatedPlan, find_plan
+from distembed.planning.search import EstimatedPlan, find_plan, some_plan_fits
 from distembed.planning.storage import PlannedRank, TableStorage, whole_table_storage
 from distembed.reports.plan.configured_model import ConfiguredModel
-from distembed.reports.plan.plannable import Plannable
+from distembed.reports.plan.plannable import ModelOnCluster, Plannable
 from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
 from distembed.training.config import Config
@@ -109,13 +109,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
 def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
     """Plans any model for a cluster that need not be there; raises the errors of :func:`assess_capacity`."""
-    if plannable.plan.allows_host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
-        raise UserError(
-            "plan.host_memory, or a table's compute_kernels, let tables lie in host memory, and the size of it is not "
-            "known: add --host-memory SIZE of a machine, such as --host-memory 1TiB, or set plan.host_memory=false and "
-            "leave fused_uvm and fused_uvm_caching out of plan.tables.NAME.compute_kernels."
-        )
-    to_plan = plannable.on_cluster(cluster)
+    to_plan = _on_cluster(plannable, cluster)
     request, planned, planner_error = to_plan.request, None, ""
     try:
         planned = find_plan(request)
@@ -141,6 +135,21 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
     )
+
+
+def is_fitting(plannable: Plannable, cluster: Cluster) -> bool:
+    """Returns whether :func:`assess` would find that the model fits, much sooner where it does; raises its errors."""
+    return some_plan_fits(_on_cluster(plannable, cluster).request)
+
+
+def _on_cluster(plannable: Plannable, cluster: Cluster) -> ModelOnCluster:
+    if plannable.plan.allows_host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
+        raise UserError(
+            "plan.host_memory, or a table's compute_kernels, let tables lie in host memory, and the size of it is not "
+            "known: add --host-memory SIZE of a machine, such as --host-memory 1TiB, or set plan.host_memory=false and "
+            "leave fused_uvm and fused_uvm_caching out of plan.tables.NAME.compute_kernels."
+        )
+    return plannable.on_cluster(cluster)
 
 
 def _table(request: PlanRequest, table: CompositionalEmbeddingConfig) -> AssessedTable:

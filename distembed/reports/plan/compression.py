@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from distembed.base.errors import InsufficientMemory
 from distembed.embedding.settings import TableConfig
 from distembed.planning.devices import Cluster
-from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.assessment import is_fitting
 from distembed.reports.plan.compressible_table import CompressibleTable, load_id_counts
+from distembed.reports.plan.configured_model import ConfiguredModel
 from distembed.training.build import table_optimizers
 from distembed.training.config import Config
 
@@ -45,7 +46,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     Raises:
         InsufficientMemory: Even the most compressed model does not fit.
     """
-    if assess_capacity(config, cluster).fits:
+    if is_fitting(ConfiguredModel(config), cluster):
         return config
     # tables that have no settings of their own
     own_tables, dense_tables = config.embedding.tables, config.task.build().dense_tables
@@ -70,7 +71,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
         return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, tables=new | own_tables))
 
     def fits(num_bytes: float) -> bool:
-        return assess_capacity(compressed(num_bytes), cluster).fits
+        return is_fitting(ConfiguredModel(compressed(num_bytes)), cluster)
 
     low, high = sum(table.min_bytes for table in tables), sum(table.whole_bytes for table in tables)
     if not fits(low):

@@ -18,6 +18,7 @@ from distembed.training.config import Config
 from distembed.training.describe import tied_outputs
 
 _HASHED = ("quotient_remainder", "remainder")  # schemes that a number of collisions, or of buckets, compresses
+_MAX_COLLISIONS = 2**20
 _UNKNOWN_STEP = (
     "the memory of the networks' step and its time could not be estimated: it looks at values, or has an operator "
     "without a form for fake tensors; a share of each device is kept free for it"
@@ -70,6 +71,11 @@ class ConfiguredModel(Plannable):
 
     def _with_train(self, **changes: Any) -> "ConfiguredModel":
         return ConfiguredModel(replace(self.config, train=replace(self.config.train, **changes)))
+
+    def max_collisions(self) -> int:
+        features = batch_schema(self.config.task, self.config.data.load_schema()).categorical
+        largest = max((feature.num_embeddings for feature in features), default=0)
+        return 0 if self.collisions is None else min(2 * largest, _MAX_COLLISIONS)  # one doubling beyond the largest
 
     def with_collisions(self, collisions: int) -> "tuple[str, ConfiguredModel]":
         """Compresses the default's tables; those of tables with settings of their own stay as they are."""

@@ -57,6 +57,10 @@ class Plannable(ABC):
     def with_sparse_optimizer(self, name: str) -> tuple[str, Self]:
         """Changes the optimizer of the tables."""
 
+    def max_collisions(self) -> int:
+        """Returns the largest number of collisions to try; 0 where they cannot be changed."""
+        return 0
+
     def with_collisions(self, collisions: int) -> tuple[str, Self]:
         """Compresses the tables; called only where ``collisions`` is a number."""
         raise NotImplementedError

@@ -14,14 +14,13 @@ from distembed.base.errors import UserError
 from distembed.base.units import exact_bytes
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.devices import DEVICES, Cluster
-from distembed.reports.plan.assessment import Assessment, assess
+from distembed.reports.plan.assessment import Assessment, assess, is_fitting
 from distembed.reports.plan.plannable import Plannable
 
 MAX_RANKS = 4096  # up to which a search plans larger clusters
 _MAX_SECONDS = 20.0
 _MAX_NODES_FACTOR = 64
 _MAX_GPUS = 8
-_MAX_COLLISIONS = 2**20
 _GIB = 2**30
 
 
@@ -114,7 +113,7 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
     has_weight_states = model.sparse_optimizer is not None and OPTIMIZERS[model.sparse_optimizer].has_weight_states
     # all tables on any one rank, whose share of its node's this is
     most_host = gpus * (assessment.one_copy.total // _GIB + 1) if plan.allows_host_memory and not is_cpu else 0
-    host, most_collisions = cluster.host_memory_bytes // _GIB, 0 if model.collisions is None else _MAX_COLLISIONS
+    host, most_collisions = cluster.host_memory_bytes // _GIB, model.max_collisions()
     return [
         *kinds,
         _Kind(_in_turn, 0, bool(freed), lambda _: (settings, model.with_plan(replace(plan, **freed)), cluster)),
@@ -154,7 +153,7 @@ def find_remedies(
                 if on.world_size > MAX_RANKS or time.monotonic() >= deadline:
                     is_complete = False
                     return False
-                return assess(model, on).fits
+                return is_fitting(model, on)
             except UserError:
                 return False
 

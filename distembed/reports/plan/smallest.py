@@ -23,7 +23,7 @@ from distembed.base.errors import InsufficientMemory, UserError
 from distembed.base.units import enumerate_names
 from distembed.planning.devices import Cluster
 from distembed.planning.search import require_room
-from distembed.reports.plan.assessment import Assessment, assess
+from distembed.reports.plan.assessment import Assessment, assess, is_fitting
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import MAX_RANKS, least_enough, max_table_bytes
 from distembed.reports.plan.texts import cluster_text, shortage_lines
@@ -64,24 +64,30 @@ class Smallest:
 
 def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
     """Returns the smallest cluster that a model fits; how many nodes the one given has does not matter."""
-    gpus, outcomes = cluster.ranks_per_node, dict[int, Assessment | UserError]()
+    gpus, outcomes = cluster.ranks_per_node, dict[int, bool]()
 
     def size(number: int) -> Cluster:
         """Returns the cluster of a number in the drawing above."""
         return dataclasses.replace(cluster, nodes=max(1, number - gpus + 1), ranks_per_node=min(number, gpus))
 
-    def outcome(number: int) -> Assessment | UserError:
-        """Returns the plan for a size, or why the settings refuse it; each size is planned once."""
+    def fits(number: int) -> bool:
+        """Returns whether the model fits a size; False where the settings refuse it. Each size is searched once."""
         if number not in outcomes:
             try:
-                outcomes[number] = assess(plannable, size(number))
-            except UserError as error:
-                outcomes[number] = error
+                outcomes[number] = is_fitting(plannable, size(number))
+            except UserError:
+                outcomes[number] = False
         return outcomes[number]
 
-    def fits(number: int) -> bool:
-        found = outcome(number)
-        return isinstance(found, Assessment) and found.fits
+    def outcome(number: int) -> Assessment | UserError:
+        """Returns the plan for a size, or why the settings refuse it."""
+        found: Assessment | UserError
+        try:
+            found = assess(plannable, size(number))
+        except UserError as error:
+            found = error
+        outcomes[number] = isinstance(found, Assessment) and found.fits
+        return found
 
     def tried() -> tuple[tuple[Cluster, bool], ...]:
         return tuple((size(number), fits(number)) for number in sorted(outcomes))
@@ -105,7 +111,7 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
         told = outcome(below)
         shortage = shortage_lines(told) if isinstance(told, Assessment) else [str(told)]
     num_untried = sum(smaller not in outcomes for smaller in sizes[:place])
-    answer = None if place is None else outcomes[sizes[place]]
+    answer = None if place is None else outcome(sizes[place])
     assert not isinstance(answer, UserError)
     one_less = size(below) if answer is not None and below else None
     return Smallest(answer, tried(), num_untried, one_less, tuple(shortage), is_proven=not num_untried)
