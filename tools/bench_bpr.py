@@ -1,6 +1,6 @@
-r"""Measures samples/s of BPR against RecBole's BPR on the same rows, epoch by epoch in turn.
+r"""Compares the speed of BPR with RecBole's BPR on equal rows, epoch by epoch in turn.
 
-RecBole needs NumPy 1, so that it runs in an environment of its own, whose Python is given; its wheel ships the data::
+RecBole needs NumPy 1, so it runs in a separate environment, whose Python is ``--peer``; its wheel ships the data::
 
     python -m venv /tmp/recbole
     /tmp/recbole/bin/pip install torch==2.13.0 numpy==1.26.4 scipy==1.12.0 scikit-learn==1.4.2 pandas==2.2.3 \
@@ -10,17 +10,15 @@ RecBole needs NumPy 1, so that it runs in an environment of its own, whose Pytho
         --data /tmp/recbole/lib/python3.11/site-packages/recbole/dataset_example/ml-100k
     python tools/bench_bpr.py --peer /tmp/recbole/bin/python --draw 100000 --epochs 5
 
-Both draw one negative item a row that its user does not have, and step through 80% of the rows, of MovieLens-100k or of
-drawn users and items, with vectors of the same size and batches of the same size, each with one thread that computes;
-ours reads ahead with another. RecBole trains with Adam through all rows of its tables, and ours with Adagrad through
-those of the batch. The ratio by processor time counts all threads, and is the one to read on a busy machine.
+Both train on 80% of the rows of MovieLens-100k or of random rows (``--draw``), with one negative item for each row that
+the row's user does not have, vectors and batches of equal size, and one thread that computes. distembed reads ahead
+with a second thread. RecBole's Adam updates all rows of its tables; distembed's Adagrad updates the rows of the batch.
+On a busy machine use the ratio by processor time, which counts all threads.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from bench_commands import run_distembed
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +42,7 @@ _PEER = Path(__file__).parent / "peers" / "recbole_bpr.py"
 
 
 class Epoch(NamedTuple):
-    """The rows of an epoch, its seconds, and those of the processor in all threads of the process."""
+    """The rows of an epoch, its seconds, and the process's processor time in all threads."""
 
     rows: int
     seconds: float
@@ -51,17 +50,17 @@ class Epoch(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Samples/s."""
+        """Samples a second."""
         return self.rows / self.seconds
 
     @property
     def cpu_rate(self) -> float:
-        """Samples by second of a processor."""
+        """Samples a processor second."""
         return self.rows / self.cpu_seconds
 
 
 def draw_rows(folder: Path, num_ids: int) -> Path:
-    """Writes interactions of as many users and items, five of each user, in RecBole's form; few items are frequent."""
+    """Writes random interactions in RecBole's format: ``num_ids`` users and items, five rows a user, skewed items."""
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(num_ids), 5)
     items = np.exp(rng.random(len(users)) * np.log(num_ids)).astype(int)
@@ -74,22 +73,14 @@ def draw_rows(folder: Path, num_ids: int) -> Path:
 
 
 def prepare(data: Path, folder: Path) -> Path:
-    """Makes a dataset of the rows of RecBole's, four fifths of which are trained on."""
-    command = [
-        "prepare",
-        "ratings",
-        str(data / f"{data.name}.inter"),
-        "--output",
-        str(folder / "dataset"),
-        "--implicit",
-    ]
-    columns = ["--user", "user_id", "--item", "item_id", "--split", "random:0.8,0.1,0.1"]
-    subprocess.run([sys.executable, "-m", "distembed", *command, *columns], check=True, capture_output=True)
+    """Makes a dataset of RecBole's rows, with 80% of them for training."""
+    columns = ["--user", "user_id", "--item", "item_id", "--implicit", "--split", "random:0.8,0.1,0.1"]
+    run_distembed("prepare", "ratings", data / f"{data.name}.inter", "--output", folder / "dataset", *columns)
     return folder / "dataset"
 
 
 def ours(config: Config, ranks: Ranks) -> Callable[[], Epoch]:
-    """Returns an epoch of the trainer's step, with its reader, on one rank."""
+    """Returns a function that trains an epoch with distembed's trainer and reader, on one rank."""
     dataset = config.data.require_path()
     blueprint = Blueprint.for_ranks(config, config.data.load_schema(), ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1_000_000)
@@ -112,7 +103,7 @@ def ours(config: Config, ranks: Ranks) -> Callable[[], Epoch]:
 
 
 def peer(python: str, data: Path, batch_size: int, dim: int) -> Callable[[], Epoch]:
-    """Returns an epoch of RecBole's, in a process of its own that waits between epochs."""
+    """Returns a function that trains an epoch with RecBole, in a process that waits between epochs."""
     command = [python, str(_PEER), str(data), "--batch-size", str(batch_size), "--dim", str(dim)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, cwd=tempfile.mkdtemp())
@@ -131,10 +122,10 @@ def peer(python: str, data: Path, batch_size: int, dim: int) -> Callable[[], Epo
 
 
 def main() -> None:
-    """Lets both train epochs in turn and prints samples/s and their ratio, for each size of batches."""
+    """Trains epochs of both in turn, and prints samples/s and the ratio for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, help="folder of a dataset of RecBole's, such as ml-100k")
+    source.add_argument("--data", type=Path, help="folder of a RecBole dataset, for example ml-100k")
     source.add_argument("--draw", type=int, help="number of users and of items to draw")
     parser.add_argument("--peer", required=True, help="Python of an environment with recbole==1.2.1")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192])
@@ -164,13 +155,8 @@ def main() -> None:
             ratios = sorted(own.rate / recbole.rate for recbole, own in turns)
             first, second = (statistics.median(turn[which].rate for turn in turns) for which in (0, 1))
             cpu_ratio = statistics.median(own.cpu_rate / recbole.cpu_rate for recbole, own in turns)
-            table.add_row(
-                f"{batch_size:,}",
-                f"{first:,.0f}",
-                f"{second:,.0f}",
-                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                f"{cpu_ratio:.2f}",
-            )
+            spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            table.add_row(f"{batch_size:,}", f"{first:,.0f}", f"{second:,.0f}", spread, f"{cpu_ratio:.2f}")
     Console(width=120).print(table)
 
 

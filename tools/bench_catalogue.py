@@ -1,8 +1,8 @@
-"""Compares the softmax over a catalogue with all scores at once: seconds of a step, and the memory that it takes.
+"""Compares the tiled softmax over a catalogue with all scores at once: seconds and memory of a step.
 
-A step is the loss of some queries and its gradients in queries, items and biases. The peer is ``cross_entropy(queries @
-items.T + bias, targets)`` of torch on a weight of the same size. Each contender steps in a process of its own, in turn
-with the other; memory is the most that the process had beyond what it had before its steps, gradients included::
+A step is the loss of some queries and its gradients in queries, items and biases. The peer is torch's
+``cross_entropy(queries @ items.T + bias, targets)`` on a weight of equal size. The contenders step in turn, each in a
+separate process. Memory is the peak of the process minus its memory before the first step, gradients included::
 
     python tools/bench_catalogue.py --items 1000000 --queries 256 --output bench_catalogue.json
     python tools/bench_catalogue.py --items 10000000 --queries 256 --contenders tiles
@@ -12,39 +12,34 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from bench_common import surroundings
-from bench_processes import Step, take_turns_in_processes
+from bench_commands import bench_parser, write_output
+from bench_common import Step, surroundings
+from bench_processes import take_turns_in_processes
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distembed.base.files import write_json
 from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
 from distembed.models.queries import Catalogue
 from distembed.partitions import Naive, QuotientRemainder
+from distembed.tasks.catalogue.softmax import catalogue_cross_entropy
 
 
 def tiles(num_items: int, dim: int, collisions: int = 1) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Returns a model whose catalogue goes over its items tile by tile, and its loss of each query."""
+    """Returns a model whose catalogue scores its items tile by tile, and the function of its losses."""
     model = nn.Module()
     scheme = Naive(num_items) if collisions == 1 else QuotientRemainder(num_items, collisions=collisions)
     table = CompositionalEmbeddingConfig("item", num_items, dim, ["item"], scheme, dense_gradient=True)
     model.embeddings = CompositionalEmbeddingCollection([table])
     model.catalogue = Catalogue(model, "embeddings", table, bias=True)
-    return model, model.catalogue.cross_entropy
-
-
-def quotient_remainder(num_items: int, dim: int) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Returns the same of a quotient-remainder table at 4 collisions."""
-    return tiles(num_items, dim, collisions=4)
+    return model, partial(catalogue_cross_entropy, model.catalogue)
 
 
 def all_at_once(num_items: int, dim: int) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Returns torch's own linear layer, and a loss of all of its outputs."""
+    """Returns torch's linear layer, and the function of its losses over all outputs."""
     model = nn.Linear(dim, num_items)
 
     def losses(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -53,7 +48,11 @@ def all_at_once(num_items: int, dim: int) -> tuple[nn.Module, Callable[..., torc
     return model, losses
 
 
-CONTENDERS = {"tiles": tiles, "quotient_remainder": quotient_remainder, "all_at_once": all_at_once}
+CONTENDERS: dict[str, Callable[[int, int], tuple[nn.Module, Callable[..., torch.Tensor]]]] = {
+    "tiles": tiles,
+    "quotient_remainder": partial(tiles, collisions=4),
+    "all_at_once": all_at_once,
+}
 
 
 def make_step(name: str, options: argparse.Namespace, device: torch.device) -> Step:
@@ -74,9 +73,9 @@ def make_step(name: str, options: argparse.Namespace, device: torch.device) -> S
     return step
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    """Compares and prints a table."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--dim", type=int, default=64)
@@ -85,13 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["tiles", "all_at_once"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bf16", action="store_true", help="queries in bfloat16, under autocast")
-    parser.add_argument("--output", type=Path, help="JSON file of all measurements")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Compares, prints a table, and writes all measurements to a file if one is given."""
-    options = parse_arguments()
+    options = parser.parse_args()
     device = torch.device(options.device)
     makers = {name: partial(make_step, name, options, device) for name in options.contenders}
     found = take_turns_in_processes(makers, options.steps, device, options.threads)
@@ -102,10 +95,9 @@ def main() -> None:
     for name, own in found.items():
         table.add_row(name, f"{own.median:.3f}", format_bytes(own.bytes), f"{slowest / own.median:.2f}x")
     Console().print(table)
-    if options.output:
-        measured = {name: dataclasses.asdict(own) for name, own in found.items()}
-        settings = {name: str(value) for name, value in vars(options).items()}
-        write_json(options.output, {**surroundings(device), "settings": settings, "measured": measured})
+    measured = {name: dataclasses.asdict(own) for name, own in found.items()}
+    settings = {name: str(value) for name, value in vars(options).items()}
+    write_output(options, {**surroundings(device), "settings": settings, "measured": measured})
 
 
 if __name__ == "__main__":

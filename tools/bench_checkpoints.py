@@ -1,12 +1,11 @@
-"""Measures the cost of checksums when a checkpoint is saved and loaded: against none in turns, and by a clock.
+"""Measures the cost of checksums when a checkpoint is saved and loaded.
 
-Tables of a gibibyte are saved to a folder and loaded back. The disk's own time varies by more than checksums take, so
-that the time spent on them is also measured by itself, within the save and the load::
+Tables of a gibibyte are saved and loaded with and without checksums, in turns. The time of a disk varies by more than
+the time of checksums, so the bench also measures the time within the checksum function::
 
     python tools/bench_checkpoints.py --output bench_checkpoints.json
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -16,18 +15,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import surroundings
 from torch import nn
 
 from distembed.base.checksums import checksum_of
-from distembed.base.files import write_json
 from distembed.checkpoints import blocks, load_checkpoint, save_checkpoint
 
 TABLES, ROWS, DIM = 8, 2**21, 16
 
 
 class _TimedChecksum:
-    """A checksum that counts the seconds it takes; several threads may compute it at once."""
+    """A checksum function that adds up its seconds; several threads may call it at once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -46,13 +45,13 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Returns medians of seconds and of shares, by what was done."""
+    """Returns medians of seconds, of ratios and of the checksums' shares, for ``save`` and ``load``."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.EmbeddingBag(ROWS, DIM) for _ in range(TABLES)])
     timed = _TimedChecksum()
     kinds = {"none": lambda data: "", "checksums": checksum_of, "timed": timed}
     seconds: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}}
-    for number in range(repeats + 1):  # the first turn warms up
+    for number in range(repeats + 1):  # turn 0 warms up
         for kind, checksum in kinds.items():
             path = folder / f"{kind}-{number}"
             with mock.patch.object(blocks, "checksum_of", checksum):
@@ -68,7 +67,7 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
         action: {
             "seconds_without": statistics.median(of["none"]),
             "seconds_with": statistics.median(of["checksums"]),
-            "median_ratio": statistics.median(w / wo for w, wo in zip(of["checksums"], of["none"], strict=True)),
+            "median_ratio": median_ratio(of["checksums"], of["none"]),
             "share_of_checksums": statistics.median(of["timed"]),
         }
         for action, of in seconds.items()
@@ -76,18 +75,16 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Runs the bench and prints or writes its result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="Where checkpoints are saved; a temporary folder unless given.")
+    """Measures, and prints the medians."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoints; a temporary folder unless given")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         measured = measure(Path(folder), arguments.repeats)
     for action, values in measured.items():
         print(action, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-    if arguments.output is not None:
-        write_json(arguments.output, {"surroundings": surroundings(torch.device("cpu")), "measured": measured})
+    write_output(arguments, {"surroundings": surroundings(torch.device("cpu")), "measured": measured})
 
 
 if __name__ == "__main__":

@@ -1,21 +1,32 @@
-"""The common part of the benches of training steps: skewed ids, tables, and contenders that take turns."""
+"""Shared parts of the benches that load torch: skewed ids, tables, runs, ranks, and contenders that take turns."""
 
+import argparse
+import json
 import math
+import os
 import platform
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, cycle
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_commands import CONFIGS
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.cuda_driver import driver_version
+from distembed.base.files import write_json
+from distembed.base.ranks import Ranks, process_group
 from distembed.base.version import versions
 from distembed.composition import Composition
 from distembed.data.reader.batch import Batch
@@ -23,7 +34,13 @@ from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import LookupKernel
 from distembed.partitions import Partition
-from distembed.training.build import TrainingState
+from distembed.planning.buffers import Step as StepEstimate
+from distembed.planning.search import plan_placements
+from distembed.training.build import Blueprint, TrainingState, table_optimizers
+from distembed.training.config import Config, load_config
+from distembed.training.inference import evaluate_split, load_training_state
+from distembed.training.run import train_run
+from distembed.training.start import RunOptions
 
 NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
 NUM_ROWS = NUM_IDS // COLLISIONS
@@ -44,13 +61,13 @@ def draw_ids(count: int, generator: torch.Generator) -> Int64[Tensor, " ids"]:
 def draw_clicks(
     num_rows: int, generator: torch.Generator
 ) -> tuple[Float[Tensor, "rows dense"], Float[Tensor, " rows"]]:
-    """Draws uniform dense features, and labels of which a quarter are clicks."""
+    """Draws uniform dense features, and labels with 25% clicks."""
     dense = torch.rand(num_rows, NUM_DENSE, generator=generator)
     return dense, (torch.rand(num_rows, generator=generator) < 0.25).float()
 
 
 def make_features(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
-    """Returns ids, feature after feature, as bags of one length; single ones are marked, as the reader marks them."""
+    """Returns ids, feature after feature, as bags of one length; single ids are marked as the reader marks them."""
     num_bags = len(NAMES) * batch_size
     bag = len(ids) // num_bags
     counts = [batch_size * bag] * len(NAMES)
@@ -59,14 +76,14 @@ def make_features(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTen
         ids,
         lengths=torch.full((num_bags,), bag, dtype=torch.int32, device=ids.device),
         stride=batch_size,
-        length_per_key=counts,  # known on the host, as a reader knows it: a GPU would be waited for
+        length_per_key=counts,  # from the host, as the reader has it: reading it from a GPU would wait for the GPU
         offset_per_key=[0, *accumulate(counts)],
     )
     return carry_single_ids(_SINGLE_IDS, features) if bag == 1 else features
 
 
 def torchrec_collection(num_rows: int, dim: int = DIM) -> EmbeddingBagCollection:
-    """Returns TorchRec's own tables of that many rows each, on the meta device."""
+    """Returns TorchRec's own tables of ``num_rows`` rows each, on the meta device."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=[name])
         for name in NAMES
@@ -77,7 +94,7 @@ def torchrec_collection(num_rows: int, dim: int = DIM) -> EmbeddingBagCollection
 def compositional_collection(
     partition: Partition, composition: Composition | str = "product", dim: int = DIM, kernel: LookupKernel = "auto"
 ) -> CompositionalEmbeddingBagCollection:
-    """Returns compositional tables with that scheme, on the meta device."""
+    """Returns compositional tables of a scheme, on the meta device."""
     tables = [
         CompositionalEmbeddingBagConfig(
             name, partition.num_embeddings, dim, [name], partition, composition, kernel=kernel
@@ -90,13 +107,13 @@ def compositional_collection(
 def draw_batch(
     ids: Int64[Tensor, " ids"], num_rows: int, generator: torch.Generator, global_batch_size: int | None = None
 ) -> Batch:
-    """Returns a batch of these ids with random dense features and labels.
+    """Returns a batch of ids, given feature after feature, with random dense features and labels.
 
     Args:
         ids: Ids, feature after feature.
-        num_rows: The number of this rank's rows.
-        generator: The generator of the dense features and labels.
-        global_batch_size: The number of all ranks' rows; ``num_rows`` unless given.
+        num_rows: Number of this rank's rows.
+        generator: Generator of the dense features and labels.
+        global_batch_size: Number of all ranks' rows; ``num_rows`` unless given.
     """
     dense, labels = draw_clicks(num_rows, generator)
     fields = {"dense_features": dense, "sparse_features": make_features(ids, num_rows), "labels": labels}
@@ -104,10 +121,10 @@ def draw_batch(
 
 
 def trainer_step(state: TrainingState, batches: Sequence[Batch]) -> Step:
-    """Returns a step of this project's trainer on one batch after another, again and again."""
+    """Returns a step of distembed's trainer, which cycles through the batches."""
     outputs = state.pipeline.outputs(cycle(batches))
 
-    def step() -> None:  # the loss is not looked at, as in training: a GPU would be waited for
+    def step() -> None:  # does not read the loss, like the trainer: reading it from a GPU would wait for the GPU
         state.optimizers.set_learning_rates(0)
         next(outputs)
 
@@ -117,12 +134,12 @@ def trainer_step(state: TrainingState, batches: Sequence[Batch]) -> Step:
 def take_turns(
     steps: Mapping[str, Step], rounds: int, seconds_a_turn: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Returns the seconds of every contender's step in every round; all ranks call it.
+    """Returns the mean seconds of a step by contender, one value for each round; all ranks call it.
 
     Args:
-        steps: Every contender's step by name; all ranks take equally many.
-        rounds: How often each contender has its turn.
-        seconds_a_turn: The time of one contender's turn, about.
+        steps: Steps by the contender's name.
+        rounds: Number of turns of each contender.
+        seconds_a_turn: Approximate time of a turn.
         device: The device to wait for.
     """
     counts = {name: _steps_a_turn(step, seconds_a_turn, device) for name, step in steps.items()}
@@ -134,7 +151,7 @@ def take_turns(
 
 
 def _steps_a_turn(step: Step, seconds: float, device: torch.device) -> int:
-    """Returns how many steps the first rank takes in that time once it is warm; all ranks call it."""
+    """Returns how many steps the first rank takes in that time after three steps to warm up; all ranks call it."""
     _seconds_a_step(step, 3, device)
     count = torch.tensor(max(2, round(seconds / _seconds_a_step(step, 3, device))), device=device)
     dist.broadcast(count, src=0)
@@ -142,7 +159,7 @@ def _steps_a_turn(step: Step, seconds: float, device: torch.device) -> int:
 
 
 def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
-    """Takes ``count`` steps and returns the mean of their seconds; all ranks call it."""
+    """Takes ``count`` steps and returns their mean seconds; all ranks call it."""
     _wait_for_all(device)
     started = time.perf_counter()
     for _ in range(count):
@@ -151,20 +168,90 @@ def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
     return (time.perf_counter() - started) / count
 
 
+def _wait_for_all(device: torch.device) -> None:
+    wait_for(device)
+    dist.barrier()
+
+
 def wait_for(device: torch.device) -> None:
     """Waits until a device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _wait_for_all(device: torch.device) -> None:
-    """Waits until all ranks and their devices have finished; all ranks call it."""
-    wait_for(device)
-    dist.barrier()
+def run_ranks(
+    measure: Callable[[argparse.Namespace, Ranks], Any],
+    options: argparse.Namespace,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    device: str = "cpu",
+) -> Any:
+    """Measures on new processes of one thread each, one for each rank; returns the first rank's result as JSON.
+
+    Args:
+        measure: Function of a module; all ranks call it with ``options``.
+        options: The bench's options.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks that count as one node; all ranks unless given.
+        device: Kind of the ranks' device.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        local_world_size = ranks_per_node or world_size
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
+        mp.spawn(_run_rank, (measure, options, device, environment, output), nprocs=world_size)
+        return json.loads(output.read_text())
+
+
+def _run_rank(
+    rank: int,
+    measure: Callable[[argparse.Namespace, Ranks], Any],
+    options: argparse.Namespace,
+    device: str,
+    environment: Mapping[str, str],
+    output: Path,
+) -> None:
+    torch.set_num_threads(1)
+    local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(local_rank))
+    with process_group(device) as ranks:
+        result = measure(options, ranks)
+        if ranks.is_first:
+            write_json(output, result)
+        dist.barrier()
+
+
+def train_quietly(config: Config, run: Path, ranks: Ranks) -> Mapping[str, float] | None:
+    """Trains a config into a folder without printing; returns the evaluation on the test split."""
+    return train_run(config, RunOptions(run), ranks, None, lambda _: None).evaluation
+
+
+def train_sample(settings: Sequence[str], dataset: Path, run: Path, ranks: Ranks) -> Path:
+    """Trains ``configs/criteo_sample.yaml`` with settings on a dataset's training split; returns the run's folder."""
+    splits = [f"data.path={dataset}", "data.validation=null", "data.test=null"]
+    train_quietly(load_config(CONFIGS / "criteo_sample.yaml", [*settings, *splits]), run, ranks)
+    return run
+
+
+def evaluate_run(run: Path, dataset: Path, splits: Sequence[str], ranks: Ranks) -> list[Mapping[str, float]]:
+    """Returns a run's metrics on each of some splits of a dataset."""
+    state, _ = load_training_state(run, str(dataset), load_config(run / "config.yaml"), ranks)
+    return [evaluate_split(state, str(dataset), split, ranks) for split in splits]
+
+
+def estimated_step(blueprint: Blueprint, plan: ShardingPlan) -> StepEstimate:
+    """Returns the estimate of a step with a plan."""
+    placements = plan_placements(blueprint.build_plannable(), plan, blueprint.world_size)
+    optimizers = table_optimizers(blueprint.config.train)
+    return StepEstimate(placements, blueprint.world_size, blueprint.workload(), optimizers, blueprint.device.type)
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Returns what a measurement depends on beside the code: device, threads, processor and versions."""
+    """Returns the conditions of a measurement: device, threads, processor and versions."""
     on_gpu = device.type == "cuda"
     return {
         "machine": {

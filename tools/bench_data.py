@@ -1,19 +1,18 @@
-"""Measures how many rows a second are prepared, read in batches and synthesized: one JSON object and one table.
+"""Measures the rows a second of synthesizing, preparing and reading in batches: one JSON object and one table.
 
 ::
 
     python tools/bench_data.py                        # 2 million synthetic rows
     python tools/bench_data.py --rows 200000          # fewer
-    python tools/bench_data.py --output bench.json    # the JSON goes to a file
+    python tools/bench_data.py --output bench.json    # writes the JSON to a file
 
-Preparing is timed from the first byte read to the rename, checksums and flushing included, and repeated; the result is
-the best run, since other work on the machine only adds time. The reader is timed over a whole epoch, with one thread of
-torch's.
+Preparing is timed from the first byte read to the rename, checksums and flushing included. The result is the best of
+several runs, since other work on the machine only adds time. The reader is timed over a whole epoch, with one thread of
+torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -25,21 +24,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_commands import bench_parser, write_output
 from rich.console import Console
 from rich.table import Table
 
 from distembed.base.checksums import checksum_of
-from distembed.base.files import write_json
 from distembed.data.dataset import row_groups
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
 
 BATCH_SIZES = (128, 2048, 8192)
-STAGES = ("read", "vocabulary", "write", "finish", "flush")
 
 
 def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:
-    """Writes the rows that the rest is measured on."""
+    """Writes the rows that are prepared and read, and returns the speed."""
     start = time.perf_counter()
     summary = synthesize_criteo(source, num_rows=num_rows, seed=0)
     seconds = time.perf_counter() - start
@@ -47,7 +45,7 @@ def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:
 
 
 def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> dict[str, Any]:
-    """Prepares the rows once, and returns the seconds in all, by stage, and of the processors."""
+    """Prepares the rows once, and returns the seconds by the clock, by stage and of the processors."""
     ends: dict[str, float] = {}
     start, processor_start = time.perf_counter(), time.process_time()
 
@@ -57,7 +55,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
     prepare_criteo([source], output, limits=ResourceLimits(threads=threads), overwrite=True, progress=note)
     seconds = time.perf_counter() - start
     ends["flush"] = seconds
-    stages = {stage: ends[stage] - before for stage, before in zip(STAGES, [0.0, *ends.values()][:-1], strict=True)}
+    stages = {stage: end - before for (stage, end), before in zip(ends.items(), [0.0, *ends.values()], strict=False)}
     return {
         "rows_per_second": num_rows / seconds,
         "seconds": seconds,
@@ -68,7 +66,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
 
 
 def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int, decode_threads: int = 0) -> tuple[float, float]:
-    """Returns the rows per second, and per second of all processors, over one epoch of the training split."""
+    """Returns the rows per second and per processor second over one epoch of the training split."""
     order = BatchOrder(batch_size)
     reader = BatchReader(dataset, "train", order, prefetch_batches=prefetch_batches, decoding=Decoding(decode_threads))
     start, processor_start = time.perf_counter(), time.process_time()
@@ -77,7 +75,7 @@ def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int, decode_t
 
 
 def bench_reader_threads(dataset: Path, batch_size: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Returns the best speeds of the reader by the threads that it has."""
+    """Returns the best speeds of the reader for each set of threads."""
     threads = {"not_prefetching": (0, 0), "prefetching": (4, 0)}
     threads |= {f"{count}_decode_threads": (4, count) for count in (1, 2)}
     speeds = {}
@@ -91,7 +89,7 @@ def bench_reader_threads(dataset: Path, batch_size: int, repeats: int) -> dict[s
 
 
 def bench_checksums(dataset: Path) -> float:
-    """Returns the share of the reader's processor time that goes into checksums of row groups."""
+    """Returns the checksums' share of the reader's processor time."""
     seconds = 0.0
 
     def timed(data: bytes) -> str:
@@ -146,19 +144,17 @@ def make_table(result: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Parses the arguments, measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--threads", type=int, default=2, help="of preparing (default 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of prepare (default 2)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file to write; the JSON is printed otherwise")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="distembed-bench-") as folder:
         result = run(arguments.rows, arguments.threads, arguments.repeats, Path(folder))
     if arguments.output is None:
         print(json.dumps(result, indent=2))
-    else:
-        write_json(arguments.output, result)
+    write_output(arguments, result)
     Console(width=120).print(make_table(result))
 
 

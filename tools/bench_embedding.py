@@ -1,27 +1,26 @@
-"""Forward, backward and update of 26 tables, by composition, against TorchRec's hashed tables and the bytes moved.
+"""Times forward, backward and update of 26 tables against TorchRec's hashed tables and a floor of bytes moved.
 
 ::
 
     OMP_NUM_THREADS=1 python tools/bench_embedding.py --batch-sizes 128 2048 8192 --bags 1 10
 
-Every contender is a sharded collection on one rank: ids in, pooled vectors out, a given gradient back, tables updated
-by row-wise Adagrad, or ``--optimizer``, within the backward pass, and functions (path-based) by Adagrad after it.
-TorchRec's get hashed ids, and hashing is part of its step. The floor is the time that this machine needs to copy the
-bytes which the step cannot but move: ids, each id's row of every partition, the pooled vectors and their gradient, and
-every distinct row with its optimizer state, read and written once.
+Every contender is a sharded collection on one rank. A step maps ids to pooled vectors and takes a given gradient back;
+row-wise Adagrad, or ``--optimizer``, updates the tables within the backward pass, and Adagrad updates the functions of
+paths after it. TorchRec's tables get hashed ids, and hashing is part of the step. The floor is the time in which this
+machine copies the bytes that a step has to move: ids, each id's row of every partition, the pooled vectors and their
+gradient, and every distinct row with its optimizer state, read and written once.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import (
     COLLISIONS,
     DIM,
@@ -47,7 +46,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding.batches import with_ids
@@ -75,27 +73,21 @@ def draw_batches(batch_size: int, bag: int, num_ids: int = NUM_IDS, device: torc
 
 
 def turn(step: Step, batches: Sequence[Tensor], batch_size: int, width: int) -> Turn:
-    """Returns a step on one batch after another; each is a new object, as one that was used has its offsets already.
-
-    Args:
-        step: The contender's step.
-        batches: The ids of every batch, on its device.
-        batch_size: Number of rows.
-        width: Number of columns of a feature's output.
-    """
+    """Returns a step that cycles through batches, given as ids; ``width`` is the columns of a feature's output."""
     in_turn = cycle(batches)
     gradient = torch.randn(batch_size, len(NAMES) * width, device=batches[0].device) * 1e-3
+    # new features for each step: used features have computed their offsets already
     return lambda: step(make_features(next(in_turn), batch_size), gradient)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to embed.
+    """A scheme of tables.
 
     Attributes:
         partition: The partitions, for the floor.
-        dims: The dimension of each partition's vectors, for the floor.
-        width: The number of columns of a feature's output.
+        dims: Dimension of each partition's vectors, for the floor.
+        width: Number of columns of a feature's output.
         make: Builds the step on a device.
     """
 
@@ -106,7 +98,7 @@ class Contender:
 
 
 def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device, optimizer: str) -> nn.Module:
-    """Returns the collection on one rank, with an optimizer in its backward pass."""
+    """Returns the sharded collection on one rank, with an optimizer in its backward pass."""
     apply_optimizer_in_backward(
         OPTIMIZERS[optimizer], module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
     )
@@ -125,7 +117,7 @@ def ours(
     kernel: LookupKernel = "auto",
     optimizer: str = ROW_WISE,
 ) -> Contender:
-    """Returns this project's tables."""
+    """Returns distembed's tables."""
     table = compositional_collection(partition, composition, dim).tables()[0]
 
     def make(device: torch.device) -> Step:
@@ -149,7 +141,7 @@ def ours(
 
 
 def torchrec(partition: Partition, dim: int = DIM, optimizer: str = ROW_WISE) -> Contender:
-    """Returns TorchRec's own tables of the rows of one partition, which get hashed ids where these are fewer."""
+    """Returns TorchRec's own tables with as many rows as the partition; fewer rows than ids get hashed ids."""
     num_rows = partition.total_rows
 
     def make(device: torch.device) -> Step:
@@ -167,7 +159,7 @@ def torchrec(partition: Partition, dim: int = DIM, optimizer: str = ROW_WISE) ->
 
 
 def id_check() -> Contender:
-    """Returns the check of ids alone, with which every step of this project's tables begins."""
+    """Returns the check of ids alone, the first part of every step of distembed's tables."""
     full = Naive(NUM_IDS)
     tables = compositional_collection(full).tables()
 
@@ -207,7 +199,7 @@ def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
 
 
 def bytes_moved(contender: Contender, batch: Tensor, batch_size: int, optimizer: str = ROW_WISE) -> int:
-    """Returns the bytes that a step reads and writes at least: float32 numbers, int64 ids, and the states."""
+    """Returns the fewest bytes that a step reads and writes: float32 numbers, int64 ids, and optimizer states."""
     ids = batch.cpu().view(len(NAMES), -1)
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
@@ -217,7 +209,7 @@ def bytes_moved(contender: Contender, batch: Tensor, batch_size: int, optimizer:
 
 
 def copy_bytes_per_second(device: torch.device = CPU, num_bytes: int = 2**28) -> float:
-    """Returns the bytes that a copy, too large for the caches, reads and writes in a second on a device."""
+    """Returns the bytes read and written a second by a copy that exceeds the device's caches."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -245,14 +237,13 @@ class Row:
 
 def main() -> None:
     """Measures every contender and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one contender's turn")
-    parser.add_argument("--only", default="", help="contenders whose name holds this text, beside the baseline")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="of the tables")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of one contender's turn")
+    parser.add_argument("--only", default="", help="the baseline and contenders whose name contains this text")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="optimizer of the tables")
     options = parser.parse_args()
     chosen = {name: c for name, c in contenders(options.optimizer).items() if name == BASELINE or options.only in name}
     rows = []
@@ -266,23 +257,16 @@ def main() -> None:
                 seconds = take_turns(turns, options.rounds, options.seconds, CPU)
                 for name, values in seconds.items():
                     floor = bytes_moved(chosen[name], batches[0], batch_size, options.optimizer) / bandwidth
-                    ratio = statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True))
+                    ratio = median_ratio(values, seconds[BASELINE])
                     middle = statistics.median(values)
                     rows.append(Row(name, batch_size, bag, middle * 1000, ratio, middle / floor))
     table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
     for row in rows:
-        table.add_row(
-            row.contender,
-            str(row.batch_size),
-            str(row.bag),
-            f"{row.milliseconds:.3f}",
-            f"{row.ratio:.2f}x",
-            f"{row.ratio_to_floor:.1f}x",
-        )
+        times = f"{row.milliseconds:.3f}", f"{row.ratio:.2f}x", f"{row.ratio_to_floor:.1f}x"
+        table.add_row(row.contender, str(row.batch_size), str(row.bag), *times)
     Console(width=110).print(table)
     print(f"{torch.get_num_threads()} threads, copies at {bandwidth / 1e9:.1f} GB/s read and written")
-    if options.output is not None:
-        write_json(options.output, [dataclasses.asdict(row) for row in rows])
+    write_output(options, [dataclasses.asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

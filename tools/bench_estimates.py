@@ -1,34 +1,27 @@
-"""Compares estimated times of the embedding part of a step with measured ones, for placements that differ.
+"""Compares estimated and measured times of the embedding part of a step, for five placements.
 
 ::
 
     python tools/bench_estimates.py --ranks 2 4
 
-On every number of gloo ranks the machine is calibrated first, by tables that are not among those compared, unless
-``--device`` names a device file. Then Criteo Kaggle's 26 tables, quotient-remainder at 16 collisions, are placed in
-five ways; they take turns, and the shortest mean of a turn's steps counts, as it does when a machine is calibrated. A
-step is forward, backward and update with all exchanges, without networks. Printed are each placement's times, and of
-the pairs whose measured times differ by 20% or more those that are estimated in the other order. Each rank computes
-with one thread.
+For each number of gloo ranks, the bench first calibrates the machine by other tables, unless ``--device`` names a
+device file. Then it places Criteo Kaggle's 26 tables, quotient-remainder at 16 collisions, in five ways. The placements
+take turns; the shortest mean time of a turn's steps counts, as in a calibration. A step is forward, backward and update
+with all exchanges, without networks. The bench prints each placement's times. Of the pairs whose measured times differ
+by 20% or more, it prints the pairs that the estimates put in the opposite order. Each rank computes with one thread.
 """
 
 import argparse
 import dataclasses
-import json
-import os
-import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
+from bench_common import run_ranks
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 
-from distembed.base.files import write_json
-from distembed.base.ranks import Ranks, process_group
+from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
@@ -38,9 +31,9 @@ from distembed.planning.probes import ShardedTables, TimedStep, shortest_seconds
 
 DIM, COLLISIONS = 16, 16
 SMALL = 20_000
-"""Number of ids up to which tables are replicated in one of the placements."""
+"""Largest number of ids of a replicated table."""
 DIFFERENT = 1.2
-"""Ratio of measured times from which on the order of two placements is compared."""
+"""Smallest ratio of measured times at which the bench compares the order of two placements."""
 
 PLACEMENTS: dict[str, Callable[[int, int, int], Any]] = {
     "table-wise, in turn": lambda i, num_ids, world_size: _whole(i % world_size),
@@ -51,7 +44,7 @@ PLACEMENTS: dict[str, Callable[[int, int, int], Any]] = {
         data_parallel() if num_ids <= SMALL else _whole(i % world_size)
     ),
 }
-"""The place of the i-th table, of so many ids."""
+"""The placement of the i-th table, given its number of ids and the number of ranks."""
 
 
 def _whole(rank: int) -> Any:
@@ -70,7 +63,7 @@ class Row:
 
 
 def place(name: str, world_size: int) -> list[tuple[CompositionalEmbeddingBagConfig, Any]]:
-    """Returns all tables in their places."""
+    """Returns all tables with their placements."""
     places = []
     for i, num_ids in enumerate(CRITEO_KAGGLE_CARDINALITIES, start=1):
         partition = QuotientRemainder(num_ids, collisions=min(COLLISIONS, num_ids))
@@ -79,8 +72,8 @@ def place(name: str, world_size: int) -> list[tuple[CompositionalEmbeddingBagCon
     return places
 
 
-def measure(options: argparse.Namespace, ranks: Ranks) -> list[Row]:
-    """Measures all placements; all ranks call it."""
+def measure(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
+    """Measures all placements and returns their rows; all ranks call it."""
     device = calibrate(ranks).device if options.device is None else read_device(options.device)
     rows = []
     sharded = {name: ShardedTables(place(name, ranks.world_size), ranks) for name in PLACEMENTS}
@@ -89,35 +82,13 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> list[Row]:
         seconds = shortest_seconds(list(steps.values()), options.rounds, options.steps, ranks.device)
         for (name, step), taken in zip(steps.items(), seconds, strict=True):
             estimated = step.estimated_seconds(device)
-            rows.append(Row(name, ranks.world_size, num_rows, 1e3 * taken, 1e3 * estimated))
+            row = Row(name, ranks.world_size, num_rows, 1e3 * taken, 1e3 * estimated)
+            rows.append(dataclasses.asdict(row))
     return rows
 
 
-def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace, output: Path) -> None:
-    """Measures on one rank; the first rank writes the results."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    with process_group("cpu") as ranks:
-        rows = [dataclasses.asdict(row) for row in measure(options, ranks)]
-        if ranks.is_first:
-            write_json(output, rows)
-
-
-def run_ranks(world_size: int, options: argparse.Namespace) -> list[Row]:
-    """Starts the ranks and returns their results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        mp.spawn(run_rank, (world_size, port, options, output), nprocs=world_size)
-        return [Row(**row) for row in json.loads(output.read_text())]
-
-
 def report(rows: Sequence[Row]) -> None:
-    """Prints a table of one number of ranks and rows, and how pairs are ordered."""
+    """Prints a table for one number of ranks and rows, and the order of the pairs."""
     print(f"\n{rows[0].ranks} ranks, {rows[0].rows_per_rank:,} rows a rank\n")
     print("| placement | measured, ms | estimated, ms | estimated / measured |\n|---|---|---|---|")
     for row in sorted(rows, key=lambda row: row.measured):
@@ -135,12 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows-per-rank", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--device", type=Path, help="device file in place of a calibration")
-    parser.add_argument("--rounds", type=int, default=12, help="how often each placement has its turn")
+    parser.add_argument("--device", type=Path, help="device file instead of a calibration")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each placement")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
     options = parser.parse_args()
     for world_size in options.ranks:
-        rows = run_ranks(world_size, options)
+        rows = [Row(**row) for row in run_ranks(measure, options, world_size)]
         for num_rows in options.rows_per_rank:
             report([row for row in rows if row.rows_per_rank == num_rows])
 

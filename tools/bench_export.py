@@ -1,4 +1,4 @@
-"""Exports trained runs on real Criteo rows: scores, bytes, time to export, and rows a second of the programs.
+"""Exports runs trained on real Criteo rows: scores, bytes, time to export, and rows a second of the programs.
 
 ::
 
@@ -6,9 +6,9 @@
     python tools/bench_export.py train.tsv.gz --seeds 1 --only full
 
 The rows are split 0.8, 0.1, 0.1 in the order of time. Each model is trained for one epoch with
-``configs/criteo_sample.yaml`` and exported with its tables in each precision, each in the form that is smaller. AUC and
-logloss are of the test split: of the trained model, and of the program as whoever serves it loads it. Speed is that of
-the program alone, on one thread, on rows of the test split.
+``configs/criteo_sample.yaml`` and exported with its tables in each precision. AUC and logloss of the test split are
+given for the trained model and for the exported program, loaded from its folder. Speed is measured for the program
+alone, on one thread, on rows of the test split.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_common import surroundings
+from bench_commands import CONFIGS, bench_parser, write_output
+from bench_common import surroundings, train_quietly
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
@@ -39,11 +39,8 @@ from distembed.serving.model_folder.manifest import ExportManifest, Precision
 from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.config import load_config
-from distembed.training.run import train_run
-from distembed.training.start import RunOptions
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
-CONFIG = Path(__file__).parents[1] / "configs" / "criteo_sample.yaml"
 _AT_4 = ["embedding.default.partition=quotient_remainder", "embedding.default.collisions=4"]
 MODELS = {
     "dlrm, full": ["embedding.default.partition=naive"],
@@ -57,21 +54,9 @@ _SECONDS = 2.0
 
 @dataclass
 class Row:
-    """A model in one precision; a value a seed.
+    """The results of a model in one precision: lists over seeds.
 
-    Attributes:
-        model: Name of the model.
-        precision: How its tables are stored.
-        trained_auc: AUC of the trained model.
-        auc: AUC of the program.
-        trained_logloss: Logloss of the trained model.
-        logloss: Logloss of the program.
-        checkpoint_bytes: Bytes of the training checkpoint.
-        program_bytes: Bytes of the programs.
-        table_bytes: Bytes of the tables within.
-        folder_bytes: Bytes of the whole folder.
-        seconds: Time to export, with the comparison of scores.
-        rows_per_second: Speed of the program, by the number of rows at a time.
+    ``seconds`` is the time to export, with the comparison of scores; ``rows_per_second`` is by batch size.
     """
 
     model: str
@@ -88,7 +73,7 @@ class Row:
     rows_per_second: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, run: TrainedRun, folder: Path) -> None:
-        """Exports a run and adds what is measured."""
+        """Exports a run and adds its measurements."""
         started = time.perf_counter()
         manifest = export_run(run, folder, ExportOptions(precision=self.precision))
         self.seconds.append(time.perf_counter() - started)
@@ -118,7 +103,7 @@ def batches(run: TrainedRun, batch_size: int) -> BatchReader:
 
 
 def inputs(batch: Batch, manifest: ExportManifest) -> Sequence[torch.Tensor]:
-    """Returns a batch as the program takes it."""
+    """Returns a batch as inputs of the program."""
     features = [PlainFeature(each.name, each.is_list) for each in manifest.features]
     return list(plain_inputs(batch, features, takes_numbers=bool(manifest.numbers)).tensors.values())
 
@@ -136,7 +121,7 @@ def score_both(
 
 
 def speed(run: TrainedRun, manifest: ExportManifest, program: Program, batch_size: int) -> float:
-    """Returns the rows a second of a program, with so many at a time: the median of turns of a few batches."""
+    """Returns the rows a second of a program at a batch size: the median of turns of up to 50 batches."""
     given = [inputs(batch, manifest) for batch, _ in zip(batches(run, batch_size), range(50), strict=False)]
     turns = []
     with torch.inference_mode():
@@ -157,7 +142,7 @@ def measure(dataset: Path, options: argparse.Namespace, ranks: Ranks) -> list[Ro
             for model in dict.fromkeys(row.model for row in rows):
                 folder = Path(name) / model.replace(" ", "-").replace(",", "")
                 settings = [*MODELS[model], f"data.path={dataset}", f"train.seed={seed}"]
-                train_run(load_config(CONFIG, settings), RunOptions(folder), ranks, None, lambda _: None)
+                train_quietly(load_config(CONFIGS / "criteo_sample.yaml", settings), folder, ranks)
                 for row in rows:
                     if row.model == model:
                         row.add(find_trained_run(folder, None), folder.with_name(f"{folder.name}-{row.precision}"))
@@ -168,11 +153,10 @@ def measure(dataset: Path, options: argparse.Namespace, ranks: Ranks) -> list[Ro
 
 def main() -> None:
     """Prepares the rows, trains and exports, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("rows", type=Path, help="file of Criteo rows in the order of time, plain or gzip")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", help="models whose name holds this text")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="models whose name contains this text")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, process_group("cpu") as ranks:
@@ -202,9 +186,8 @@ def main() -> None:
         )
     Console(width=160).print(table)
     print(f"{options.seeds} seeds, {num_rows:,} rows of the test split")
-    if options.output is not None:
-        where = surroundings(torch.device("cpu"))
-        write_json(options.output, {**where, "seeds": options.seeds, "rows": [asdict(row) for row in rows]})
+    where = surroundings(torch.device("cpu"))
+    write_output(options, {**where, "seeds": options.seeds, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

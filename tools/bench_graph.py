@@ -5,13 +5,9 @@
     python tools/bench_graph.py --edges 20000000 --ids 2000000 --output bench_graph.json
 """
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from bench_commands import bench_parser, timed_command, write_output
 from rich.console import Console
 from rich.table import Table
-
-from distembed.base.files import write_json
 
 INPUTS: dict[str, tuple[str, list[str]]] = {
     "edges, Parquet": ("edges.parquet", []),
@@ -48,43 +43,30 @@ def write_edges(folder: Path, num_edges: int, num_ids: int) -> None:
 
 
 def measure(folder: Path, name: str, num_ids: int) -> dict[str, Any]:
-    """Runs one command in a process of its own, and returns its seconds, peak memory and number of edges."""
+    """Runs one command, and returns its seconds, its peak memory and the number of edges."""
     file, options = INPUTS[name]
     output = folder / "graph"
     arguments = ["prepare", "graph", str(folder / file), "--num-embeddings", str(num_ids), "-o", str(output), *options]
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distembed", *arguments, "--overwrite"], stdout=subprocess.DEVNULL
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - started
-    if status:
-        raise SystemExit(f"distembed {' '.join(arguments)} failed.")
+    taken = timed_command([sys.executable, "-m", "distembed", *arguments, "--overwrite"])
     stored = json.loads((output / "graph.json").read_text())["num_edges"]
-    return {"input": name, "seconds": seconds, "peak_bytes": used.ru_maxrss * 1024, "num_edges_stored": stored}
+    return {"input": name, "seconds": taken.seconds, "peak_bytes": taken.peak_bytes, "num_edges_stored": stored}
 
 
 def main() -> None:
     """Measures every kind of input and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--edges", type=int, default=20_000_000)
     parser.add_argument("--ids", type=int, default=2_000_000)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_edges(Path(folder), options.edges, options.ids)
         results = [measure(Path(folder), name, options.ids) for name in INPUTS]
     table = Table("input", "stored", "seconds", "peak memory")
     for result in results:
-        table.add_row(
-            result["input"],
-            f"{result['num_edges_stored']:,}",
-            f"{result['seconds']:.1f}",
-            f"{result['peak_bytes'] / 1e9:.2f} GB",
-        )
+        stored, memory = f"{result['num_edges_stored']:,}", f"{result['peak_bytes'] / 1e9:.2f} GB"
+        table.add_row(result["input"], stored, f"{result['seconds']:.1f}", memory)
     Console(width=100).print(table)
-    if options.output is not None:
-        write_json(options.output, results)
+    write_output(options, results)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
-"""Trains day after day with growing tables, and on all days at once: logloss and AUC on the day after.
+"""Compares training day after day with growing tables, and training on all days at once: logloss on the next day.
 
 ::
 
     python tools/bench_grow.py train.tsv.gz --seeds 3 --output bench_grow.json
     OMP_NUM_THREADS=1 python tools/bench_grow.py train.tsv.gz --days 7 --trained-days 3 --only quotient
 
-The rows, in the order of time, are cut into days of equal length. Day by day, each day's vocabulary is grown from that
-of the day before, and its run begins with the weights and optimizer states of the run before (``--init-from``). At
-once, one vocabulary is made of all trained days, and one run has as many epochs over them, with as many buckets in each
-table: what is computed from the first day's ids stays. Both are evaluated on the rows of the next day, whose unseen
-values are out of vocabulary. Settings are those of ``configs/criteo_sample.yaml``; ``--later`` gives others to the runs
-that begin with another's weights, such as no warm-up and a lower learning rate, since their networks are trained::
+The rows, in order of time, are cut into days of equal length. *By day*, each day's vocabulary is grown from the day
+before, and its run starts from the weights and optimizer states of the previous run (``--init-from``). *At once*, one
+vocabulary is made of all trained days, and one run trains on them, with as many buckets in each table as by day, where
+the first day's ids set the number of buckets. Both are evaluated on the rows of the next day, whose unseen values are
+out of vocabulary. Settings are from ``configs/criteo_sample.yaml``. ``--later`` changes settings of the runs that start
+from another run's weights, whose networks are already trained: no warm-up and a lower learning rate::
 
     --later train.dense_optimizer.schedule.warmup=0.0 train.dense_optimizer.learning_rate=0.0003
 """
 
 import argparse
 import dataclasses
-import gzip
 import json
 import statistics
 import tempfile
@@ -27,18 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_commands import bench_parser, read_lines, write_output
+from bench_common import evaluate_run, train_sample
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.data.prepare.table.preparation import CriteoOptions, prepare_criteo
 from distembed.training.config import load_config
-from distembed.training.inference import evaluate_split, load_training_state
-from distembed.training.run import train_run
-from distembed.training.start import RunOptions
 
-CONFIG = Path(__file__).parents[1] / "configs" / "criteo_sample.yaml"
 SCHEMES = {
     "full": ["embedding.default.partition=naive"],
     "quotient-remainder, product, 4": ["embedding.default.partition=quotient_remainder"],
@@ -53,13 +49,13 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Days:
-    """The prepared days.
+    """Datasets of the days.
 
     Attributes:
-        each: Datasets of the trained days, each of whose vocabularies is grown from the one before.
-        after: The next day with the last of these vocabularies.
-        at_once: The dataset of all trained days.
-        after_at_once: The next day with its vocabulary.
+        each: The trained days; each vocabulary is grown from the previous day's.
+        after: The next day with the last day's vocabulary.
+        at_once: All trained days.
+        after_at_once: The next day with the vocabulary of ``at_once``.
     """
 
     each: list[Path]
@@ -70,14 +66,7 @@ class Days:
 
 @dataclass
 class Row:
-    """A scheme's metrics on the day after, a value a seed.
-
-    Attributes:
-        scheme: The scheme's name.
-        by_day: Logloss and AUC of the run that went on day after day.
-        at_once: The same of the run on all days.
-        parameters: Numbers in the tables of the last of the runs day by day, and of the run on all days.
-    """
+    """Logloss and AUC of a scheme on the next day, by seed, and numbers in the tables by day and at once."""
 
     scheme: str
     parameters: tuple[int, int] = (0, 0)
@@ -86,11 +75,8 @@ class Row:
 
 
 def cut_days(rows: Path, folder: Path, num_days: int) -> list[Path]:
-    """Writes the rows of each day to a file of its own."""
-    opener = gzip.open if rows.suffix == ".gz" else open
-    with opener(rows, "rb") as file:
-        lines = list(file)
-    files = []
+    """Writes one file for each day."""
+    lines, files = read_lines(rows), []
     for day in range(num_days):
         own = lines[day * len(lines) // num_days : (day + 1) * len(lines) // num_days]
         files.append(folder / f"day_{day}.tsv")
@@ -98,48 +84,33 @@ def cut_days(rows: Path, folder: Path, num_days: int) -> list[Path]:
     return files
 
 
-def prepare(
-    files: Sequence[Path], output: Path, min_count: int, vocabulary: Path | None = None, grow: bool = False
-) -> Path:
-    """Makes a dataset without validation and test of some days."""
-    prepare_criteo(files, output, CriteoOptions(min_count=min_count, split="none", vocabulary=vocabulary, grow=grow))
-    return output
-
-
 def prepare_days(options: argparse.Namespace, folder: Path) -> Days:
-    """Prepares the trained days and the next one, in both ways."""
-    files, least = cut_days(options.rows, folder, options.days), options.min_count
+    """Prepares the trained days and the next day, by day and at once."""
+    files = cut_days(options.rows, folder, options.days)
     trained, after = files[: options.trained_days], files[options.trained_days]
-    each = [prepare(trained[:1], folder / "day-0", least)]
+
+    def prepare(files: Sequence[Path], name: str, vocabulary: Path | None = None, grow: bool = False) -> Path:
+        own = CriteoOptions(min_count=options.min_count, split="none", vocabulary=vocabulary, grow=grow)
+        prepare_criteo(files, folder / name, own)
+        return folder / name
+
+    each = [prepare(trained[:1], "day-0")]
     for day, file in enumerate(trained[1:], start=1):
-        each.append(prepare([file], folder / f"day-{day}", least, each[-1], grow=True))
-    at_once = prepare(trained, folder / "at-once", least)
-    return Days(
-        each,
-        prepare([after], folder / "after", least, each[-1]),
-        at_once,
-        prepare([after], folder / "after-at-once", least, at_once),
-    )
-
-
-def train(settings: Sequence[str], dataset: Path, run: Path, ranks: Ranks) -> Path:
-    """Trains one epoch of a dataset; returns the run's folder."""
-    splits = [f"data.path={dataset}", "data.validation=null", "data.test=null"]
-    train_run(load_config(CONFIG, [*settings, *splits]), RunOptions(run), ranks, None, lambda _: None)
-    return run
+        each.append(prepare([file], f"day-{day}", each[-1], grow=True))
+    at_once = prepare(trained, "at-once")
+    return Days(each, prepare([after], "after", each[-1]), at_once, prepare([after], "after-at-once", at_once))
 
 
 def train_by_day(settings: Sequence[str], later: Sequence[str], days: Days, runs: Path, ranks: Ranks) -> Path:
     """Trains one day after the other; returns the folder of the last run."""
-    run = train(settings, days.each[0], runs / "day-0", ranks)
+    run = train_sample(settings, days.each[0], runs / "day-0", ranks)
     for number, dataset in enumerate(days.each[1:], start=1):
-        goes_on = [*settings, *later, f"train.init_from={run}"]
-        run = train(goes_on, dataset, runs / f"day-{number}", ranks)
+        run = train_sample([*settings, *later, f"train.init_from={run}"], dataset, runs / f"day-{number}", ranks)
     return run
 
 
 def same_buckets(run: Path) -> list[str]:
-    """Returns the settings of tables that stayed full in a run, or have buckets, as those of another."""
+    """Returns the settings that give another run's tables the full tables and the buckets of this run."""
     tables = load_config(run / "config.yaml").embedding.tables
     kept: dict[str, dict[str, Any]] = {}
     for name, table in tables.items():
@@ -157,13 +128,12 @@ def table_parameters(run: Path) -> int:
 
 def evaluate(run: Path, dataset: Path, ranks: Ranks) -> tuple[float, float]:
     """Returns logloss and AUC of a run on a dataset."""
-    state, _ = load_training_state(run, str(dataset), load_config(run / "config.yaml"), ranks)
-    metrics = evaluate_split(state, str(dataset), "train", ranks)
+    (metrics,) = evaluate_run(run, dataset, ["train"], ranks)
     return metrics["logloss"], metrics["auc"]
 
 
 def train_schemes(days: Days, options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """Trains every scheme in both ways with each seed."""
+    """Trains every scheme with each seed, by day and at once."""
     for scheme in (name for name in SCHEMES if options.only in name):
         row = Row(scheme)
         for seed in range(options.seeds):
@@ -171,7 +141,7 @@ def train_schemes(days: Days, options: argparse.Namespace, ranks: Ranks) -> Iter
             with tempfile.TemporaryDirectory() as name:
                 last = train_by_day(settings, options.later, days, Path(name), ranks)
                 row.by_day.append(evaluate(last, days.after, ranks))
-                whole = train([*settings, *same_buckets(last)], days.at_once, Path(name) / "at-once", ranks)
+                whole = train_sample([*settings, *same_buckets(last)], days.at_once, Path(name) / "at-once", ranks)
                 row.at_once.append(evaluate(whole, days.after_at_once, ranks))
                 row.parameters = table_parameters(last), table_parameters(whole)
             print(f"{scheme}, seed {seed}: by day {row.by_day[-1]}, at once {row.at_once[-1]}", flush=True)
@@ -179,22 +149,21 @@ def train_schemes(days: Days, options: argparse.Namespace, ranks: Ranks) -> Iter
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Returns mean and standard deviation as a cell of the table."""
+    """Returns the mean and, of several seeds, the standard deviation as a cell of the table."""
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.4f}{deviation}"
 
 
 def main() -> None:
     """Prepares the days, trains every scheme and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("rows", type=Path, help="file of Criteo rows in the order of time, plain or gzip")
     parser.add_argument("--days", type=int, default=7, help="days that the rows are cut into")
     parser.add_argument("--trained-days", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="schemes whose name holds this text")
-    parser.add_argument("--later", nargs="*", default=[], help="settings of the runs that begin with another's weights")
-    parser.add_argument("--min-count", type=int, default=2, help="as of `distembed prepare criteo`")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="schemes whose name contains this text")
+    parser.add_argument("--later", nargs="*", default=[], help="settings of runs that start from another run's weights")
+    parser.add_argument("--min-count", type=int, default=2, help="option of `distembed prepare criteo`")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, process_group("cpu") as ranks:
@@ -211,8 +180,7 @@ def main() -> None:
             row.scheme, *(f"{number:,}" for number in row.parameters), *cells[:2], f"{difference:+.4f}", *cells[2:]
         )
     Console(width=140).print(table)
-    if options.output is not None:
-        write_json(options.output, [dataclasses.asdict(row) for row in rows])
+    write_output(options, [dataclasses.asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

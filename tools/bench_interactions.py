@@ -5,12 +5,8 @@
     python tools/bench_interactions.py --rows 1000000 --output bench_interactions.json
 """
 
-import argparse
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +14,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from bench_commands import bench_parser, timed_command, write_output
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
-
+_ATTRIBUTES = ["--categorical", "genre", "--dense", "price"]
 COMMANDS: dict[str, tuple[str, str, list[str]]] = {
-    "ratings, CSV": ("ratings", "rows.csv", ["--time", "time"]),
-    "ratings, Parquet": ("ratings", "rows.parquet", ["--time", "time"]),
-    "ratings, Parquet, 5-core, two attributes": (
-        "ratings",
-        "rows.parquet",
-        ["--time", "time", "--k-core", "5", "--categorical", "genre", "--dense", "price"],
-    ),
-    "sequences, CSV": ("sequences", "rows.csv", ["--time", "time"]),
+    "ratings, CSV": ("ratings", "rows.csv", []),
+    "ratings, Parquet": ("ratings", "rows.parquet", []),
+    "ratings, Parquet, 5-core, two attributes": ("ratings", "rows.parquet", ["--k-core", "5", *_ATTRIBUTES]),
+    "sequences, CSV": ("sequences", "rows.csv", []),
     "sequences, Parquet, all windows, two attributes": (
         "sequences",
         "rows.parquet",
-        ["--time", "time", "--windows", "all", "--categorical", "genre", "--dense", "price"],
+        ["--windows", "all", *_ATTRIBUTES],
     ),
 }
+"""Kind of the dataset, input file and options by the name of a case."""
 ROWS_A_USER, ROWS_AN_ITEM = 20, 50
 
 
 def write_rows(folder: Path, num_rows: int) -> None:
-    """Writes random interactions: users alike, items by a law of Zipf."""
+    """Writes random interactions: users drawn uniformly, items by a law of Zipf."""
     rng = np.random.default_rng(0)
     table = pa.table(
         {
@@ -59,30 +52,17 @@ def write_rows(folder: Path, num_rows: int) -> None:
 
 
 def measure(folder: Path, name: str, num_rows: int) -> dict[str, Any]:
-    """Runs one command in a process of its own, and returns its seconds, rows a second and peak memory."""
+    """Runs one command, and returns its seconds, rows a second and peak memory."""
     kind, file, options = COMMANDS[name]
-    arguments = ["prepare", kind, str(folder / file), "-o", str(folder / "out"), "--overwrite", *options]
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "distembed", *arguments], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - started
-    if status:
-        raise SystemExit(f"distembed {' '.join(arguments)} failed.")
-    processor_seconds = used.ru_utime + used.ru_stime
-    return {
-        "input": name,
-        "seconds": seconds,
-        "processor_seconds": processor_seconds,
-        "rows_per_second": num_rows / seconds,
-        "peak_bytes": used.ru_maxrss * 1024,
-    }
+    arguments = ["prepare", kind, str(folder / file), "-o", str(folder / "out"), "--overwrite", "--time", "time"]
+    taken = timed_command([sys.executable, "-m", "distembed", *arguments, *options])
+    return {"input": name, **vars(taken), "rows_per_second": num_rows / taken.seconds}
 
 
 def main() -> None:
     """Measures every kind of input and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--output", type=Path, help="JSON file to write.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_rows(Path(name), arguments.rows)
@@ -93,8 +73,7 @@ def main() -> None:
         speed, memory = f"{result['rows_per_second']:,.0f}", f"{result['peak_bytes'] / 1e6:,.0f}"
         table.add_row(result["input"], seconds, processor_seconds, speed, memory)
     Console(width=120).print(table)
-    if arguments.output:
-        write_json(arguments.output, {"rows": arguments.rows, "results": results})
+    write_output(arguments, {"rows": arguments.rows, "results": results})
 
 
 if __name__ == "__main__":

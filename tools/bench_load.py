@@ -1,16 +1,13 @@
-"""Measures a loaded run: loading against reading its file, and predictions of 1,000 rows and of one.
+"""Measures a loaded run: loading against reading its file, and predictions of 1 to 1,000 rows.
 
-Two runs of DLRM on synthetic Criteo rows are made first, in the size of the paper: one with hashed full tables of a
-gigabyte, which is loaded, and one with vocabularies and quotient-remainder tables, which predicts raw rows. All reads
-are of files that the system has in memory::
+The bench first trains two runs of a DLRM of the paper's size on synthetic Criteo rows. The run that is loaded has full
+tables of a gigabyte on hashed ids. The run that predicts raw rows has vocabularies and quotient-remainder tables. All
+files are in the page cache when they are read::
 
     python tools/bench_load.py --output bench_load.json
 """
 
-import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_commands import bench_parser, run_distembed, write_output
 from bench_common import surroundings
 
 import distembed
 from distembed import LoadedModel
-from distembed.base.files import write_json
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 DIM, NUM_FEATURES = 16, 26
@@ -39,17 +36,13 @@ def make_run(folder: Path, name: str, partition: str, *options: str) -> Path:
     """Prepares the folder's rows with these options, and trains a step."""
     config = folder / f"{name}.yaml"
     config.write_text(CONFIG.replace("PARTITION", partition))
-    _command("prepare", "criteo", folder / "rows.tsv", "--output", folder / name, *options)
-    _command("train", config, f"data.path={folder / name}", "--run-dir", folder / f"run_{name}")
+    run_distembed("prepare", "criteo", folder / "rows.tsv", "--output", folder / name, *options)
+    run_distembed("train", config, f"data.path={folder / name}", "--run-dir", folder / f"run_{name}")
     return folder / f"run_{name}"
 
 
-def _command(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "distembed", *map(str, arguments)], check=True, capture_output=True)
-
-
 def median_seconds(work: Callable[[], object], rounds: int) -> float:
-    """Returns the median of the seconds that work takes, once it was done before."""
+    """Returns the median of the seconds of some calls, after one call to warm up."""
     work()
     seconds = []
     for _ in range(rounds):
@@ -72,7 +65,7 @@ def measure_loading(run: Path, rounds: int) -> dict[str, Any]:
 
 
 def measure_predictions(run: Path, rows: list[dict[str, str | None]], rounds: int) -> dict[str, float]:
-    """Returns the milliseconds of predicting rows, once the vocabularies are read, and of the first prediction."""
+    """Returns the milliseconds of the first prediction, which reads the vocabularies, and of later ones."""
     model: LoadedModel = distembed.load(run, device="cpu")
     started = time.perf_counter()
     model.predict(rows)
@@ -83,7 +76,7 @@ def measure_predictions(run: Path, rows: list[dict[str, str | None]], rounds: in
 
 
 def read_rows(path: Path, count: int) -> list[dict[str, str | None]]:
-    """Returns the first rows of a file of Criteo's, without labels, as dictionaries."""
+    """Returns the first rows of a Criteo file, without labels, as dictionaries."""
     names = (*CRITEO_DENSE, *CRITEO_CATEGORICAL)
     with path.open() as file:
         lines = [next(file).rstrip("\n").split("\t")[1:] for _ in range(count)]
@@ -92,16 +85,15 @@ def read_rows(path: Path, count: int) -> list[dict[str, str | None]]:
 
 def main() -> None:
     """Makes the runs, measures, and prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    parser.add_argument("--folder", type=Path, help="where the runs are made; a temporary folder unless given")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--folder", type=Path, help="folder of the runs; a temporary folder unless given")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the tables that are loaded")
     parser.add_argument("--rows", type=int, default=20_000, help="number of synthetic rows")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        _command("synthesize", folder / "rows.tsv", "--rows", arguments.rows)
+        run_distembed("synthesize", folder / "rows.tsv", "--rows", arguments.rows)
         hash_size = int(arguments.gigabytes * 1e9 / (4 * DIM * NUM_FEATURES))
         large = make_run(folder, "large", "naive", "--hash-size", str(hash_size))
         small = make_run(folder, "small", "quotient_remainder", "--min-count", "1")
@@ -114,10 +106,9 @@ def main() -> None:
         f"loading {loading['bytes'] / 1e9:.2f} GB: {loading['load_seconds']:.3f} s; reading the file: "
         f"{loading['read_seconds']:.3f} s; ratio {loading['ratio']:.2f}"
     )
-    for what, milliseconds in found["milliseconds"].items():
-        print(f"{what.replace('_', ' ')}: {milliseconds:.2f} ms")
-    if arguments.output is not None:
-        write_json(arguments.output, {**surroundings(torch.device("cpu")), **found})
+    for name, milliseconds in found["milliseconds"].items():
+        print(f"{name.replace('_', ' ')}: {milliseconds:.2f} ms")
+    write_output(arguments, {**surroundings(torch.device("cpu")), **found})
 
 
 if __name__ == "__main__":

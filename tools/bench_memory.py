@@ -1,17 +1,16 @@
-"""Holds the estimated memory of a training step against what is allocated, in its worst timing.
+"""Compares the estimated memory of a training step with the memory allocated in the least favourable timing.
 
 ::
 
     python tools/bench_memory.py --output bench_memory.json
 
-DLRM over Criteo Kaggle's 26 features, row-wise Adagrad, and models of users and items, on gloo ranks of this machine. A
-case is stepped ten times,
-five of them while other processes keep all cores busy; each time counts its fullest moment, and what matters is the
-highest of the ten. Weights and optimizer states are not counted, buffers of gradients are.
+The models are DLRM over Criteo Kaggle's 26 features, with row-wise Adagrad, and models of users and items, on gloo
+ranks of this machine. Each case trains ten times, five of them while other processes keep all cores busy. The result is
+the highest of the ten peaks. It includes gradient buffers, but not weights and optimizer states.
 
-Counted is what malloc has given out, sampled after each operator and all the time by a thread, less what it has given
-out between two steps, where the storages that operators have returned are known one by one. The profiler's trace does
-not do: what a thread of gloo's frees last is never seen to be freed there.
+The peak is sampled from malloc's statistics, after each operator and every millisecond by a thread. Between two steps
+the allocated bytes are known exactly, from the storages that operators have returned. The profiler's trace cannot be
+used: it never sees the release of a tensor that one of gloo's threads frees last.
 """
 
 import argparse
@@ -21,21 +20,18 @@ import itertools
 import json
 import multiprocessing
 import os
-import socket
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from bench_common import surroundings
+from bench_commands import bench_parser, write_output
+from bench_common import estimated_step, run_ranks, surroundings
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -43,39 +39,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.base.files import write_json
-from distembed.base.ranks import Ranks
+from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRMConfig, GRUConfig, MFConfig, ModelConfig, SASRecConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
-from distembed.planning.buffers import Step, StepBuffers
+from distembed.planning.buffers import StepBuffers
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.search import plan_placements
 from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
-from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
+from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import Config
 from distembed.training.train_config import TrainConfig
 
 DIM, NUM_STEPS, NUM_WARM = 32, 8, 3
 LEAST, MOST = 0.9, 4 / 3
-"""Of the highest peak: the estimates that are close enough."""
+"""Limits of the ratio of the estimate to the highest peak."""
 _SAMPLED_BYTES = 2**16
-"""Storages from which on the operator that returns them is followed by a sample."""
+"""Smallest storage after which malloc is sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Learnt:
-    """A model and what it learns.
-
-    Attributes:
-        schema: The columns of the dataset.
-        model: The section ``model``.
-        task: The section ``task``.
-        tables: Names of the tables of the model; those of all columns unless given.
-    """
+    """A model and its task; ``tables`` names the tables, all categorical columns unless given."""
 
     schema: Schema
     model: ModelConfig
@@ -99,11 +86,11 @@ class Case:
     Attributes:
         name: Name of the case.
         table: Settings of all tables.
-        sharding_types: Sharding types that the tables have in turn.
+        sharding_types: Sharding types, assigned to the tables in turn.
         nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each of them.
-        learnt: The model and what it learns.
-        rows_share: Rows of a batch over those of other cases, of which rows are shorter.
+        ranks_per_node: Number of ranks of a node.
+        learnt: The model and its task.
+        rows_share: The batch size as a share of ``--batch-size``; smaller for sequences.
     """
 
     name: str
@@ -153,7 +140,7 @@ class _MallocStatistics(ctypes.Structure):
 
 
 def _allocated_bytes() -> int:
-    """Returns the bytes that malloc has given out in this process."""
+    """Returns the bytes that malloc has allocated in this process."""
     statistics = _libc.mallinfo2()
     return int(statistics.uordblks + statistics.hblkhd)
 
@@ -163,10 +150,10 @@ _libc.mallinfo2.restype = _MallocStatistics
 
 
 class Allocations(TorchDispatchMode):
-    """Follows what is allocated: all of it, and apart from it the storages that operators have returned.
+    """Tracks malloc's allocations, and the storages that operators have returned.
 
     Attributes:
-        peak: Most bytes that malloc has given out since it was set.
+        peak: Most bytes allocated by malloc since ``peak`` was set.
     """
 
     def __init__(self) -> None:
@@ -184,7 +171,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the storages that are alive."""
+        """Bytes of the live storages."""
         return sum(self._sizes.values())
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -195,12 +182,12 @@ class Allocations(TorchDispatchMode):
             self.sample()
 
     def sample(self) -> None:
-        """Notes what is given out now."""
+        """Updates the peak."""
         self.peak = max(self.peak, _allocated_bytes())
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
-        """Samples in a thread of its own as well, which sees what operators take within themselves."""
+        """Also samples in a thread within the block, which sees allocations inside operators."""
 
         def keep_sampling() -> None:
             while not self._stopped.wait(1e-3):
@@ -216,7 +203,7 @@ class Allocations(TorchDispatchMode):
 
 
 def draw_batches(schema: Schema, rank: int, num_rows: int, batch_size: int) -> Iterator[Batch]:
-    """Yields batches of uniform ids: one of each feature a row, and lists of uniform lengths."""
+    """Yields batches of uniform ids: one id a row, or lists of uniform lengths for multi-hot features."""
     generator = np.random.default_rng(rank)
     longest = round(2 * min((f.mean_ids_per_row for f in schema.categorical if f.multi_hot), default=0.0)) - 1
     for _ in range(NUM_STEPS):
@@ -237,7 +224,7 @@ def draw_batches(schema: Schema, rank: int, num_rows: int, batch_size: int) -> I
 
 
 def blueprint_of(case: Case, batch_size: int, ranks: Ranks) -> Blueprint:
-    """Returns what the case's model is built from."""
+    """Returns the blueprint of the case's model."""
     sharding_types = itertools.cycle(case.sharding_types)
     learnt = case.learnt
     plans = {
@@ -274,7 +261,7 @@ def _local_bytes(value: Any) -> int:
 
 
 def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[StepBuffers, list[int]]:
-    """Returns this rank's estimate and its measured peaks, the later half of them under load; all ranks call it."""
+    """Returns this rank's estimate and its measured peaks, the second half of them under load; all ranks call it."""
     batch_size = round(batch_size * case.rows_share)
     blueprint, num_rows = blueprint_of(case, batch_size, ranks), batch_size // ranks.world_size
     schema = blueprint.batch_schema
@@ -287,18 +274,14 @@ def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[St
                 peaks.append(peak_bytes(state, allocations, draw_batches(schema, ranks.rank, num_rows, batch_size)))
                 dist.barrier()
         kept = kept_bytes(state)
-    placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
-    estimate = Step(
-        placements, ranks.world_size, blueprint.workload(), table_optimizers(blueprint.config.train), ranks.device.type
-    ).buffers(ranks.rank)
-    return estimate, [peak - kept for peak in peaks]
+    return estimated_step(blueprint, state.plan).buffers(ranks.rank), [peak - kept for peak in peaks]
 
 
 def peak_bytes(state: TrainingState, allocations: Allocations, batches: Iterator[Batch]) -> int:
-    """Steps through all batches and returns the bytes of the fullest moment, with all that is kept."""
+    """Steps through all batches and returns the peak in bytes, with weights and optimizer states."""
     highest = 0
     for number, _ in enumerate(state.pipeline.outputs(batches)):
-        # the first steps make states and the last ones find no batch to work ahead on
+        # the first steps create optimizer states, and in the last steps no next batch is in memory
         if NUM_WARM <= number < NUM_STEPS - 2:
             highest = max(highest, allocations.storage_bytes + allocations.peak - _allocated_bytes())
         allocations.peak = _allocated_bytes()
@@ -330,16 +313,16 @@ def _keep_busy(parent: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of one case on the rank whose estimate is farthest from its highest peak, in bytes.
+    """The result of one case, in bytes, on the rank whose estimate is farthest from its highest peak.
 
     Attributes:
         case: Name of the case.
-        moment: The moment that is estimated to be the fullest.
+        moment: The estimated moment of the peak.
         estimate: Estimated bytes.
         lowest: The lowest of the peaks.
         highest: The highest of the peaks.
-        ratio: Estimated to highest.
-        is_close: Whether the ratio lies within the limits.
+        ratio: Estimate over highest peak.
+        is_close: Whether the ratio is within the limits.
     """
 
     case: str
@@ -352,7 +335,7 @@ class Row:
 
 
 def summarise(case: Case, results: Sequence[tuple[StepBuffers, list[int]]]) -> Row:
-    """Returns the row of one case, from the results of all ranks."""
+    """Returns the row of one case, given the results of all ranks."""
 
     def distance(result: tuple[StepBuffers, list[int]]) -> float:
         ratio = result[0].total / max(result[1])
@@ -363,54 +346,29 @@ def summarise(case: Case, results: Sequence[tuple[StepBuffers, list[int]]]) -> R
     return Row(case.name, estimate.moment, estimate.total, min(peaks), max(peaks), ratio, LEAST <= ratio <= MOST)
 
 
-def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace, output: Path) -> None:
-    """Measures the cases that take this number of ranks; rank 0 writes their rows."""
-    torch.set_num_threads(1)
-    cases = [case for case in _chosen(options) if case.nodes * case.ranks_per_node == world_size]
-    per_node = cases[0].ranks_per_node
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    ranks = Ranks(rank, world_size, per_node, torch.device("cpu"))
+def measure_cases(options: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
+    """Returns the rows of the chosen cases that take this number of ranks; all ranks call it."""
     rows = []
-    for case in cases:
-        own = measure(case, options.batch_size, options.repeats, ranks)
-        results: list[Any] = [None] * world_size
-        dist.all_gather_object(results, own)
-        rows.append(dataclasses.asdict(summarise(case, results)))
-    if rank == 0:
-        output.write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    for case in _chosen(options):
+        if (case.nodes * case.ranks_per_node, case.ranks_per_node) == (ranks.world_size, ranks.local_world_size):
+            results = Collectives().gather(measure(case, options.batch_size, options.repeats, ranks))
+            rows.append(dataclasses.asdict(summarise(case, results)))
+    return rows
 
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
     return [case for case in CASES if options.only in case.name]
 
 
-def run_ranks(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the rows of all cases that take this number of ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        mp.spawn(run_rank, (world_size, port, options, output), nprocs=world_size)
-        rows: list[dict[str, Any]] = json.loads(output.read_text())
-    return rows
-
-
 def main() -> None:
     """Measures every case and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=4096, help="rows of all ranks together")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     options = parser.parse_args()
-    sizes = sorted({case.nodes * case.ranks_per_node for case in _chosen(options)})
-    rows = [row for world_size in sizes for row in run_ranks(world_size, options)]
+    sizes = sorted({(case.nodes * case.ranks_per_node, case.ranks_per_node) for case in _chosen(options)})
+    rows = [row for size in sizes for row in run_ranks(measure_cases, options, *size)]
     table = Table("case", "fullest moment", "estimate, MB", "lowest", "highest", "to highest", "close")
     for row in rows:
         sizes_text = [f"{row[name] / 1e6:.1f}" for name in ("estimate", "lowest", "highest")]
@@ -419,8 +377,7 @@ def main() -> None:
     Console(width=120).print(table)
     result = {**surroundings(torch.device("cpu")), "rows": rows}
     print(json.dumps(result))
-    if options.output is not None:
-        write_json(options.output, result)
+    write_output(options, result)
 
 
 if __name__ == "__main__":

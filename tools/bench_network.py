@@ -1,17 +1,17 @@
-"""Counts the bytes that a training step of DLRM sends from host to host, and times it, with plain and composed tables.
+"""Counts the bytes that a DLRM step sends between two hosts, and times it, with full and compositional tables.
 
-It runs as root, as it makes the two hosts on this machine with ``tools/two_hosts.sh`` and takes them down again::
+It runs as root, because it creates the two hosts on this machine with ``tools/two_hosts.sh`` and removes them again::
 
     sudo .venv/bin/python tools/bench_network.py --output bench_network.json
 
-Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, fp32) through gloo. Tables have the
-sizes of the Criteo Kaggle data, cut off at 400,000 ids, and are placed by the planner. The contenders are full tables,
-hashed ones and quotient-remainder tables; they take turns at every limit of the network in every round.
+Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, fp32) through gloo, with one thread
+each. Tables have the sizes of the Criteo Kaggle data, at most 400,000 ids, and are placed by the planner. Full, hashed
+and quotient-remainder tables take turns at every limit of the network in every round.
 
-The bytes are those that the kernel counts on both hosts' eth0. It gives data to a veth in pieces of up to 64 KiB, each
-of which it counts with one header of Ethernet, IP and TCP; on a real wire packets have 1448 bytes of data and 66 of
-headers. ``data`` is the count without headers; on busy processors TCP sometimes sends a piece twice, and both are
-counted. Beside it stands the estimate of ``distembed plan``. Each rank computes with one thread.
+The bytes are the kernel's counts on both hosts' eth0. The kernel gives data to a veth in pieces of up to 64 KiB, and
+counts each piece with one header of Ethernet, IP and TCP; on a real wire, packets have 1448 bytes of data and 66 of
+headers. ``data`` is the count without headers. On busy processors TCP sometimes sends a piece twice, and both are
+counted. ``estimated`` is the estimate of ``distembed plan``.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import (
     COLLISIONS,
     DIM,
@@ -36,21 +37,18 @@ from bench_common import (
     Step,
     draw_batch,
     draw_ids,
+    estimated_step,
     surroundings,
     trainer_step,
 )
-from torchrec.distributed.types import ShardingPlan
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks, process_group
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.planning import describe_plan
-from distembed.planning.buffers import Step as StepEstimate
-from distembed.planning.search import plan_placements
 from distembed.planning.storage import SentBytes
-from distembed.training.build import Blueprint, build_training_state, table_optimizers
+from distembed.training.build import Blueprint, build_training_state
 from distembed.training.config import Config
 from distembed.training.train_config import TrainConfig
 
@@ -77,10 +75,10 @@ class Contender:
 
     Attributes:
         tables: A name of ``TABLES``.
-        batch_size: The number of rows of a step on all ranks.
+        batch_size: Number of rows of all ranks.
         step: Takes one step; all ranks call it.
         plan: The placement of the tables, in one line.
-        estimate: The estimated bytes that all ranks send in a step.
+        estimate: Estimated bytes that all ranks send in a step.
     """
 
     tables: str
@@ -92,7 +90,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The seconds of a rank's step, and the bytes (with headers) and packets that its host sent in it."""
+    """The seconds of a rank's step, and the bytes (with headers) and packets that its host sent in the step."""
 
     seconds: float
     counted_bytes: float
@@ -103,7 +101,7 @@ class Turn:
 class Row:
     """The result of one contender at one limit: medians over rounds; bytes are those of both hosts in a step.
 
-    ``ratio`` is the median of the ratios of each round's time to that with full tables.
+    ``ratio`` is the median of the ratios of each round's time to the time with full tables.
     """
 
     limit: str
@@ -118,7 +116,7 @@ class Row:
 
 
 def draw_batches(schema: Schema, batch_size: int, ranks: Ranks) -> list[Batch]:
-    """Draws batches that are the same for every contender, and different on every rank."""
+    """Draws batches that are equal for all contenders and differ between ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
     num_local = batch_size // ranks.world_size
     sizes = torch.tensor([feature.num_embeddings for feature in schema.categorical])
@@ -130,7 +128,7 @@ def draw_batches(schema: Schema, batch_size: int, ranks: Ranks) -> list[Batch]:
 
 
 def make_contender(tables: str, batch_size: int, ranks: Ranks) -> Contender:
-    """Returns this project's trainer with these tables; all ranks call it."""
+    """Returns distembed's trainer with these tables; all ranks call it."""
     schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
     embedding = EmbeddingConfig(default=TABLES[tables])
     train = TrainConfig(batch_size=batch_size, precision="fp32")
@@ -138,21 +136,13 @@ def make_contender(tables: str, batch_size: int, ranks: Ranks) -> Contender:
     blueprint = Blueprint.for_ranks(config, schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1000)
     step = trainer_step(state, draw_batches(schema, batch_size, ranks))
-    return Contender(tables, batch_size, step, describe_plan(state.plan), estimated_bytes(blueprint, state.plan))
-
-
-def estimated_bytes(blueprint: Blueprint, plan: ShardingPlan) -> SentBytes:
-    """Returns what all ranks together send in a step, as it is estimated for a plan."""
-    world_size = blueprint.world_size
-    placements = plan_placements(blueprint.build_plannable(), plan, world_size)
-    step = StepEstimate(
-        placements, world_size, blueprint.workload(), table_optimizers(blueprint.config.train), blueprint.device.type
-    )
-    return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
+    estimate = estimated_step(blueprint, state.plan)
+    sent = sum((estimate.sent_bytes(rank) for rank in range(ranks.world_size)), SentBytes())
+    return Contender(tables, batch_size, step, describe_plan(state.plan), sent)
 
 
 def sent_so_far() -> tuple[int, int]:
-    """Returns the bytes and packets that this host has sent, once nothing more is on its way; all ranks call it."""
+    """Returns the bytes and packets that this host has sent, once the counters stand still; all ranks call it."""
     counters = [Path(f"/sys/class/net/{INTERFACE}/statistics/tx_{name}") for name in ("bytes", "packets")]
     dist.barrier()
     before, now = [-1], [int(counter.read_text()) for counter in counters]
@@ -164,7 +154,7 @@ def sent_so_far() -> tuple[int, int]:
 
 
 def take_turn(step: Step, num_steps: int) -> Turn:
-    """Takes that many steps, after one that is not timed, as its ids were already sent in the last turn."""
+    """Takes and times steps, after one that is not timed, because its ids were already sent in the last turn."""
     bytes_before, packets_before = sent_so_far()
     step()
     dist.barrier()
@@ -221,7 +211,7 @@ def summarise(
             sum(dataclasses.astuple(contender.estimate)),
             1000 * statistics.median(seconds),
             1000 * min(seconds),
-            statistics.median(a / b for a, b in zip(seconds, others, strict=True)),
+            median_ratio(seconds, others),
         )
 
 
@@ -238,7 +228,7 @@ def heading(names: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Returns two tables, of the measurements and of the parts of the estimates, in bytes of both hosts in a step."""
+    """Returns a table of measurements and a table of the estimates' parts, in bytes of both hosts in a step."""
     lines = [heading(MEASURED)]
     for row in rows:
         lines.append(
@@ -263,13 +253,12 @@ def run_rank(options: argparse.Namespace) -> None:
             rows = list(summarise(contenders, turns, options.limits))
             print(markdown(rows, contenders))
             setting = {"rounds": options.rounds, "steps": options.steps}
-            result = {**surroundings(ranks.device), **setting, "rows": [dataclasses.asdict(row) for row in rows]}
-            if options.output is not None:
-                write_json(options.output, result)
+            rows_as_json = [dataclasses.asdict(row) for row in rows]
+            write_output(options, {**surroundings(ranks.device), **setting, "rows": rows_as_json})
 
 
 def run_hosts(options: argparse.Namespace) -> int:
-    """Makes the hosts, runs this script on each of them and takes them down; returns the first failure's exit code."""
+    """Creates the hosts, runs this script on each and removes them; returns the exit code of the first failure."""
     environment = {
         **os.environ,
         "TWO_HOSTS_NAME": options.name,
@@ -283,7 +272,7 @@ def run_hosts(options: argparse.Namespace) -> int:
         "LOCAL_WORLD_SIZE": "1",
     }
     if subprocess.run([HOSTS, "exec", "1", "true"], env=environment, capture_output=True).returncode == 0:
-        print(f"The hosts {options.name}* are up already: give others by --name and --subnet.", file=sys.stderr)
+        print(f"The hosts {options.name}* are up already; choose others by --name and --subnet.", file=sys.stderr)
         return 1
     made = subprocess.run([HOSTS, "up"], env=environment).returncode
     if made != 0:
@@ -298,22 +287,21 @@ def run_hosts(options: argparse.Namespace) -> int:
         ]
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
-        # a rank that fails leaves the other waiting for it, which ends with its host
+        # after one rank fails, the second waits for it until its host is removed
         return next(rank.returncode for rank in ranks if rank.poll() is not None) or ranks[0].wait() or ranks[1].wait()
     finally:
         subprocess.run([HOSTS, "down"], env=environment)
 
 
 def main() -> int:
-    """Makes the hosts and measures; on one of its hosts, runs a rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Creates the hosts and measures; on one of its hosts, runs a rank."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192], help="rows of all ranks together")
-    parser.add_argument("--limits", nargs="+", default=["1gbit", "none"], help="of what a host sends, in tc's units")
+    parser.add_argument("--limits", nargs="+", default=["1gbit", "none"], help="rates of each host, in tc's units")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="that are timed in one contender's turn")
-    parser.add_argument("--name", default="benchhost", help="of the hosts")
-    parser.add_argument("--subnet", default="10.79.0", help="of their addresses")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of one contender's turn")
+    parser.add_argument("--name", default="benchhost", help="name of the hosts")
+    parser.add_argument("--subnet", default="10.79.0", help="subnet of the hosts' addresses")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         return run_hosts(options)

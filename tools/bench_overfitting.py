@@ -1,15 +1,15 @@
-"""Trains DLRM on real Criteo rows for several epochs, ids replaced with several probabilities: test logloss by epoch.
+"""Trains DLRM on real Criteo rows for several epochs and probabilities of replacing ids: test logloss by epoch.
 
 ::
 
     python tools/bench_overfitting.py train.tsv.gz --seeds 5 --output bench.json --plot tools/overfitting.svg
     OMP_NUM_THREADS=1 python tools/bench_overfitting.py train.tsv.gz --jobs 2 --only full --p0 0 0.01
 
-Rows are split 0.8/0.1/0.1 in time order. Each model is trained with ``configs/criteo_sample.yaml``, or that of
-compressed tables in ``configs/criteo_sample/``, for three epochs, over all of which learning rates decay, and for one.
+Rows are split 0.8/0.1/0.1 in time order. Each model is trained for three epochs and for one epoch, with
+``configs/criteo_sample.yaml`` or a config of compressed tables in ``configs/criteo_sample/``. Learning rates decay over
+the whole run.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -19,11 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bench_quality import CONFIGS, mean_and_deviation, run_distembed
+from bench_commands import CONFIGS, bench_parser, mean_and_deviation, run_distembed, write_output
 from rich.console import Console
 from rich.table import Table
-
-from distembed.base.files import write_json
 
 MODELS = {
     "full": CONFIGS / "criteo_sample.yaml",
@@ -37,13 +35,7 @@ PROBABILITIES = [0.0, 0.005, 0.01, 0.02, 0.05, 0.1]
 class Row:
     """The test logloss and AUC of one model at one probability, by seed.
 
-    Attributes:
-        model: A name of :data:`MODELS`.
-        p0: The probability with which ids are replaced.
-        logloss: For each epoch of the long runs, the logloss of every seed.
-        auc: For each epoch of the long runs, the AUC of every seed.
-        logloss_of_one_epoch: The logloss of every seed's run of one epoch.
-        auc_of_one_epoch: The AUC of every seed's run of one epoch.
+    ``logloss`` and ``auc`` have a list over seeds for each epoch of the long runs.
     """
 
     model: str
@@ -62,13 +54,13 @@ def evaluations(run: Path) -> list[tuple[float, float]]:
 
 
 def train(job: tuple[str, float, int], dataset: Path, folder: Path) -> list[list[tuple[float, float]]]:
-    """Trains for three epochs, and for one, and returns the evaluations of both runs."""
+    """Trains for three epochs and for one epoch, and returns the evaluations of both runs."""
     model, p0, seed = job
     found = []
     for epochs in (EPOCHS, 1):
         run = folder / f"{list(MODELS).index(model)}-{p0}-{seed}-{epochs}"
         settings = [f"data.path={dataset}", "data.validation=test", f"train.seed={seed}", f"train.epochs={epochs}"]
-        run_distembed("train", str(MODELS[model]), *settings, f"sse.default.p0={p0}", "--run-dir", str(run))
+        run_distembed("train", MODELS[model], *settings, f"sse.default.p0={p0}", "--run-dir", run)
         found.append(evaluations(run))
     return found
 
@@ -107,13 +99,12 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     """Prepares the rows, trains every variant, prints a table and draws the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--p0", type=float, nargs="+", default=PROBABILITIES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", default="", help="models whose name holds this text")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="models whose name contains this text")
     parser.add_argument("--plot", type=Path, help="SVG or PNG file to write")
     options = parser.parse_args()
     models = [name for name in MODELS if options.only in name]
@@ -121,7 +112,7 @@ def main() -> None:
     jobs = [(model, p0, seed) for model, p0 in variants for seed in range(options.seeds)]
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "dataset"
-        run_distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
+        run_distembed("prepare", "criteo", *options.tsv, "--output", dataset)
         with ThreadPoolExecutor(options.jobs) as pool:
             found = list(pool.map(partial(train, dataset=dataset, folder=Path(folder)), jobs))
     by_variant = [found[i : i + options.seeds] for i in range(0, len(found), options.seeds)]
@@ -132,8 +123,7 @@ def main() -> None:
         cells = map(mean_and_deviation, [*row.logloss, row.logloss_of_one_epoch])
         table.add_row(row.model, f"{row.p0:g}", *cells)
     Console(width=140).print(table)
-    if options.output is not None:
-        write_json(options.output, [dataclasses.asdict(row) for row in rows])
+    write_output(options, [dataclasses.asdict(row) for row in rows])
     if options.plot is not None:
         draw(rows, options.plot)
 

@@ -1,10 +1,10 @@
-"""Measures the proof that explicit partitions are complementary: its seconds and its memory.
+"""Measures the time and the memory of proving that explicit partitions are complementary.
 
 ::
 
     python tools/bench_partitions.py --ids 100000000
 
-Each case runs in a process of its own; its peak memory includes torch and the assignments that are passed in.
+Each case runs in a separate process. Its peak memory includes torch and the input assignments.
 """
 
 import argparse
@@ -22,32 +22,8 @@ from distembed.base.errors import UserError
 from distembed.partitions import Explicit
 
 
-def two(num_ids: int) -> list[Tensor]:
-    """Returns quotients and remainders, in a random order of ids."""
-    return digits(num_ids, 2)
-
-
-def three(num_ids: int) -> list[Tensor]:
-    """Returns three digits of every id, in a random order of ids."""
-    return digits(num_ids, 3)
-
-
-def colliding(num_ids: int) -> list[Tensor]:
-    """Returns the assignments of :func:`two`, but for one id that has another's rows."""
-    first, second = digits(num_ids, 2)
-    first[num_ids // 2], second[num_ids // 2] = first[num_ids - 1].clone(), second[num_ids - 1].clone()
-    return [first, second]
-
-
-CASES: dict[str, Callable[[int], list[Tensor]]] = {
-    "2 partitions": two,
-    "3 partitions": three,
-    "2 partitions, one collision": colliding,
-}
-
-
 def digits(num_ids: int, count: int) -> list[Tensor]:
-    """Returns ``count`` complementary assignments of int32."""
+    """Returns ``count`` complementary assignments (int32): the digits of each id's number in a random order."""
     base = round(num_ids ** (1 / count)) + 1
     number = torch.randperm(num_ids, generator=torch.Generator().manual_seed(0))
     found = []
@@ -55,6 +31,20 @@ def digits(num_ids: int, count: int) -> list[Tensor]:
         found.append((number % base).int())
         number = torch.div(number, base, rounding_mode="floor")
     return found
+
+
+def colliding(num_ids: int) -> list[Tensor]:
+    """Returns two assignments that are complementary but for one id, which has the rows of another id."""
+    first, second = digits(num_ids, 2)
+    first[num_ids // 2], second[num_ids // 2] = first[num_ids - 1].clone(), second[num_ids - 1].clone()
+    return [first, second]
+
+
+CASES: dict[str, Callable[[int], list[Tensor]]] = {
+    "2 partitions": lambda num_ids: digits(num_ids, 2),
+    "3 partitions": lambda num_ids: digits(num_ids, 3),
+    "2 partitions, one collision": colliding,
+}
 
 
 def run(name: str, num_ids: int, answer: "multiprocessing.SimpleQueue[tuple[float, float, str]]") -> None:

@@ -1,4 +1,4 @@
-"""Compares plans by their estimated time, and by what it takes to make them: ours, TorchRec's own, and others.
+"""Compares planners by the estimated time of their plans, and by the time and memory of planning.
 
 ::
 
@@ -6,17 +6,17 @@
 
 Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up to five planners:
 
-- *ours*: ``distembed plan`` as it is
-- *TorchRec*: its ``EmbeddingShardingPlanner`` with our sharders, on the same topology, batch and memory, by its own
-  estimates
-- *estimates*: the same with our :class:`~distembed.planning.CompositionalShardEstimator`, with
-  the ids of a row, and free to cut tables into ranges of 32 columns
-- *table-wise*: ours, with ``plan.sharding_types=[table_wise]``
-- *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
+- *ours*: ``distembed plan``
+- *TorchRec*: TorchRec's ``EmbeddingShardingPlanner`` with distembed's sharders, topology, batch and memory, and
+  TorchRec's own estimates
+- *estimates*: TorchRec's planner with :class:`~distembed.planning.CompositionalShardEstimator`, the ids of a row, and
+  ranges of at least 32 columns
+- *table-wise*: ``distembed plan`` with ``plan.sharding_types=[table_wise]``
+- *saved*: plans of ``--plans``, written by ``distembed plan --output FOLDER/MODEL-NODESx8.json`` of another version
 
-All plans are estimated alike (:mod:`distembed.planning.costs`). Printed are the slowest rank's milliseconds, the bytes
-that all ranks send in a step and those of the rank that sends most, and what a process of its own that makes the plan
-takes: seconds of a processor, from when the model is there, and peak memory, with all imports.
+One estimate judges all plans (:mod:`distembed.planning.costs`). The bench prints the slowest rank's milliseconds, the
+bytes that all ranks send in a step, and the bytes of the rank that sends most. Each plan is made in a separate process:
+the bench prints its processor seconds, without building the model, and its peak memory, with all imports.
 """
 
 import argparse
@@ -61,15 +61,15 @@ MIB = 2**20
 
 
 def configured(name: str, *overrides: str) -> Callable[[Cluster], PlanRequest]:
-    """Returns the function that makes a config's model on a cluster."""
+    """Returns a function that makes the request of a config's model for a cluster."""
     config = load_config(CONFIGS / f"{name}.yaml", [f"train.batch_size={BATCH_SIZE}", *overrides])
     return lambda cluster: ConfiguredModel(config).on_cluster(cluster).request
 
 
 def many_tables(num_tables: int, nodes: int) -> list[CompositionalEmbeddingBagConfig]:
-    """Returns tables of 10^3 rows up to as many as that many nodes have room for, as many of each order of magnitude.
+    """Returns tables from 10^3 rows to the most rows that the nodes hold, log-uniform.
 
-    Every tenth has a row an id; the others are compressed a thousand times.
+    Every tenth table is full; the rest are compressed a thousand times.
     """
     rng = np.random.default_rng(0)
     largest = min(nodes * MOST_ROWS_A_NODE, MOST_ROWS)
@@ -84,7 +84,7 @@ def many_tables(num_tables: int, nodes: int) -> list[CompositionalEmbeddingBagCo
 
 
 def generated(num_tables: int) -> Callable[[Cluster], PlanRequest]:
-    """Returns what makes a model of many tables, and without networks, on a cluster."""
+    """Returns a function that makes the request of a model of many tables, without networks, for a cluster."""
 
     def on_cluster(cluster: Cluster) -> PlanRequest:
         collection = CompositionalEmbeddingBagCollection(many_tables(num_tables, cluster.nodes), device="meta")
@@ -114,21 +114,16 @@ MODELS: Mapping[str, Callable[[], Callable[[Cluster], PlanRequest]]] = {
     "1000-tables": lambda: generated(1000),
     "5000-tables": lambda: generated(5000),
 }
-"""Models by name; each makes its request for a cluster."""
-
-
-def ours(request: PlanRequest) -> ShardingPlan:
-    """Returns the plan of our search."""
-    return find_plan(request).plan
+"""Functions that make a model's request for a cluster, by the model's name."""
 
 
 def table_wise(request: PlanRequest) -> ShardingPlan:
-    """Returns the plan of our search where each table lies on one rank."""
+    """Returns distembed's plan with each table on one rank."""
     return find_plan(dataclasses.replace(request, config=PlanConfig(sharding_types=["table_wise"]))).plan
 
 
 def topology_of(cluster: Cluster) -> Topology:
-    """Returns TorchRec's form of a cluster, with bandwidths in bytes a millisecond."""
+    """Returns a cluster as TorchRec's topology, with bandwidths in bytes a millisecond."""
     device, is_cpu = cluster.device, cluster.device.kind == "cpu"
     return Topology(
         world_size=cluster.world_size,
@@ -145,13 +140,13 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def torchrecs(request: PlanRequest, has_our_estimates: bool = False) -> ShardingPlan:
-    """Returns the plan of TorchRec's planner, which has as much memory for tables as our search begins with."""
+    """Returns the plan of TorchRec's planner, with as much memory for tables as distembed's search starts with."""
     cluster, workload = request.cluster, request.workload
     topology, batch_size, enumerator = topology_of(cluster), workload.rows_of_rank(cluster.world_size), None
     if has_our_estimates:
         constraints = {
             table.name: ParameterConstraints(
-                min_partition=32,  # as ours on GPUs; TorchRec's planner never cuts below 128 columns unless told
+                min_partition=32,  # distembed's limit on GPUs; TorchRec's default is 128 columns
                 pooling_factors=[workload.ids_per_row.get(name, 1.0) for name in table.feature_names],
             )
             for tables in request.tables_by_collection.values()
@@ -170,7 +165,7 @@ def torchrecs(request: PlanRequest, has_our_estimates: bool = False) -> Sharding
 
 
 PLANNERS: Mapping[str, Callable[[PlanRequest], ShardingPlan]] = {
-    "ours": ours,
+    "ours": lambda request: find_plan(request).plan,
     "TorchRec": torchrecs,
     "estimates": functools.partial(torchrecs, has_our_estimates=True),
     "table-wise": table_wise,
@@ -179,13 +174,13 @@ PLANNERS: Mapping[str, Callable[[PlanRequest], ShardingPlan]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A plan by the common estimate.
+    """The estimate of a plan.
 
     Attributes:
         milliseconds: Time of the slowest rank.
         sent_bytes: Bytes that all ranks send in a step.
         most_sent_bytes: Bytes of the rank that sends most.
-        fits: Whether every rank has room.
+        fits: Whether the plan fits every rank's memory.
     """
 
     milliseconds: float
@@ -195,7 +190,7 @@ class Estimate:
 
 
 def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
-    """Returns what any plan of a model comes to."""
+    """Returns the estimate of a plan."""
     cluster = request.cluster
     placements = plan_placements(request.model, plan, cluster.world_size)
     times = step_times(placements, PlacementCosts(request), cluster)
@@ -212,14 +207,7 @@ def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model to be planned for a cluster by one of the planners.
-
-    Attributes:
-        model: Name of the model.
-        nodes: Number of nodes.
-        planner: Name of the planner; ``saved`` for a plan of a file.
-        file: The file of a saved plan.
-    """
+    """A model, a number of nodes, and a planner, or the file of a saved plan."""
 
     model: str
     nodes: int
@@ -229,13 +217,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
-        estimate: What the plan comes to; None where there is none.
-        failure: Why there is none.
-        seconds: Seconds of a processor in which the plan was made; None where it was read.
-        peak_bytes: Peak memory of the process until then.
+        estimate: Estimate of the plan; None without a plan.
+        failure: Why there is no plan.
+        seconds: Processor seconds of planning; None for a saved plan.
+        peak_bytes: Peak memory of the process until the plan was made.
     """
 
     estimate: Estimate | None = None
@@ -245,7 +233,7 @@ class Outcome:
 
 
 def run(case: Case, device: str, limit_seconds: int, results: Connection) -> None:
-    """Makes a plan in this process and sends what came of it."""
+    """Makes a plan in this process and sends the outcome."""
     resource.setrlimit(resource.RLIMIT_CPU, (limit_seconds, limit_seconds + 10))
     request = MODELS[case.model]()(Cluster(find_device(device), case.nodes, GPUS))
     started = time.process_time()
@@ -262,13 +250,13 @@ def run(case: Case, device: str, limit_seconds: int, results: Connection) -> Non
 
 
 def read_plan(file: Path, request: PlanRequest) -> ShardingPlan:
-    """Returns the plan of a file, whatever it says that the plan was made for."""
+    """Returns the plan of a file, without comparing the inputs that it was made for."""
     saved = read_saved_plan(file)
     return apply_saved_plan(saved, request.tables_by_collection, saved.plan_inputs, request.table_optimizers.is_fused)
 
 
 def run_alone(case: Case, device: str, limit_seconds: int) -> Outcome:
-    """Runs a case in a process of its own, which ends when it has taken so many seconds of a processor."""
+    """Runs a case in a separate process, with a limit on its processor seconds."""
     context = multiprocessing.get_context("fork")  # imports are done
     results, child = context.Pipe(duplex=False)
     process = context.Process(target=run, args=(case, device, limit_seconds, child))
@@ -299,28 +287,28 @@ def report(case: Case, outcome: Outcome) -> None:
 
 
 def cases(options: argparse.Namespace, model: str, nodes: int) -> list[Case]:
-    """Returns the cases of a model on a cluster, ours first."""
+    """Returns the cases of a model on a cluster, in the order of ``--planners``."""
     found = [Case(model, nodes, planner) for planner in options.planners]
     file = options.plans / f"{model}-{nodes}x{GPUS}.json" if options.plans is not None else None
     return found + ([Case(model, nodes, "saved", file)] if file is not None and file.exists() else [])
 
 
 def slower(outcomes: Sequence[Outcome]) -> float | None:
-    """Returns by what share the first plan is slower than the best of the others that fit; None without any."""
+    """Returns the share by which the first plan is slower than the best later plan that fits; None without plans."""
     first, *others = [found.estimate for found in outcomes]
     times = [found.milliseconds for found in others if found is not None and found.fits]
     return first.milliseconds / min(times) - 1 if first is not None and times else None
 
 
 def main() -> None:
-    """Makes every plan and prints the table, then where ours is slower than another one."""
+    """Makes every plan, and prints the table and the first planner's differences to the best of the rest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name[0] != "5"])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 128])
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
-    parser.add_argument("--gpu", default="h100-80gb", help="device, as `distembed plan` takes it")
+    parser.add_argument("--gpu", default="h100-80gb", help="device, as in `distembed plan --gpu`")
     parser.add_argument("--plans", type=Path, help="folder of saved plans, named like kaggle-4x8.json")
-    parser.add_argument("--limit", type=int, default=120, help="seconds of a processor that a case may take")
+    parser.add_argument("--limit", type=int, default=120, help="most processor seconds of a case")
     options = parser.parse_args()
     print("| model | devices | planner | ms a step | sent by all | by the rank that sends most | made in | peak |")
     print("|---|---|---|---|---|---|---|---|")

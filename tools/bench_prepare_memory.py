@@ -1,17 +1,16 @@
-"""Measures the memory and the processor time that preparing takes, beside the memory limit.
+"""Measures the memory and the processor time of ``distembed prepare criteo`` against its memory limit.
 
 ::
 
     python tools/bench_prepare_memory.py                            # 5 million synthetic rows, limits of 1 and 4 GB
     python tools/bench_prepare_memory.py --rows 20000000 --limits 1GB 4GB --threads 1 2
-    python tools/bench_prepare_memory.py --input train.txt          # rows of one's own
+    python tools/bench_prepare_memory.py --input train.txt          # your own rows
 
-What Linux counts as resident is summed over the command and its processes every 10 ms.
+The resident memory is summed over the command and its processes every 10 ms.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -21,17 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench_commands import bench_parser, write_output
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
 from distembed.base.units import parse_bytes
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int) -> list[int]:
-    """Returns a process and all that it has started, and these in turn."""
+    """Returns a process and all of its descendants."""
     found = [root]
     for process in found:
         try:
@@ -50,7 +49,7 @@ def resident_bytes(process: int) -> int:
 
 
 def measure(source: Path, output: Path, limit: str, threads: int) -> dict[str, Any]:
-    """Prepares in a process of its own, and returns what it took."""
+    """Prepares once with a limit and a number of threads, and returns the time and the memory."""
     command = [sys.executable, "-m", "distembed", "prepare", "criteo", str(source), "--output", str(output)]
     command += ["--memory-limit", limit, "--threads", str(threads), "--overwrite"]
     start, stage, before = time.perf_counter(), "", _processor_seconds()
@@ -74,13 +73,13 @@ def measure(source: Path, output: Path, limit: str, threads: int) -> dict[str, A
 
 
 def _processor_seconds() -> float:
-    """Returns the processor time of the processes that have ended, theirs included."""
+    """Returns the processor time of all descendants that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _stage(output: Path) -> str:
-    """Returns the stage that a preparation is in, by its work folder."""
+    """Returns the stage of the preparation, by its work folder."""
     try:
         stages = list(output.parent.glob(str(Path(f".{output.name}.preparing", "*", "work", "results", "*"))))
         return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
@@ -90,12 +89,11 @@ def _stage(output: Path) -> str:
 
 def main() -> None:
     """Measures, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="synthetic rows (default 5 million)")
-    parser.add_argument("--input", type=Path, help="file of Criteo's rows in their place")
+    parser.add_argument("--input", type=Path, help="file of Criteo rows instead of synthetic rows")
     parser.add_argument("--limits", nargs="+", default=["1GB", "4GB"], help="memory limits (default 1GB 4GB)")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads (default 1 2)")
-    parser.add_argument("--output", type=Path, help="file for the results as JSON")
     arguments = parser.parse_args()
     table = Table("limit", "threads", "peak MB", "of the limit", "by stage, MB", "processor s")
     results = []
@@ -114,8 +112,7 @@ def main() -> None:
                 used = f"{found['processor_seconds']:.1f}"
                 table.add_row(limit, str(threads), peak, f"{share:.0%}", stages, used)
     Console(width=140).print(table)
-    if arguments.output is not None:
-        write_json(arguments.output, results)
+    write_output(arguments, results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Contenders that step in turn, each in a process of its own, with the seconds of their steps and the memory they take.
+"""Contenders that step in turn, each in a separate process: the seconds and the memory of their steps.
 
-A process that steps alone has all that it holds to itself: memory is the most that it had beyond what it had before its
-steps, gradients and what optimizers make at their first step included.
+Memory is the peak of the process minus its memory before the first step. It includes gradients and the optimizer states
+that the first step creates.
 """
 
 import statistics
@@ -13,19 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from bench_common import Step, wait_for
 
-Step = Callable[[], object]
 _WARM_UP = 2
 
 
 @dataclass
 class Measured:
-    """What one contender took.
-
-    Attributes:
-        seconds: Seconds of each step.
-        bytes: The most bytes at once that its steps needed.
-    """
+    """One contender's seconds of each step, and the peak memory of its steps in bytes."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
@@ -39,18 +34,18 @@ class Measured:
 def take_turns_in_processes(
     makers: Mapping[str, Callable[[], Step]], num_steps: int, device: torch.device, threads: int = 1
 ) -> dict[str, Measured]:
-    """Returns what every contender took in so many steps.
+    """Returns the measurements of every contender by name.
 
     Args:
-        makers: By name, what makes a contender's step in its process; it can be pickled.
-        num_steps: Number of steps of each, without those to warm up.
+        makers: Functions that build a contender's step in its process; they can be pickled.
+        num_steps: Number of steps of each contender, after two steps to warm up.
         device: The device to wait for.
-        threads: Number of threads of each.
+        threads: Number of threads of each contender.
     """
     context, running = get_context("spawn"), {}
     for name, make in makers.items():
         here, there = context.Pipe()
-        process = context.Process(target=_contend, args=(make, device, threads, there))
+        process = context.Process(target=_contend, args=(make, device, threads, there), daemon=True)
         process.start()
         running[name] = process, here
     found = {name: Measured() for name in running}
@@ -68,7 +63,7 @@ def take_turns_in_processes(
 
 
 def _contend(make: Callable[[], Step], device: torch.device, threads: int, results: Connection) -> None:
-    """Steps whenever it is asked to; sends the seconds of each step, and at the end the most bytes."""
+    """Takes a step for each request and sends its seconds; sends the peak memory at the end."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     step = make()
@@ -76,18 +71,17 @@ def _contend(make: Callable[[], Step], device: torch.device, threads: int, resul
     while results.recv():
         started = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         results.send(time.perf_counter() - started)
     results.send(_most_bytes(device) - before)
 
 
 def _start_counting(device: torch.device) -> int:
-    """Returns the bytes that are there before the first step."""
+    """Starts the count of the peak; returns the memory in use on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return 0
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     return _memory("VmRSS")
 
 

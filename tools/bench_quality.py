@@ -9,24 +9,19 @@ Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``con
 configs in ``configs/criteo_sample/``, one a scheme.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench_commands import CONFIGS, bench_parser, deviation, mean_and_deviation, run_distembed, write_output
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
-
-CONFIGS = Path(__file__).parents[1] / "configs"
 _BASE = CONFIGS / "criteo_sample.yaml"
 _PRODUCT = CONFIGS / "criteo_sample" / "product_4.yaml"
 _SCHEMES = {
@@ -39,12 +34,12 @@ _SCHEMES = {
     "path, MLP 64": "path_mlp",
 }
 _SOFT_ONE_HOT = {"instead": ("soft_one_hot", "soft_one_hot"), "beside": ("soft_one_hot_beside", "both")}
-"""Config of DLRM, and setting of DCN, by where soft one-hot vectors are."""
+"""DLRM's config and DCN's ``model.dense``, for soft one-hot vectors instead of the numbers or in addition to them."""
 _MISSING = {"": "zero", ", missing kept": "keep"}
 
 
 class Variant(NamedTuple):
-    """What is trained: a config with settings, on rows whose missing integers are 0 (``zero``) or null (``keep``)."""
+    """A config with settings, and whether missing integers of the rows are 0 (``zero``) or null (``keep``)."""
 
     config: Path
     settings: list[str]
@@ -79,7 +74,7 @@ VARIANTS: dict[str, Variant] = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The results of one variant on the test split: means and standard deviations over seeds, and each seed's."""
+    """The results of one variant on the test split: means and standard deviations over seeds, and values by seed."""
 
     variant: str
     seeds: int
@@ -93,19 +88,12 @@ class Row:
     logloss_of_seed: list[float]
 
 
-def run_distembed(*arguments: str) -> None:
-    """Runs the command; its output is shown only if it fails, which ends the bench."""
-    done = subprocess.run([sys.executable, "-m", "distembed", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"distembed {' '.join(arguments)}\n{done.stdout}{done.stderr}")
-
-
 def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
     """Trains with one seed, and returns the run's record and evaluation."""
     config, settings, missing = VARIANTS[variant]
     run = runs / str(seed)
     run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
-    run_distembed("train", str(config), *run_settings, "--run-dir", str(run))
+    run_distembed("train", config, *run_settings, "--run-dir", run)
     return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
 
 
@@ -126,31 +114,20 @@ def summarise(variant: str, runs: list[dict[str, Any]]) -> Row:
     )
 
 
-def deviation(values: list[float]) -> float:
-    """Returns the standard deviation, 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def mean_and_deviation(values: list[float]) -> str:
-    """Returns the mean and the standard deviation as text."""
-    return f"{statistics.mean(values):.4f} ± {deviation(values):.4f}"
-
-
 def main() -> None:
     """Prepares the rows, trains every variant and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", default="", help="variants whose name holds this text")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="variants whose name contains this text")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         datasets = Path(folder)
         names = [name for name in VARIANTS if options.only in name]
         for missing in {VARIANTS[name].missing for name in names}:
-            run_distembed("prepare", "criteo", *options.tsv, "--missing", missing, "--output", str(datasets / missing))
+            run_distembed("prepare", "criteo", *options.tsv, "--missing", missing, "--output", datasets / missing)
         with ThreadPoolExecutor(options.jobs) as pool:
             for number, variant in enumerate(names):
                 train_seed = partial(train, variant, datasets, Path(folder) / f"runs-{number}")
@@ -158,18 +135,12 @@ def main() -> None:
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")
     for row in rows:
-        table.add_row(
-            row.variant,
-            f"{row.parameters:,}",
-            f"{row.embedding_parameters:,}",
-            mean_and_deviation(row.auc_of_seed),
-            mean_and_deviation(row.logloss_of_seed),
-        )
+        metrics = map(mean_and_deviation, (row.auc_of_seed, row.logloss_of_seed))
+        table.add_row(row.variant, f"{row.parameters:,}", f"{row.embedding_parameters:,}", *metrics)
     Console(width=120).print(table)
     values = [dataclasses.asdict(row) for row in rows]
     print(json.dumps(values, indent=2))
-    if options.output is not None:
-        write_json(options.output, values)
+    write_output(options, values)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Times ranking a catalogue and drawing negative items against plain ways of doing it, in CPU seconds and in turn.
+"""Compares ranking a catalogue and drawing negative items with plain implementations, in CPU seconds and in turn.
 
-The peer of a ranking has the scores of all queries and items at once, in float32, sets those of excluded items to -inf,
-counts the higher ones and takes the best ten. The peer of a draw is numpy's rejection: draw uniformly, look all drawn
-items up among the user's, and draw those again that are among them::
+The plain ranking computes all scores at once in float32, sets scores of excluded items to -inf, counts higher scores
+and takes the best ten. The plain draw is rejection with numpy: draw items uniformly, look them up among the user's
+items, and draw again the items that the user has::
 
     python tools/bench_ranking.py --repeats 5
 """
@@ -29,15 +29,15 @@ from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems
 
 Run = Callable[[], Any]
 RANKINGS = ((8_192, 12_103, 64), (6_042, 3_708, 64), (256, 1_000_000, 64))
-"""Queries, items and numbers of a vector: those of Amazon Beauty, of MovieLens-1M, and a large catalogue."""
+"""Queries, items and numbers of a vector: Amazon Beauty, MovieLens-1M, and a large catalogue."""
 DRAWS = ((945, 1_684, 80_000, 2_048), (6_042, 3_708, 600_000, 2_048), (1_000_000, 1_000_000, 10_000_000, 65_536))
-"""Users, items, pairs and draws of a batch: those of MovieLens-100k and MovieLens-1M, and a large dataset."""
+"""Users, items, pairs and draws of a batch: MovieLens-100k, MovieLens-1M, and a large dataset."""
 _EXCLUDED = 20
-"""Items of each user that are not ranked."""
+"""Number of excluded items of each user."""
 
 
 def rankings(num_queries: int, num_items: int, dim: int) -> tuple[Run, Run]:
-    """Returns our ranking and the peer's of the same queries, items and excluded items."""
+    """Returns distembed's ranking and the peer's, of equal queries, items and excluded items."""
     owner = nn.Module()
     table = CompositionalEmbeddingConfig("item", num_items, dim, ["item"], Naive(num_items))
     owner.embeddings = CompositionalEmbeddingCollection([table])
@@ -66,7 +66,7 @@ def rankings(num_queries: int, num_items: int, dim: int) -> tuple[Run, Run]:
 
 
 def draws(num_users: int, num_items: int, num_pairs: int, num_draws: int) -> tuple[Run, Run]:
-    """Returns our draw of a batch and the peer's."""
+    """Returns distembed's draw of a batch and the peer's."""
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, num_users, num_pairs), generator.integers(2, num_items, num_pairs)
     taken = UserItems.from_pairs(users, items, num_users, num_items)
@@ -90,14 +90,14 @@ def draws(num_users: int, num_items: int, num_pairs: int, num_draws: int) -> tup
 
 
 def cpu_seconds(run: Run) -> float:
-    """Returns the CPU seconds that this process takes for a call."""
+    """Returns the CPU seconds of a call."""
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
 def main() -> None:
-    """Prints CPU milliseconds of ours and of the peer, and the median of their ratios."""
+    """Prints CPU milliseconds of distembed and of the peer, and the median of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each, in turn")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Trains MF, BPR and SASRec with several seeds: the metrics of the papers' tables on the test split.
+"""Trains MF, BPR and SASRec with several seeds, and reports the metrics of the papers' tables on the test split.
 
 ::
 
@@ -7,38 +7,34 @@
     python tools/bench_recommenders.py ml100k RECBOLE/dataset_example/ml-100k --seeds 5
     python tools/bench_recommenders.py beauty ../shared/data --seeds 5
 
-``mf`` predicts the ratings of MovieLens-1M, ``bpr`` ranks what users rated 4 or 5, both in the split of the authors of
-SSE (the files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` and
-``ml100k-bpr`` do so on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1;
-``ml100k-next`` predicts each user's last item there. So does ``beauty`` on Amazon Beauty (the files
-``amazon_beauty_sequences.txt.gz`` and ``amazon_beauty_item_attributes.json.gz``) with replaced items, and
-``beauty-output`` with other losses and tables.
+``mf`` predicts the ratings of MovieLens-1M, and ``bpr`` ranks the items rated 4 or 5, both in the split of SSE's
+authors (files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` and
+``ml100k-bpr`` use MovieLens-100k of RecBole 1.2.1's wheel, split at random into 0.8, 0.1 and 0.1. ``ml100k-next``
+predicts each user's last item of MovieLens-100k, and ``beauty`` of Amazon Beauty, with replaced items (files
+``amazon_beauty_sequences.txt.gz`` and ``amazon_beauty_item_attributes.json.gz``). ``beauty-output`` varies the losses
+and tables.
 
-Each row of a table is a config in ``configs/recommenders/``. Graphs join users and items by what they have in common in
-the training rows, or items by what they share in the knowledge graph of ``ml100k``: the 20 nearest each; those of
-Beauty join items that share an attribute. All seeds are trained in one process, one after another.
+Each row of a table is a config in ``configs/recommenders/``. Graphs join each user and item to its 20 nearest
+neighbours: by shared training rows, or in ``ml100k`` items by shared entities of the knowledge graph. The graph of
+Beauty joins items that share an attribute. All seeds are trained in one process, one after another.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from bench_quality import CONFIGS, deviation, mean_and_deviation, run_distembed
+from bench_commands import CONFIGS, bench_parser, deviation, mean_and_deviation, run_distembed, write_output
+from bench_common import train_quietly
 from knowledge_graph_attributes import item_attributes
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.training.config import Config, load_config
-from distembed.training.run import train_run
-from distembed.training.start import RunOptions
 
 FOLDER = CONFIGS / "recommenders"
 RATING_METRICS = {"rmse": "RMSE", "mae": "MAE"}
@@ -56,9 +52,9 @@ class Mode:
     """The rows of a table.
 
     Attributes:
-        prepare: Makes the dataset and the graphs in a folder, of the folder of the data.
-        metrics: The columns of the table, by the metrics' names.
-        rows: The configs, by what a row is called; a row is compared with the first before it that is no variant.
+        prepare: Makes the dataset and the graphs, given the folder of the data and the folder for them.
+        metrics: Columns of the table, by the metrics' names.
+        rows: Configs by title; an indented title is compared with the nearest title above it that is not indented.
     """
 
     prepare: Callable[[Path, Path], None]
@@ -68,7 +64,7 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The results of one config on the test split: each metric of each seed, and the median speed in training."""
+    """The results of one config on the test split: each metric by seed, and the median speed in training."""
 
     name: str
     parameters: int
@@ -77,49 +73,37 @@ class Row:
 
 
 def prepare_ml1m(data: Path, folder: Path, *options: str) -> None:
-    """Makes the dataset in the split of SSE's authors, with graphs of what occurs together in it."""
-    files = [str(data / "movielens1m_mf_train.csv.gz"), "--test", str(data / "movielens1m_mf_test.csv.gz")]
+    """Makes the dataset in the split of SSE's authors, with co-occurrence graphs."""
+    files = [data / "movielens1m_mf_train.csv.gz", "--test", data / "movielens1m_mf_test.csv.gz"]
     columns = ["--no-header", "--user", "1", "--item", "2", "--rating", "3"]
-    run_distembed("prepare", "ratings", *files, *columns, *options, "--output", str(folder / "data"))
-    _prepare_graphs(folder)
-
-
-def prepare_implicit(data: Path, folder: Path) -> None:
-    """Makes the dataset of ratings of 4 and 5 alone."""
-    prepare_ml1m(data, folder, "--min-rating", "4")
+    run_distembed("prepare", "ratings", *files, *columns, *options, "--output", folder / "data")
+    _prepare_graphs(folder, "user", "item")
 
 
 def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
-    """Makes the dataset of RecBole's MovieLens-100k, with a graph of items that share a tail of its knowledge graph."""
+    """Makes the dataset of RecBole's MovieLens-100k, with graphs of its knowledge graph and of co-occurring users."""
     columns = ["--user", "user_id", "--item", "item_id", "--rating", "rating", "--time", "timestamp"]
-    split = ["--split", "random:0.8,0.1,0.1"]
-    run_distembed(
-        "prepare", "ratings", str(data / "ml-100k.inter"), *columns, *split, *options, "--output", str(folder / "data")
-    )
+    columns += ["--split", "random:0.8,0.1,0.1"]
+    run_distembed("prepare", "ratings", data / "ml-100k.inter", *columns, *options, "--output", folder / "data")
     _prepare_knowledge_graph(data, folder)
     _prepare_graphs(folder, "user")
 
 
-def prepare_implicit_100k(data: Path, folder: Path) -> None:
-    """Makes the dataset of ratings of 4 and 5 of MovieLens-100k alone."""
-    prepare_ml100k(data, folder, "--min-rating", "4")
-
-
 def prepare_sequences_100k(data: Path, folder: Path) -> None:
-    """Makes the sequences of MovieLens-100k, in rows of at most 50 items to train on, with that graph of items."""
+    """Makes the sequences of MovieLens-100k, in training rows of at most 50 items, with the knowledge graph."""
     columns = ["--user", "user_id", "--item", "item_id", "--time", "timestamp", "--windows", "all"]
-    run_distembed("prepare", "sequences", str(data / "ml-100k.inter"), *columns, "--output", str(folder / "data"))
+    run_distembed("prepare", "sequences", data / "ml-100k.inter", *columns, "--output", folder / "data")
     _prepare_knowledge_graph(data, folder)
 
 
 def prepare_beauty(data: Path, folder: Path) -> None:
     """Makes the sequences of Amazon Beauty, with a graph of items that share an attribute of at most 100 items."""
-    lines = str(data / "amazon_beauty_sequences.txt.gz")
-    run_distembed("prepare", "sequences", lines, "--format", "lists", "--output", str(folder / "data"))
+    lines = data / "amazon_beauty_sequences.txt.gz"
+    run_distembed("prepare", "sequences", lines, "--format", "lists", "--output", folder / "data")
     run_distembed(
-        *["prepare", "graph", str(data / "amazon_beauty_item_attributes.json.gz"), "--attribute", "any"],
+        *["prepare", "graph", data / "amazon_beauty_item_attributes.json.gz", "--attribute", "any"],
         *["--max-shared", "100", "--count-shared"],
-        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
+        *["--data", folder / "data", "--table", "item", "--output", folder / "item"],
     )
 
 
@@ -128,19 +112,23 @@ def _prepare_knowledge_graph(data: Path, folder: Path) -> None:
     attributes = item_attributes(data / "ml-100k.kg", data / "ml-100k.link")
     (folder / "attributes.json").write_text(json.dumps(attributes), encoding="utf-8")
     run_distembed(
-        *["prepare", "graph", str(folder / "attributes.json"), "--attribute", "entity", "--unknown", "drop"],
+        *["prepare", "graph", folder / "attributes.json", "--attribute", "entity", "--unknown", "drop"],
         *["--max-shared", "200", "--count-shared", "--max-neighbors", "20"],
-        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
+        *["--data", folder / "data", "--table", "item", "--output", folder / "item"],
     )
 
 
 def _prepare_graphs(folder: Path, *tables: str) -> None:
-    """Makes a graph of each table's ids that occur together in training."""
-    for table in tables or ("user", "item"):
+    """Makes a co-occurrence graph of each table's ids in the training split."""
+    for table in tables:
         run_distembed(
-            *["prepare", "graph", "--co-occurrence", "--data", str(folder / "data"), "--table", table],
-            *["--measure", "cosine", "--max-neighbors", "20", "--max-shared", "5000", "--output", str(folder / table)],
+            *["prepare", "graph", "--co-occurrence", "--data", folder / "data", "--table", table],
+            *["--measure", "cosine", "--max-neighbors", "20", "--max-shared", "5000", "--output", folder / table],
         )
+
+
+def _only_rated_4_and_5(prepare: Callable[..., None]) -> Callable[[Path, Path], None]:
+    return lambda data, folder: prepare(data, folder, "--min-rating", "4")
 
 
 MODES = {
@@ -163,7 +151,7 @@ MODES = {
         },
     ),
     "bpr": Mode(
-        prepare_implicit,
+        _only_rated_4_and_5(prepare_ml1m),
         RANKING_METRICS,
         {
             "none": "ml1m_bpr.yaml",
@@ -189,7 +177,7 @@ MODES = {
         },
     ),
     "ml100k-bpr": Mode(
-        prepare_implicit_100k,
+        _only_rated_4_and_5(prepare_ml100k),
         RANKING_METRICS,
         {
             "BPR": "ml100k_bpr.yaml",
@@ -242,10 +230,10 @@ MODES = {
 
 
 def config_of_seed(name: str, folder: Path, seed: int) -> Config:
-    """Returns a row's config on the prepared data, with the graphs that it names."""
+    """Returns a row's config on the prepared data and graphs."""
     settings = [f"data.path={folder / 'data'}", f"train.seed={seed}"]
     for feature, own in load_config(FOLDER / name).sse.tables.items():
-        if own.graph is not None:  # such as graphs/ml1m_item, that of negative items too
+        if own.graph is not None:  # graphs/ml1m_item, of negative items too
             settings.append(f"sse.tables.{feature}.graph={folder / own.graph.rpartition('_')[2]}")
     return load_config(FOLDER / name, settings)
 
@@ -258,26 +246,20 @@ def train_row(title: str, mode: Mode, folder: Path, seeds: int, ranks: Ranks) ->
         config = config_of_seed(mode.rows[title], folder, seed)
         with tempfile.TemporaryDirectory() as runs:
             run = Path(runs) / "run"
-            evaluation = train_run(config, RunOptions(run), ranks, None, lambda _: None).evaluation
+            evaluation = train_quietly(config, run, ranks)
             parameters = json.loads((run / "run.json").read_text())["parameters"]
-            speeds += training_speeds(run)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            speeds += [line["samples_per_second"] for line in lines if line["kind"] == "train"]
         assert evaluation is not None
         for name in mode.metrics:
             values[name].append(evaluation[name])
-        print(
-            f"{title.strip()}, seed {seed}: {' '.join(f'{evaluation[name]:.4f}' for name in mode.metrics)}", flush=True
-        )
+        found = " ".join(f"{evaluation[name]:.4f}" for name in mode.metrics)
+        print(f"{title.strip()}, seed {seed}: {found}", flush=True)
     return Row(title, parameters, statistics.median(speeds), values)
 
 
-def training_speeds(run: Path) -> list[float]:
-    """Returns the samples a second of the logged windows of a run's training."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["samples_per_second"] for line in lines if line["kind"] == "train"]
-
-
 def difference(row: Row, baseline: Row, metric: str) -> str:
-    """Returns the difference of two means, with how many of its standard errors it is."""
+    """Returns the difference of two means, in brackets in standard errors."""
     own, other = row.values[metric], baseline.values[metric]
     change = statistics.mean(own) - statistics.mean(other)
     if len(own) < 2 or row is baseline:
@@ -288,12 +270,11 @@ def difference(row: Row, baseline: Row, metric: str) -> str:
 
 def main() -> None:
     """Prepares the data, trains every row and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("data", type=Path, help="folder of the data")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", help="configs whose file name holds this text")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", default="", help="configs whose file name contains this text")
     options = parser.parse_args()
     torch.set_num_threads(1)
     mode = MODES[options.mode]
@@ -311,17 +292,10 @@ def main() -> None:
     for row in rows:
         baseline = baseline if row.name.startswith(" ") else row
         cells = [mean_and_deviation(values) for values in row.values.values()]
-        table.add_row(
-            row.name,
-            f"{row.parameters:,}",
-            f"{row.samples_per_second:,.0f}",
-            *cells,
-            difference(row, baseline, headline),
-        )
+        sizes = f"{row.parameters:,}", f"{row.samples_per_second:,.0f}"
+        table.add_row(row.name, *sizes, *cells, difference(row, baseline, headline))
     Console(width=140).print(table)
-    if options.output is not None:
-        values: list[dict[str, Any]] = [dataclasses.asdict(row) for row in rows]
-        write_json(options.output, values)
+    write_output(options, [dataclasses.asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

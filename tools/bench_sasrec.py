@@ -1,18 +1,17 @@
-"""Times a training step of SASRec against a plain PyTorch one of the same size, and what memory both take.
+"""Compares the time and memory of a SASRec step with a plain PyTorch step of equal size.
 
-The peer (:mod:`peers.plain_sasrec`) pads all rows to 50 items, has its items in one ``nn.Embedding``, makes all logits
-of a softmax at once, and is trained by torch's fused Adam; its batches are padded, and its negatives drawn, beforehand.
-Ours is the trainer's step on rows as the reader gives them: it cuts them, draws negatives, and trains networks by Adam,
-and the items too where a softmax has gradients in all of them; those that are only looked up, by a fused Adagrad. Both
-contenders step in processes of their own, in turn::
+The peer (``tools/peers/plain_sasrec.py``) pads all rows to 50 items, keeps items in one ``nn.Embedding``, computes all
+logits of a softmax at once, and uses torch's fused Adam; its batches are padded and its negatives drawn beforehand.
+distembed's step starts from rows as the reader gives them: it cuts rows and draws negatives. Adam trains its networks,
+and its items if the loss is a full softmax; otherwise a fused Adagrad trains the items. The contenders step in turn,
+each in a separate process::
 
     python tools/bench_sasrec.py --output bench_sasrec.json
     python tools/bench_sasrec.py --loss softmax --items 1000000 --batch-size 32
 
-Lengths of rows fall as those of Amazon Beauty's users do, or all rows have 51 items (``--full``).
+Row lengths are distributed like Amazon Beauty's, or all rows have 51 items (``--full``).
 """
 
-import argparse
 import dataclasses
 import tempfile
 from collections.abc import Iterator
@@ -25,14 +24,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from bench_common import surroundings
-from bench_processes import Step, take_turns_in_processes
+from bench_commands import bench_parser, median_ratio, write_output
+from bench_common import Step, surroundings
+from bench_processes import take_turns_in_processes
 from peers.plain_sasrec import PlainSASRec, Size
 from rich.console import Console
 from rich.table import Table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.base.files import write_json
 from distembed.base.ranks import process_group
 from distembed.base.units import format_bytes
 from distembed.data.dataset.manifest import create_manifest
@@ -49,14 +48,7 @@ Rows = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is compared.
-
-    Attributes:
-        loss: ``binary`` or ``softmax``.
-        items: Number of items.
-        batch_size: Rows of a step.
-        full: Whether all rows have the greatest length.
-    """
+    """The sizes of a comparison; ``full`` is whether all rows have the greatest length."""
 
     loss: str
     items: int
@@ -65,14 +57,14 @@ class Case:
 
 
 def draw_rows(case: Case) -> Rows:
-    """Returns rows of items that are skewed, none of which is 0; lengths fall as those of Amazon Beauty's users do."""
+    """Returns rows of skewed items from 1 on, with lengths distributed like Amazon Beauty's."""
     rng = np.random.default_rng(0)
     lengths = np.full(NUM_ROWS, LENGTH + 1) if case.full else np.clip(3 + rng.pareto(1.8, NUM_ROWS) * 3, 3, LENGTH + 1)
     return [(1 + ((case.items - 1) * rng.random(int(n)) ** 3).astype(np.int64)).tolist() for n in lengths]
 
 
 def make_config(case: Case, folder: str) -> Config:
-    """Returns the config of this project's run."""
+    """Returns the config of distembed's run."""
     train = {
         "batch_size": case.batch_size,
         "precision": "fp32",
@@ -89,7 +81,7 @@ def make_config(case: Case, folder: str) -> Config:
 
 
 def raw_batches(rows: Rows, batch_size: int) -> Iterator[Batch]:
-    """Yields batches of rows as the reader gives them, again and again."""
+    """Yields batches of rows as the reader gives them, without end."""
     for first in cycle(range(0, NUM_ROWS - batch_size + 1, batch_size)):
         own = rows[first : first + batch_size]
         ids = [*range(first, first + batch_size), *(item for row in own for item in row)]
@@ -99,7 +91,7 @@ def raw_batches(rows: Rows, batch_size: int) -> Iterator[Batch]:
 
 
 def ours(case: Case) -> Step:
-    """Returns a step of this project's trainer."""
+    """Returns a step of distembed's trainer."""
     stay = ExitStack()
     folder = stay.enter_context(tempfile.TemporaryDirectory())
     ranks = stay.enter_context(process_group("cpu"))
@@ -154,15 +146,14 @@ def plain(case: Case) -> Step:
 
 
 def main() -> None:
-    """Compares, prints a table, and writes all measurements to a file if one is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compares and prints a table."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--loss", choices=["binary", "softmax"], default="binary")
     parser.add_argument("--items", type=int, default=12_103)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--full", action="store_true", help="all rows of the greatest length")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="JSON file of all measurements")
     options = parser.parse_args()
     case = Case(options.loss, options.items, options.batch_size, options.full)
     makers = {"plain PyTorch": partial(plain, case), "distembed": partial(ours, case)}
@@ -171,16 +162,13 @@ def main() -> None:
     for heading in ("", "ms a step", "samples/s", "peak memory", "speed"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, own in found.items():
-        ratios = [a / b for a, b in zip(found["plain PyTorch"].seconds, own.seconds, strict=True)]
-        speed = f"{np.median(ratios):.2f}x"
-        table.add_row(
-            name, f"{own.median * 1e3:.1f}", f"{case.batch_size / own.median:,.0f}", format_bytes(own.bytes), speed
-        )
+        times = f"{own.median * 1e3:.1f}", f"{case.batch_size / own.median:,.0f}"
+        speed = median_ratio(found["plain PyTorch"].seconds, own.seconds)
+        table.add_row(name, *times, format_bytes(own.bytes), f"{speed:.2f}x")
     Console(width=110).print(table)
-    if options.output is not None:
-        measured = {name: dataclasses.asdict(own) for name, own in found.items()}
-        result = {**surroundings(torch.device("cpu")), "case": dataclasses.asdict(case), "measured": measured}
-        write_json(options.output, result)
+    measured = {name: dataclasses.asdict(own) for name, own in found.items()}
+    result = {**surroundings(torch.device("cpu")), "case": dataclasses.asdict(case), "measured": measured}
+    write_output(options, result)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Measures ``distembed serve`` beside a plain server of the same run, and asks it 10,000 things at once.
+"""Compares ``distembed serve`` with a plain server of one run, and tests it under many requests at once (``--soak``).
 
-A DLRM in the size of the paper is trained on Criteo rows, shortly: 26 tables, quotient and remainder at 4 collisions.
-It is exported and served by ``distembed serve``; its peer (:mod:`tools.peers.plain_fastapi`) serves the run as it was
-trained, a request at a time. Both run in the same minute and take turns; the clients are a process of their own
+The bench trains a DLRM of the paper's size on Criteo rows for 100 steps: 26 tables, quotient-remainder at 4 collisions.
+``distembed serve`` serves the exported run. The peer (``tools/peers/plain_fastapi.py``) serves the trained run, one
+request at a time. Both servers run at once and take turns. The clients are a separate process
 (``tools/serve_load.py``), which compares every score::
 
     python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --output bench_serve.json
-    python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --soak 10000    # and 50 clients, of whose requests 1% are bad
+    python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --soak 10000    # also 50 clients, 1% of requests malformed
 """
 
-import argparse
-import gzip
 import json
 import os
 import socket
@@ -25,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_commands import bench_parser, read_lines, run_distembed
+
 TOOLS = Path(__file__).parent
 CONFIG = """
 model: {name: dlrm, bottom: [512, 256, 64], top: [512, 256]}
@@ -32,7 +32,7 @@ embedding:
   default: {partition: quotient_remainder, collisions: 4, composition: product, embedding_dim: 16, threshold: 200}
 train: {batch_size: 512, max_steps: 100, dense_optimizer: {name: adam}, sparse_optimizer: {name: adagrad}}
 """
-NAMES = ["label", *(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
+NAMES = [*(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
 MEASURES = {
     "1 client, 1 row": ["--clients", "1", "--rows", "1"],
     "1 client, 64 rows": ["--clients", "1", "--rows", "64"],
@@ -41,33 +41,22 @@ MEASURES = {
 }
 
 
-def command(*arguments: object) -> None:
-    """Runs a command of distembed's to its end."""
-    subprocess.run([sys.executable, "-m", "distembed", *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
-
-
 def make_model(folder: Path, criteo: Path) -> None:
-    """Makes ``run`` and ``model`` of a file of Criteo's rows."""
+    """Trains ``run`` on a file of Criteo rows, and exports it as ``model``."""
     (folder / "config.yaml").write_text(CONFIG)
-    command("prepare", "criteo", criteo, "--output", folder / "dataset")
-    command("train", folder / "config.yaml", f"data.path={folder / 'dataset'}", "--run-dir", folder / "run")
-    command("export", folder / "run", "--output", folder / "model")
+    run_distembed("prepare", "criteo", criteo, "--output", folder / "dataset")
+    run_distembed("train", folder / "config.yaml", f"data.path={folder / 'dataset'}", "--run-dir", folder / "run")
+    run_distembed("export", folder / "run", "--output", folder / "model")
 
 
 def write_rows(folder: Path, criteo: Path, num_rows: int) -> Path:
-    """Writes rows with the scores that the trained run has for them."""
+    """Writes rows with the trained run's scores."""
     import distembed
 
-    with gzip.open(criteo, "rt") if criteo.suffix == ".gz" else criteo.open() as lines:
-        fields = [line.rstrip("\n").split("\t") for line, _ in zip(lines, range(num_rows), strict=False)]
-    rows = [
-        {
-            name: (int(text) if name[0] == "I" else text) if text else None
-            for name, text in zip(NAMES, each, strict=True)
-        }
-        for each in fields
-    ]
-    rows = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    rows = []
+    for line in read_lines(criteo, num_rows):
+        texts = zip(NAMES, line.decode().rstrip("\n").split("\t")[1:], strict=True)
+        rows.append({name: (int(text) if name[0] == "I" else text) if text else None for name, text in texts})
     scores = distembed.load(folder / "run").predict(rows).tolist()
     written = (json.dumps({"row": row, "score": score}) for row, score in zip(rows, scores, strict=True))
     (folder / "rows.jsonl").write_text("\n".join(written) + "\n")
@@ -94,14 +83,14 @@ def started(port: int, *arguments: object) -> Iterator[int]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         return int(own.getsockname()[1])
 
 
 def load(port: int, rows: Path, *arguments: str) -> dict[str, Any]:
-    """Returns what the clients found."""
+    """Runs the clients and returns their results."""
     asked = [sys.executable, str(TOOLS / "serve_load.py"), str(port), str(rows), *arguments]
     found: dict[str, Any] = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
     return found
@@ -113,15 +102,15 @@ def memory_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time that a process has taken."""
+    """Returns the processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[str, Any]:
-    """Asks many things at once, 1% of them malformed, and returns what was found and the server's memory meanwhile."""
+    """Sends many requests at once, 1% of them malformed; returns the clients' results and the server's memory."""
     options = ["--clients", str(clients), "--malformed", "0.01"]
-    load(port, rows, *options, "--requests", str(requests // 10), "--seed", "1")  # until all is in memory that is kept
+    load(port, rows, *options, "--requests", str(requests // 10), "--seed", "1")  # fills the server's caches
     samples: list[int] = []
     done = threading.Event()
 
@@ -142,7 +131,7 @@ def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[s
 
 
 def compare(servers: dict[str, tuple[int, int]], rows: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Returns the medians of each measure of each server, given their ports and processes; they take turns."""
+    """Returns the medians of each measure by server, given the servers' ports and processes; they take turns."""
     found: dict[str, Any] = {}
     for measure, options in MEASURES.items():
         taken: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
@@ -169,16 +158,15 @@ def compare(servers: dict[str, tuple[int, int]], rows: Path, rounds: int, second
 
 def main() -> None:
     """Prints the measures, and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("criteo", type=Path, help="File of Criteo's rows.")
-    parser.add_argument("--work", type=Path, help="Folder for the run and the model, which are kept and used again.")
+    parser = bench_parser(__doc__)
+    parser.add_argument("criteo", type=Path, help="file of Criteo rows")
+    parser.add_argument("--work", type=Path, help="folder that keeps the run and the model for later calls")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="Seconds of one server's turn.")
-    parser.add_argument("--soak", type=int, default=0, help="Requests of the soak; 0 for none.")
-    parser.add_argument("--clients", type=int, default=50, help="Clients of the soak.")
-    parser.add_argument("--rows", type=int, default=4096, help="Rows that requests are drawn from.")
-    parser.add_argument("--serve", default="", help="Options of distembed serve, such as '--threads 2'.")
-    parser.add_argument("--output", type=Path, help="File to write the figures to.")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of one server's turn")
+    parser.add_argument("--soak", type=int, default=0, help="requests of the soak test; 0 for none")
+    parser.add_argument("--clients", type=int, default=50, help="clients of the soak test")
+    parser.add_argument("--rows", type=int, default=4096, help="rows that requests are drawn from")
+    parser.add_argument("--serve", default="", help="options of distembed serve, for example '--threads 2'")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.work or Path(temporary)).absolute()

@@ -1,32 +1,27 @@
-"""Compares the times of sharded tables and TorchRec's, alone and in a whole DLRM step, on one rank and on several.
+"""Compares the times of distembed's and TorchRec's sharded tables, alone and in a DLRM step, on one or several ranks.
 
 ::
 
     python tools/bench_sharding.py --ranks 1 2 --bags 1 10 --batch-size 2048
 
-All contenders place their 26 tables in the same way and are fed the same rows of skewed ids. ``--batch-size`` counts
-the rows of all ranks together. TorchRec's ``EmbeddingBagCollection`` comes twice: with full tables, a row an id; and
-hashed, with as many rows as this project's quotient-remainder tables have, fed with ids that were hashed before the
-clock started. A step is forward, backward and update: row-wise Adagrad of the tables within the backward pass, Adagrad
-of all that is replicated after it. Alone, a module gets a given gradient; within DLRM (13 dense features, the paper's
-size, in float32) that of the loss. On the CPU each rank computes with one thread.
+All contenders have 26 tables in equal placements and read equal rows of skewed ids. ``--batch-size`` is the number of
+rows of all ranks together. TorchRec's ``EmbeddingBagCollection`` has either full tables, or hashed tables with as many
+rows as distembed's quotient-remainder tables; its ids are hashed before the clock starts. A step is forward, backward
+and update: row-wise Adagrad of the tables within the backward pass, then Adagrad of replicated parameters. A module
+alone gets a given gradient; within DLRM (13 dense features, the paper's size, in float32) it gets the gradient of the
+loss. On the CPU each rank computes with one thread.
 """
 
 import argparse
 import dataclasses
-import json
-import os
-import socket
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import (
     COLLISIONS,
     DIM,
@@ -40,6 +35,7 @@ from bench_common import (
     draw_clicks,
     draw_ids,
     make_features,
+    run_ranks,
     surroundings,
     take_turns,
     torchrec_collection,
@@ -57,8 +53,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.base.files import write_json
-from distembed.base.ranks import Ranks, process_group
+from distembed.base.ranks import Ranks
 from distembed.models import DLRM
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -81,8 +76,8 @@ class Contender:
 
     Attributes:
         collection: Makes the collection, on the meta device.
-        sharder: Makes its sharder.
-        num_rows: The number by which ids are taken modulo before the step.
+        sharder: Makes the collection's sharder.
+        num_rows: Ids are taken modulo this number before the step.
     """
 
     collection: Callable[[], nn.Module]
@@ -107,7 +102,7 @@ CONTENDERS = {
 
 
 class _Alone(nn.Module):
-    """A model that is nothing but its embeddings."""
+    """A model of embeddings without networks."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
@@ -118,7 +113,7 @@ class _Alone(nn.Module):
 
 
 def make_model(contender: Contender, part: str, sharding: str, ranks: Ranks) -> DistributedModelParallel:
-    """Returns the contender's collection, alone or within DLRM, sharded; all ranks call it."""
+    """Returns the contender's sharded collection, alone or within DLRM; all ranks call it."""
     torch.manual_seed(0)
     collection, sharder = contender.collection(), contender.sharder()
     vectors = collection.get_submodule("embedding_bags").parameters()
@@ -140,7 +135,7 @@ def make_model(contender: Contender, part: str, sharding: str, ranks: Ranks) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """This rank's rows of a batch, of which a step makes features with these ids."""
+    """This rank's rows of a batch, with ids feature after feature."""
 
     dense: Tensor
     ids: Tensor
@@ -148,7 +143,7 @@ class Rows:
 
 
 def draw_batches(num_local: int, bag: int, ranks: Ranks) -> list[Rows]:
-    """Draws batches that are the same for every contender, and different on every rank."""
+    """Draws batches that are equal for all contenders and differ between ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
     batches = []
     for _ in range(NUM_BATCHES):
@@ -170,7 +165,7 @@ def make_step(model: DistributedModelParallel, contender: Contender, part: str, 
         batch = next(hashed)
         if optimizer is not None:
             optimizer.zero_grad()
-        # new features: those of an earlier step have their offsets already
+        # new features for each step: used features have computed their offsets already
         output = model(batch.dense, make_features(batch.ids, num_local))
         if part == ALONE:
             output.backward(gradient)
@@ -182,20 +177,9 @@ def make_step(model: DistributedModelParallel, contender: Contender, part: str, 
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The result of one contender in one setting; ``ratio`` is the median of the ratios of each round."""
-
-    part: str
-    ranks: int
-    bag: int
-    contender: str
-    milliseconds: float
-    ratio: float
-
-
-def measure(options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """Measures all contenders; all ranks call it."""
+def measure(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Measures all contenders; ``ratio`` is the median of the ratios of each round; all ranks call it."""
+    rows = []
     chosen = {name: c for name, c in CONTENDERS.items() if name == BASELINE or options.only in name}
     models = {
         (part, name): make_model(contender, part, options.sharding, ranks)
@@ -207,15 +191,17 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
         steps = {(part, name): make_step(model, chosen[name], part, batches) for (part, name), model in models.items()}
         seconds = take_turns(steps, options.rounds, options.seconds, ranks.device)
         for (part, name), values in seconds.items():
-            ratio = statistics.median(a / b for a, b in zip(values, seconds[part, BASELINE], strict=True))
-            yield Row(part, ranks.world_size, bag, name, statistics.median(values) * 1000, ratio)
+            row = {"part": part, "ranks": ranks.world_size, "bag": bag, "contender": name}
+            row |= {"milliseconds": statistics.median(values) * 1000}
+            rows.append({**row, "ratio": median_ratio(values, seconds[part, BASELINE])})
         if options.profile:
             for (part, name), step in steps.items():
                 _print_profile(f"{part}, {name}, bag {bag}", step, ranks)
+    return {**surroundings(ranks.device), "rows": rows}
 
 
 def _print_profile(title: str, step: Step, ranks: Ranks) -> None:
-    """Prints on the first rank the operators that take most of 20 steps; all ranks call it."""
+    """Prints the operators that take the most time of 20 steps, on the first rank; all ranks call it."""
     with profile() as profiler:
         for _ in range(20):
             step()
@@ -225,60 +211,29 @@ def _print_profile(title: str, step: Step, ranks: Ranks) -> None:
         print(profiler.key_averages().table(sort_by=sort, row_limit=20, max_name_column_width=60))
 
 
-def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace, output: Path) -> None:
-    """Measures on one rank; the first rank writes the results."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    with process_group(options.device) as ranks:
-        rows = [dataclasses.asdict(row) for row in measure(options, ranks)]
-        if ranks.is_first:
-            write_json(output, {**surroundings(ranks.device), "rows": rows})
-
-
-def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks and returns their results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        mp.spawn(run_rank, (world_size, port, options, output), nprocs=world_size)
-        return json.loads(output.read_text())
-
-
 def main() -> None:
     """Measures every setting and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
     parser.add_argument("--batch-size", type=int, default=2048, help="rows of all ranks together")
     parser.add_argument("--sharding", choices=list(PLACES), default="table_wise")
     parser.add_argument("--parts", choices=[ALONE, WITHIN], nargs="+", default=[ALONE, WITHIN])
-    parser.add_argument("--only", default="", help="contenders whose name holds this text, beside the baseline")
+    parser.add_argument("--only", default="", help="the baseline and contenders whose name contains this text")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one contender's turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of one contender's turn")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--profile", action="store_true", help="print where each contender's time goes")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--profile", action="store_true", help="print the operators that take each contender's time")
     options = parser.parse_args()
-    results = [run_ranks(world_size, options) for world_size in options.ranks]
+    results = [run_ranks(measure, options, world_size, device=options.device) for world_size in options.ranks]
     rows = [row for result in results for row in result["rows"]]
     table = Table("part", "ranks", "bag", "contender", "ms", f"to {BASELINE}")
     for row in rows:
-        table.add_row(
-            row["part"],
-            str(row["ranks"]),
-            str(row["bag"]),
-            row["contender"],
-            f"{row['milliseconds']:.2f}",
-            f"{row['ratio']:.2f}x",
-        )
+        setting = row["part"], str(row["ranks"]), str(row["bag"]), row["contender"]
+        table.add_row(*setting, f"{row['milliseconds']:.2f}", f"{row['ratio']:.2f}x")
     Console(width=110).print(f"{options.sharding}, {options.batch_size} rows a step", table)
-    if options.output is not None:
-        setting = {"sharding": options.sharding, "batch_size": options.batch_size}
-        write_json(options.output, {**results[0], **setting, "rows": rows})
+    settings = {"sharding": options.sharding, "batch_size": options.batch_size}
+    write_output(options, {**results[0], **settings, "rows": rows})
 
 
 if __name__ == "__main__":

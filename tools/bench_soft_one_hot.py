@@ -1,28 +1,27 @@
-"""Times a training step of the paper's DLRM with soft one-hot vectors of its 13 dense features, against one without.
+"""Times a step of the paper's DLRM with and without soft one-hot vectors of its 13 dense features.
 
-The contenders take turns step by step: the networks' bottom alone, soft one-hot vectors beside it, and in its place::
+The contenders take turns step by step: the bottom network alone, with soft one-hot vectors in addition (``both``), and
+soft one-hot vectors instead of the bottom network::
 
     python tools/bench_soft_one_hot.py --output bench_soft_one_hot.json
 
-A step's time is that of the processor, over all threads, so that what else runs on the machine counts for little; the
-ratio is the median over all rounds of a contender's step to the one of the bottom network in the same round.
+A step's time is processor time over all threads, so that other work on the machine has little effect. The ratio is the
+median over rounds of a contender's time to the bottom network's time.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import COLLISIONS, DIM, NUM_IDS, Step, surroundings, trainer_step
 from bench_train import SCHEMA, draw_batches
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRMConfig, SoftOneHotConfig
@@ -46,7 +45,7 @@ class Row:
 
 
 def make_step(dense: str, bins: int, batch_size: int, precision: str, ranks: Ranks) -> Step:
-    """Returns a step of this project's trainer with quotient-remainder tables."""
+    """Returns a step of distembed's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     soft_one_hot = None if dense == BASELINE else SoftOneHotConfig(bins=bins)
@@ -57,7 +56,7 @@ def make_step(dense: str, bins: int, batch_size: int, precision: str, ranks: Ran
 
 
 def measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Returns the processor's seconds of every contender's step in every round, after five that warm up."""
+    """Returns the processor seconds of every contender's step in every round, after five rounds to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 5):
         for name, step in steps.items():
@@ -70,11 +69,10 @@ def measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measures every contender and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048])
     parser.add_argument("--bins", type=int, default=SoftOneHotConfig().bins)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rows = []
     with process_group("cpu") as ranks:
@@ -85,7 +83,7 @@ def main() -> None:
                     for dense in (BASELINE, "both", "soft_one_hot")
                 }
                 for dense, seconds in (measured := measure(steps, options.rounds)).items():
-                    ratio = statistics.median(a / b for a, b in zip(seconds, measured[BASELINE], strict=True))
+                    ratio = median_ratio(seconds, measured[BASELINE])
                     milliseconds = 1000 * statistics.median(seconds)
                     rows.append(Row(dense, precision, batch_size, options.bins, milliseconds, ratio))
     table = Table("dense", "precision", "batch", "bins", "ms of the processor", "to bottom")
@@ -95,8 +93,7 @@ def main() -> None:
     Console(width=110).print(table)
     result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
-    if options.output is not None:
-        write_json(options.output, result)
+    write_output(options, result)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
 
     python tools/bench_solvers.py                     # with `pip install ortools` for CP-SAT; left out without it
 
-All get the same problem in numbers (:mod:`distembed.planning.fastest.problem`) of the same plan request, with the bytes
-of weights and optimizer states, which add up. First the search solves it. Then each solver solves its program
-(:mod:`distembed.planning.fastest.polish`) from nothing, for as long as the search took and for ten times as long, and
-HiGHS from the search's plan for ten times as long. Plans are evaluated by the same function, whatever the solver said
-of them; a bound is what no plan that fits goes below.
+All solve one problem (:mod:`distembed.planning.fastest.problem`) of one plan request. Memory counts the bytes of
+weights and optimizer states, which add up. First the search solves the problem. Then each solver solves its program
+(:mod:`distembed.planning.fastest.polish`) without a plan to start from, for the search's time and for ten times as
+long; HiGHS also starts from the search's plan, for ten times as long. One function evaluates all plans, independent of
+the solvers' claims. A bound is a lower bound of the time of all plans that fit.
 """
 
 import argparse
@@ -43,11 +43,11 @@ from distembed.training.config import load_config
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 MOST_SECONDS = 60.0
 TOLERANCE = PlanConfig().time_tolerance
-"""The config's default: the search ends where its plan is known to be this near the fastest."""
+"""The config's default: the search ends when its plan is proven to be this near to the fastest."""
 ROUNDING = 1e-5
-"""Share of a capacity by which a solver may exceed it, and of a time by which it may be wrong."""
+"""Share by which a solver may exceed a capacity, and by which its time may be wrong."""
 PARTS = 10**8
-"""Parts of a millisecond, and of a capacity, that CP-SAT counts; its numbers are whole."""
+"""CP-SAT's unit: whole parts of a millisecond and of a capacity."""
 LONGEST_MS = 1000
 
 try:
@@ -58,12 +58,12 @@ except ImportError:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver found.
+    """The result of a solver.
 
     Attributes:
-        assignment: Where tables go; None where it found nothing.
-        bound_ms: What no plan that fits goes below, as it has proven.
-        claimed_ms: The slowest rank's milliseconds, as it has them.
+        assignment: Placement of the tables; None if the solver found none.
+        bound_ms: The solver's proven lower bound of the time of all plans that fit.
+        claimed_ms: The slowest rank's milliseconds by the solver.
     """
 
     assignment: Assignment | None
@@ -72,12 +72,12 @@ class Answer:
 
 
 def solve_with_highs(problem: Problem, capacity: float, seconds: float, start: Assignment | None = None) -> Answer:
-    """Solves a problem by HiGHS on one thread, from nothing or from an assignment."""
+    """Solves a problem by HiGHS on one thread, optionally from an assignment."""
     return Answer(*polish.solve(problem, Aim(capacity), start, seconds))
 
 
 def solve_with_cp_sat(problem: Problem, capacity: float, seconds: float, workers: int) -> Answer:
-    """Solves a problem by CP-SAT. Coefficients are rounded down, so that its bound is one of the problem too."""
+    """Solves a problem by CP-SAT; coefficients are rounded down, so that its bound holds for the problem."""
     program, model = polish.Program(problem, Aim(capacity)), cp_model.CpModel()
     is_measured = np.isinf(program.uppers)
     variables = [model.new_int_var(0, LONGEST_MS * PARTS if own else 1, "") for own in is_measured]
@@ -99,7 +99,7 @@ def solve_with_cp_sat(problem: Problem, capacity: float, seconds: float, workers
 
 
 def solve_by_search(problem: Problem, capacity: float) -> Answer:
-    """Solves a problem by the search of the package, as a plan is looked for."""
+    """Solves a problem by distembed's search."""
     solver = Solver(problem, 0.0, capacity, TOLERANCE)
     solution = solver.fastest(capacity)
     known = solution if solution.fits else None
@@ -113,10 +113,10 @@ def fits(problem: Problem, assignment: Assignment, capacity: float) -> bool:
 
 
 def milliseconds(problem: Problem, answer: Answer, capacity: float) -> float:
-    """Returns the slowest rank's milliseconds of an answer; infinite where there is none.
+    """Returns the slowest rank's milliseconds of an answer, infinite without an assignment.
 
     Raises:
-        RuntimeError: The answer does not fit, or takes longer than the solver said: the program is not the problem.
+        RuntimeError: The answer does not fit, or is slower than the solver's claim: its program is not the problem.
     """
     if answer.assignment is None:
         return math.inf
@@ -134,14 +134,14 @@ def kaggle(nodes: int) -> PlanRequest:
 
 
 def drawn(num_tables: int, nodes: int, gpus: int, room: float) -> PlanRequest:
-    """Returns tables drawn at random, for ranks that have so many times the memory that these take."""
+    """Returns random tables, for ranks whose memory is ``room`` times the tables' memory."""
     rng = np.random.default_rng(num_tables)
     tables = []
     for i in range(num_tables):
         num_ids, dim = int(10 ** rng.uniform(1, 7)), int(rng.choice([16, 32, 64, 128]))
         scheme: Any = QuotientRemainder(num_ids, collisions=4) if rng.random() < 0.5 else "naive"
         tables.append(CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme))
-    # Adagrad keeps a number for each; 15% of a device are kept free where networks are not known
+    # Adagrad keeps a state for each number; without networks, 15% of a device stay free
     needed = 8 * sum(part.num_parameters for table in tables for part in table.partition_tables())
     device = replace(find_device("h100-80gb"), memory_bytes=round(room * needed / (nodes * gpus) / 0.85))
     return PlanRequest(
@@ -164,7 +164,7 @@ CASES: dict[str, Callable[[], PlanRequest]] = {
 
 
 def compare(request: PlanRequest, workers: int) -> Iterator[Sequence[str]]:
-    """Yields who solved the request's problem, in how many seconds of those allowed, with what plan and bound."""
+    """Yields a row for each solver and time limit: seconds, the slowest rank's milliseconds and the bound."""
     tables = TableProblem(request, PlacementCosts(request))
     problem, capacity = tables.problem.with_stored_bytes(), float(CountedMemory(request, tables).capacity.min())
     started = time.perf_counter()
@@ -194,7 +194,7 @@ def _row(name: str, allowed: str, seconds: float, ms: float, answer: Answer) -> 
 def main() -> None:
     """Prints a table of all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose names have this")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads of CP-SAT")
     options = parser.parse_args()
     print("| case | by | seconds allowed | taken | slowest rank, ms | proven bound, ms |\n|---|---|---|---|---|---|")

@@ -1,40 +1,34 @@
 """Measures the time of replacing ids within a training step of DLRM, and its share of the step.
 
-The paper's DLRM with 26 quotient-remainder tables of 400,000 ids steps through batches of skewed ids; the time between
-the beginning and the end of every replacement is taken inside the step. With a graph each id has 10 neighbours on
-average, and rho is such that about half of the replacements are neighbours::
+The paper's DLRM with 26 quotient-remainder tables of 400,000 ids steps through batches of skewed ids; every replacement
+is timed inside the step. In the graph each id has 10 neighbours on average, and rho makes about half of the
+replacements neighbours::
 
     python tools/bench_sse.py --output bench_sse.json
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
-from pathlib import Path
 
 import torch
-from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings, trainer_step, wait_for
-from bench_train import SCHEMA, draw_batches
+from bench_commands import bench_parser, write_output
+from bench_common import NAMES, NUM_IDS, surroundings, trainer_step, wait_for
+from bench_train import build_ours, draw_batches
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
-from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.graph import Graph
 from distembed.sse import SSE, FeaturePerturbation
-from distembed.training.build import Blueprint, build_training_state
-from distembed.training.config import Config
-from distembed.training.train_config import TrainConfig
 
 _RESERVED = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of one setting: means over steps, in milliseconds, and the share of a step."""
+    """The result of one setting: means over steps in milliseconds, and the replacement's share of a step."""
 
     rule: str
     p0: float
@@ -61,7 +55,7 @@ class Stopwatch:
 
 
 def rules(p0: float, graph: Graph) -> dict[str, SSE]:
-    """Returns the rules that are measured, by name."""
+    """Returns the measured rules by name."""
     mean_degree = graph.num_edges / graph.num_nodes
     return {
         "SSE-SE": SSE(p0, reserved=_RESERVED),
@@ -78,11 +72,7 @@ def random_graph(num_edges: int, num_ids: int = NUM_IDS) -> Graph:
 
 def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> Measured:
     """Takes steps of a new model, and measures them and the replacement within them."""
-    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
-    train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    config = Config(embedding=EmbeddingConfig(default=table), train=train)
-    blueprint = Blueprint.for_ranks(config, SCHEMA, ranks, dict.fromkeys(NAMES, rule))
-    state = build_training_state(blueprint, ranks, num_steps=1000)
+    _, state = build_ours(batch_size, ranks, precision, sse=dict.fromkeys(NAMES, rule))
     (perturbation,) = [module for module in state.model.modules() if isinstance(module, FeaturePerturbation)]
     watch = Stopwatch(perturbation)
     take_step = trainer_step(state, draw_batches(batch_size, NUM_IDS))
@@ -99,12 +89,11 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, r
 
 def main() -> None:
     """Measures every setting and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--p0", type=float, nargs="+", default=[0.0, 0.01, 0.1])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement, about")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--seconds", type=float, default=6.0, help="approximate seconds of each measurement")
     options = parser.parse_args()
     graph = random_graph(5 * NUM_IDS)
     table = Table("batch", "precision", "rule", "p0", "replacement, ms", "step, ms", "share of the step")
@@ -117,19 +106,11 @@ def main() -> None:
                         steps = max(25, round(options.seconds * 40_000 / batch_size))
                         result = measure(name, rule, batch_size, precision, steps, ranks)
                         results.append(result)
-                        table.add_row(
-                            str(batch_size),
-                            precision,
-                            name,
-                            str(p0),
-                            f"{result.replacement_ms:.3f}",
-                            f"{result.step_ms:.2f}",
-                            f"{result.share:.2%}",
-                        )
+                        times = f"{result.replacement_ms:.3f}", f"{result.step_ms:.2f}", f"{result.share:.2%}"
+                        table.add_row(str(batch_size), precision, name, str(p0), *times)
         Console(width=120).print(table)
-        if options.output is not None:
-            values = {**surroundings(ranks.device), "results": [dataclasses.asdict(result) for result in results]}
-            write_json(options.output, values)
+        values = {**surroundings(ranks.device), "results": [dataclasses.asdict(result) for result in results]}
+        write_output(options, values)
 
 
 if __name__ == "__main__":

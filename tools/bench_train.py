@@ -1,27 +1,26 @@
-"""Times a whole training step of DLRM against plain PyTorch, TorchRec and the reference DLRM, in one interleaved run.
+"""Compares the time of a whole DLRM step with plain PyTorch, TorchRec and the reference DLRM, in one interleaved run.
 
-Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on the same batches of skewed ids,
-drawn beforehand. Plain PyTorch's and TorchRec's tables are hashed to the size of ours, and the reference DLRM
-(:mod:`peers.reference_dlrm`) has quotient-remainder tables of its own, so that all hold as many parameters::
+Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on equal batches of skewed ids, drawn
+beforehand. All have equally many parameters: plain PyTorch's and TorchRec's tables are hashed to the size of
+distembed's, and the reference DLRM (``tools/peers/reference_dlrm.py``) has its own quotient-remainder tables::
 
     python tools/bench_train.py --output bench_train.json
     OMP_NUM_THREADS=2 python tools/bench_train.py --batch-sizes 2048 --only bf16
 
-The reference DLRM is trained by SGD, its default, and by Adagrad. Both it and TorchRec's are timed in every run, as
-ratios are to them.
+The reference DLRM is trained by SGD, its default, and by Adagrad. Every run times TorchRec's DLRM and the reference
+DLRM with SGD, the baselines of the ratios.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from bench_commands import bench_parser, median_ratio, write_output
 from bench_common import (
     COLLISIONS,
     DIM,
@@ -55,7 +54,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.base.files import write_json
 from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
@@ -72,7 +70,7 @@ _T = TypeVar("_T")
 
 
 def schema_of(num_ids: int) -> Schema:
-    """Returns the columns of batches whose features have so many ids each."""
+    """Returns the columns of the batches, given each feature's number of ids."""
     dense = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
     return Schema("label", dense, tuple(CategoricalFeature(name, num_ids) for name in NAMES))
 
@@ -82,7 +80,7 @@ SCHEMA = schema_of(NUM_IDS)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The size of all tables: numbers of ids of a feature and of a vector's columns."""
+    """The size of all tables: each feature's number of ids, and the columns of a vector."""
 
     num_ids: int = NUM_IDS
     dim: int = DIM
@@ -97,7 +95,7 @@ SIZES = Sizes()
 
 
 def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
-    """Draws batches of one id for each feature, taken modulo ``num_ids``; for a GPU they are pinned."""
+    """Draws batches of one id for each feature, modulo ``num_ids``; in pinned memory if there is a GPU."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(NUM_BATCHES):
@@ -110,7 +108,7 @@ def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
 def build_ours(
     batch_size: int, ranks: Ranks, precision: str, sizes: Sizes = SIZES, sse: Mapping[str, SSE] | None = None
 ) -> tuple[Blueprint, TrainingState]:
-    """Builds this project's DLRM with quotient-remainder tables; returns what it is built from, and itself."""
+    """Builds distembed's DLRM with quotient-remainder tables; returns its blueprint and its state."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=sizes.dim)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     config = Config(embedding=EmbeddingConfig(default=table), train=train)
@@ -121,13 +119,13 @@ def build_ours(
 def ours(
     batch_size: int, ranks: Ranks, precision: str, sizes: Sizes = SIZES, sse: Mapping[str, SSE] | None = None
 ) -> Step:
-    """Returns a step of this project's trainer with quotient-remainder tables."""
+    """Returns a step of distembed's trainer with quotient-remainder tables."""
     _, state = build_ours(batch_size, ranks, precision, sizes, sse)
     return trainer_step(state, draw_batches(batch_size, sizes.num_ids))
 
 
 class _TorchRecTask(nn.Module):
-    """A model and its loss, in the form that TorchRec's pipelines expect."""
+    """A model with its loss, as TorchRec's pipelines expect it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -152,10 +150,10 @@ def torchrec(
     Args:
         batch_size: Rows of a step.
         ranks: This rank, the only one.
-        fused: Whether the networks' optimizer is torch's fused one.
-        num_rows: Rows of each table; ids are hashed to them beforehand.
+        fused: Whether the networks use torch's fused optimizer.
+        num_rows: Rows of each table; ids are hashed beforehand.
         dim: Columns of each table.
-        pipeline_type: TorchRec's pipeline; where there is a GPU, one that works ahead of the step.
+        pipeline_type: TorchRec's pipeline.
     """
     collection = torchrec_collection(num_rows, dim)
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
@@ -179,7 +177,7 @@ def torchrec(
 
 
 class _PlainBags(nn.Module):
-    """Hashed tables of torch's own, each looked up by itself."""
+    """Hashed ``nn.EmbeddingBag`` tables, each looked up by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,14 +189,14 @@ class _PlainBags(nn.Module):
 
 
 class _Identity(nn.Module):
-    """Takes the place of DLRM's stacking, as the vectors are stacked already."""
+    """Replaces DLRM's stacking, because the vectors are stacked already."""
 
     def forward(self, stacked: Tensor) -> Tensor:
         return stacked
 
 
 def plain(batch_size: int) -> Step:
-    """Returns a step of the same DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
+    """Returns a step of DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
     model = DLRM(_PlainBags(), NAMES, DIM, NUM_DENSE)
     model.stack = _Identity()
     bags = list(model.embeddings.parameters())
@@ -217,7 +215,7 @@ def plain(batch_size: int) -> Step:
 def _eager_step(
     loss: Callable[[_B], Tensor], batches: Iterable[_B], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Step:
-    """Returns a step as one writes it in plain PyTorch, on one batch after another, again and again."""
+    """Returns a step in plain PyTorch that cycles through the batches."""
     in_turn = cycle(batches)
 
     def step() -> None:
@@ -232,7 +230,7 @@ def _eager_step(
 
 
 def reference_rows(batch: Batch) -> Rows:
-    """Returns the batch as the reference DLRM takes it: offsets and ids of each feature by themselves."""
+    """Returns the batch in the reference DLRM's form: separate offsets and ids of each feature."""
     features = batch["sparse_features"].split([1] * len(NAMES))
     return Rows(
         batch["dense_features"],
@@ -243,7 +241,7 @@ def reference_rows(batch: Batch) -> Rows:
 
 
 def reference(batch_size: int, optimizer_type: type[torch.optim.Optimizer] = torch.optim.SGD) -> Step:
-    """Returns a step of the reference DLRM with its own quotient-remainder tables, under one of torch's optimizers."""
+    """Returns a step of the reference DLRM with its own quotient-remainder tables and one of torch's optimizers."""
     model = ReferenceDLRM(ReferenceSize([NUM_IDS] * len(NAMES), COLLISIONS, DIM, NUM_DENSE))
     optimizer = optimizer_type(model.parameters(), lr=LEARNING_RATE)
     rows = [reference_rows(batch) for batch in draw_batches(batch_size, NUM_IDS)]
@@ -255,7 +253,7 @@ REFERENCE = "reference DLRM, quotient-remainder, fp32, SGD"
 
 
 def contenders(batch_size: int, ranks: Ranks) -> dict[str, Callable[[], Step]]:
-    """Returns what makes each contender's step, by name."""
+    """Returns the functions that build each contender's step, by name."""
     return {
         "nn.EmbeddingBag, hashed, fp32": lambda: plain(batch_size),
         REFERENCE: lambda: reference(batch_size),
@@ -268,7 +266,7 @@ def contenders(batch_size: int, ranks: Ranks) -> dict[str, Callable[[], Step]]:
 
 
 def choose(by_name: Mapping[str, _T], texts: Sequence[str]) -> dict[str, _T]:
-    """Returns those whose names hold one of the texts, and the two that ratios are to; without texts, all of them.
+    """Returns the baselines and the contenders whose names contain one of the texts; without texts, all contenders.
 
     Raises:
         ValueError: A text is in no name.
@@ -276,12 +274,8 @@ def choose(by_name: Mapping[str, _T], texts: Sequence[str]) -> dict[str, _T]:
     unknown = [text for text in texts if not any(text in name for name in by_name)]
     if unknown:
         raise ValueError(f"--only {unknown[0]!r} is in no contender's name; there are: {'; '.join(by_name)}.")
-    always = (BASELINE, REFERENCE)
-    return {
-        name: value
-        for name, value in by_name.items()
-        if not texts or name in always or any(text in name for text in texts)
-    }
+    always = (BASELINE, REFERENCE) if texts else by_name
+    return {name: own for name, own in by_name.items() if name in always or any(text in name for text in texts)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,23 +292,18 @@ class Row:
 def summarise(seconds: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
     """Yields every contender's medians over rounds."""
     for name, values in seconds.items():
-        ratios = (
-            statistics.median(b / a for a, b in zip(values, seconds[base], strict=True))
-            for base in (BASELINE, REFERENCE)
-        )
+        ratios = (median_ratio(seconds[base], values) for base in (BASELINE, REFERENCE))
         yield Row(name, batch_size, batch_size / statistics.median(values), *ratios)
 
 
 def main() -> None:
     """Measures every contender and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one contender's turn")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="contenders whose name holds one, beside the baselines"
-    )
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of one contender's turn")
+    only = "the baselines and contenders whose name contains one of the texts"
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help=only)
     options = parser.parse_args()
     rows = []
     with process_group("cpu") as ranks:
@@ -325,13 +314,8 @@ def main() -> None:
             rows += list(summarise(seconds, batch_size))
     table = Table("contender", "batch", "samples/s", "to TorchRec", "to the reference")
     for row in rows:
-        table.add_row(
-            row.contender,
-            str(row.batch_size),
-            f"{row.samples_per_second:,.0f}",
-            f"{row.ratio_to_torchrec:.2f}x",
-            f"{row.ratio_to_reference:.2f}x",
-        )
+        ratios = f"{row.ratio_to_torchrec:.2f}x", f"{row.ratio_to_reference:.2f}x"
+        table.add_row(row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", *ratios)
     Console(width=110).print(table)
     faster = use_bf16("auto", torch.device("cpu"))
     if not faster:
@@ -339,8 +323,7 @@ def main() -> None:
     here = {**surroundings(torch.device("cpu")), "multiplies_faster_in_bf16": faster}
     result = {**here, "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
-    if options.output is not None:
-        write_json(options.output, result)
+    write_output(options, result)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Prints the test files that a change touches: ``tools/test.sh --changed`` runs them.
+"""Prints the test files that a change affects; ``tools/test.sh --changed`` runs them.
 
-    python tools/changed_tests.py            what differs from the branch main, committed or not
-    python tools/changed_tests.py HEAD~3     what differs from another commit
+    python tools/changed_tests.py            differences to the branch main, committed or not
+    python tools/changed_tests.py HEAD~3     differences to another commit
 
-A test file is touched where it changed itself, or where it imports a changed module, directly or through other modules.
-Imports by the command line and by ``distembed`` itself are not followed, since they import everything: a test that runs
-commands in processes is touched by the modules that it names. Changes of other files (README, configs) touch the tests
-that name them.
+A change affects a test file that changed, or that imports a changed module, directly or through other modules. Imports
+by the command line and by ``distembed`` itself are not followed, because they import everything: a test that runs
+commands in processes is affected by the modules that it names. Changes of other files (README, configs) affect the
+tests that name them.
 """
 
 import re

@@ -1,18 +1,17 @@
-"""Stochastic shared embeddings for anyone's transformer: one line for its inputs, and one for its labels.
+"""Stochastic shared embeddings in a plain transformer: one line for its inputs, and one for its labels.
 
 ::
 
     python tools/example_masked_lm.py                                     # less than two minutes
-    python tools/example_masked_lm.py --seeds 5 --epochs 20 --p0 0 0.1    # what stands among the results
+    python tools/example_masked_lm.py --seeds 5 --epochs 20 --p0 0 0.1
 
-A small masked language model in plain PyTorch (Devlin et al., 2019) learns the words of the texts that Python ships for
-its ``help()``. Its output is tied: the score of word i is ``h . u_i + b_i``, where u_i is the input embedding of i. The
-lines marked "this line" are all that SSE needs, for inputs (p_x in the paper) and for labels (p_y). The script prints
-the loss on paragraphs that the model has not seen after its best and its last epoch, and what replacing costs a step.
+A small masked language model in plain PyTorch (Devlin et al., 2019) learns the words of Python's ``help()`` texts. Its
+output is tied: the score of word i is ``h . u_i + b_i``, where u_i is the input embedding of i. SSE needs only the
+lines marked "this line", for inputs (p_x in the paper) and for labels (p_y). The script prints the loss on held-out
+paragraphs after the best and after the last epoch, and the cost of replacing as a share of a step.
 """
 
 import argparse
-import math
 import re
 import statistics
 import time
@@ -36,12 +35,12 @@ HELD_OUT_EVERY, HELD_OUT_DRAWS = 10, 4
 
 @dataclass(frozen=True)
 class Corpus:
-    """Windows of words: paragraphs one after another, cut into windows of one length.
+    """Paragraphs one after another, cut into windows of one length.
 
     Attributes:
-        num_words: The number of ids of words, reserved ones included.
-        train: The windows to train on.
-        held_out: The windows of every tenth paragraph, none of which is among those to train on.
+        num_words: Number of word ids, reserved ids included.
+        train: Windows to train on.
+        held_out: Windows of every tenth paragraph, without windows that are also in ``train``.
     """
 
     num_words: int
@@ -50,7 +49,7 @@ class Corpus:
 
 
 def read_corpus(least_count: int = 2) -> Corpus:
-    """Returns the corpus; words that occur less often in training, and those seen in no training, are unknown."""
+    """Returns the corpus; words that occur less often in the training paragraphs are unknown."""
     paragraphs = list(dict.fromkeys(text for topic in topics.values() for text in re.split(r"\n\s*\n", topic)))
     words = [re.findall(r"[a-z_]\w*|[.,:;()=]", paragraph.lower()) for paragraph in paragraphs]
     held_out = words[::HELD_OUT_EVERY]
@@ -59,13 +58,13 @@ def read_corpus(least_count: int = 2) -> Corpus:
     known = [word for word, count in counts.most_common() if count >= least_count]
     ids = {word: number for number, word in enumerate(known, start=len(RESERVED))}
     windows, others = _windows(train, ids), _windows(held_out, ids)
-    trained = set(map(tuple, windows.tolist()))  # such as a window of dots alone, of a table's line
+    trained = set(map(tuple, windows.tolist()))  # a line of a table is a window of dots in both parts
     is_new = torch.tensor([tuple(window) not in trained for window in others.tolist()])
     return Corpus(len(known) + len(RESERVED), windows, others[is_new])
 
 
 def _windows(paragraphs: Sequence[Sequence[str]], ids: dict[str, int]) -> Int64[Tensor, "windows words"]:
-    """Returns the words' ids as windows, without the words after the last whole one."""
+    """Returns the words' ids as windows, without the words after the last whole window."""
     flat = torch.tensor([ids.get(word, UNKNOWN) for paragraph in paragraphs for word in paragraph])
     return flat[: len(flat) // WINDOW * WINDOW].view(-1, WINDOW)
 
@@ -79,12 +78,7 @@ def mask(
 
 
 class MaskedLM(nn.Module):
-    """A masked language model whose output is tied to its input.
-
-    Args:
-        num_words: The number of ids of words.
-        dim: Size of the vectors; it has a head for each 32.
-    """
+    """A masked language model whose output is tied to its input, with an attention head for each 32 numbers."""
 
     def __init__(self, num_words: int, dim: int = 64) -> None:
         super().__init__()
@@ -107,13 +101,13 @@ class MaskedLM(nn.Module):
 
 
 class Trainee:
-    """A model with its optimizer and its rules, which takes one step after another.
+    """A model with its optimizer and its rules of replacing.
 
     Args:
-        corpus: What it learns.
-        p0_inputs: The probability that a word of the input is replaced; masks are not.
-        p0_labels: The probability that a label is replaced.
-        seed: The seed of everything that is random.
+        corpus: The training and held-out windows.
+        p0_inputs: Probability of replacing an input word; masks are not replaced.
+        p0_labels: Probability of replacing a label.
+        seed: Seed of initial weights and replacements.
     """
 
     def __init__(self, corpus: Corpus, p0_inputs: float, p0_labels: float, seed: int) -> None:
@@ -134,7 +128,7 @@ class Trainee:
 
     @torch.no_grad()
     def held_out_loss(self, windows: Int64[Tensor, "windows words"]) -> float:
-        """Returns the mean loss of the masked words, over several draws of masks, the same at each call."""
+        """Returns the mean loss of the masked words over several draws of masks, which are equal at each call."""
         self.model.eval()
         generator = torch.Generator().manual_seed(0)
         losses = [self.model(*mask(windows, generator)).item() for _ in range(HELD_OUT_DRAWS)]
@@ -145,7 +139,7 @@ class Trainee:
 def epochs(
     windows: Int64[Tensor, "windows words"], seed: int
 ) -> Iterator[list[tuple[Int64[Tensor, "windows words"], Int64[Tensor, "windows words"]]]]:
-    """Yields the batches of one epoch after another, in another order and with other masks each."""
+    """Yields the batches of each epoch, with a new order and new masks for each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(windows), generator=generator)
@@ -164,9 +158,9 @@ def train(corpus: Corpus, p0_inputs: float, p0_labels: float, num_epochs: int, s
 
 
 def step_cost(corpus: Corpus, p0: float, num_steps: int) -> float:
-    """Returns the time of a step that replaces inputs and labels over that of one that does not, less 1.
+    """Returns the ratio, minus 1, of the times of a step with and without replaced inputs and labels.
 
-    Two models take turns step by step, on the same batches; the result is the median over steps.
+    Two models take turns step by step on equal batches; the result is the median over steps.
     """
     trainees = [Trainee(corpus, rate, rate, seed=0) for rate in (0.0, p0)]
     batches = next(epochs(corpus.train, seed=0))
@@ -184,10 +178,10 @@ def step_cost(corpus: Corpus, p0: float, num_steps: int) -> float:
 def main() -> None:
     """Trains models with and without replaced ids, and prints their held-out losses and the cost of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--p0", type=float, nargs="+", default=[0.0, 0.1], help="of inputs, and of labels")
+    parser.add_argument("--p0", type=float, nargs="+", default=[0.0, 0.1], help="p0 of inputs and of labels")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--cost-steps", type=int, default=200, help="steps by which the cost is measured")
+    parser.add_argument("--cost-steps", type=int, default=200, help="steps of the measurement of the cost")
     options = parser.parse_args()
     corpus = read_corpus()
     print(f"{corpus.num_words} words; {len(corpus.train)} windows to train on, {len(corpus.held_out)} held out")
@@ -202,9 +196,9 @@ def main() -> None:
 
 
 def _mean_and_deviation(values: Sequence[float]) -> str:
-    """Returns the mean of values, and their standard deviation where there are several."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return f"{statistics.mean(values):.4f}" + ("" if math.isnan(deviation) else f" ± {deviation:.4f}")
+    """Returns the mean and, of several values, the standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""TorchRec's own DLRM and DLRM_DCN with compositional tables: what to change in a TorchRec script, and nothing else.
+"""TorchRec's own DLRM and DLRM_DCN with compositional tables: three changed lines of a TorchRec script.
 
 ::
 
     python tools/example_torchrec_dlrm.py
     torchrun --nproc-per-node 2 tools/example_torchrec_dlrm.py
 
-Each of the three lines marked "instead of" stands where a TorchRec script has the class that it names. The data are
-random: every item is clicked either always or never, which only its embedding can learn. The script prints the loss of
-the global batch, which is the same on 1, 2 and 4 ranks.
+Each comment "instead of" names the class that a TorchRec script has there. The data are random: every item is clicked
+either always or never, which only the item's embedding can learn. The script prints the loss of the global batch, which
+is equal on 1, 2 and 4 ranks.
 """
 
 import os
@@ -35,7 +35,7 @@ ADAGRAD = {"lr": 0.05, "eps": 1e-8}
 
 
 def make_model(name: str = "dlrm", device: torch.device | str = "meta") -> DLRMTrain:
-    """Returns ``dlrm`` or ``dlrm_dcn``, with its tables on the device."""
+    """Returns the model ``dlrm`` or ``dlrm_dcn``, with its tables on the device."""
     tables = [
         CompositionalEmbeddingBagConfig(  # instead of EmbeddingBagConfig
             name=f"t_{feature}",
@@ -54,12 +54,12 @@ def make_model(name: str = "dlrm", device: torch.device | str = "meta") -> DLRMT
 
 
 def shard(model: nn.Module, plan: ShardingPlan | None = None) -> DistributedModelParallel:
-    """Returns the model sharded over all ranks, by TorchRec's planner unless a plan is given; all ranks call it.
+    """Returns the model sharded by a plan, TorchRec's planner's unless given; all ranks call it.
 
-    Its tables are updated within the backward pass.
+    The backward pass updates the tables.
     """
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bags
-    apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), dict(ADAGRAD))  # TorchRec adds to it
+    apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), dict(ADAGRAD))  # a copy: TorchRec changes it
     return DistributedModelParallel(
         model,
         device=torch.device("cpu"),
@@ -79,7 +79,7 @@ def random_batches(rank: int, world_size: int) -> Iterator[Batch]:
         for feature, num_ids in NUM_IDS.items():
             longest = 5 if feature == "words" else 1
             lengths = torch.randint(0 if longest > 1 else 1, longest + 1, (GLOBAL_BATCH,), generator=generator)
-            # most ids are small: products of two uniform numbers
+            # products of two uniform numbers, so that most ids are small
             uniform = torch.rand(2, int(lengths.sum()), generator=generator).prod(dim=0)
             bags[feature] = (uniform * num_ids).long().split(lengths.tolist())
         labels = taste[torch.cat(bags["item"])] > 0
@@ -110,7 +110,7 @@ def train(model: DistributedModelParallel) -> list[float]:
 
 
 def main() -> None:
-    """Trains both models on as many ranks as were launched."""
+    """Trains both models on the launched ranks."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:

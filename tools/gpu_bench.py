@@ -1,4 +1,4 @@
-"""Runs all that needs a card; :mod:`gpu.driver` says how, and ``tools/gpu.sh`` installs what it needs first."""
+"""Runs the GPU tests and benches (:mod:`gpu.driver`); ``tools/gpu.sh`` installs the packages first."""
 
 import sys
 

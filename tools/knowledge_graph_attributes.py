@@ -1,4 +1,4 @@
-r"""Writes what a knowledge graph says of items as a JSON object of lists, for `distembed prepare graph --attribute`.
+r"""Writes the attributes of items in a knowledge graph as JSON, for `distembed prepare graph --attribute`.
 
 ::
 
@@ -6,8 +6,9 @@ r"""Writes what a knowledge graph says of items as a JSON object of lists, for `
     distembed prepare graph item_entities.json --attribute entity --unknown drop \
         --data ratings --table item -o graphs/item
 
-RecBole's files: a triple of head, relation and tail a line, and a line for an item and its entity. An attribute of an
-item is an entity at the other end of one of its triples, such as an actor, with the relation and which end it is.
+The inputs are RecBole's files: lines of a head, a relation and a tail, and lines of an item and its entity. An
+attribute of an item is the entity at the opposite end of one of the item's triples, for example an actor, together with
+the relation and the end.
 """
 
 import argparse
@@ -43,9 +44,9 @@ def item_attributes(graph: Path, links: Path) -> dict[str, list[str]]:
 def main() -> None:
     """Writes the attributes of all items."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graph", type=Path, help="Triples of head, relation and tail (.kg).")
-    parser.add_argument("links", type=Path, help="Items and their entities (.link).")
-    parser.add_argument("output", type=Path, help="JSON file to write.")
+    parser.add_argument("graph", type=Path, help="triples of head, relation and tail (.kg)")
+    parser.add_argument("links", type=Path, help="items and their entities (.link)")
+    parser.add_argument("output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     found = item_attributes(arguments.graph, arguments.links)
     arguments.output.write_text(json.dumps(found, indent=0), encoding="utf-8")

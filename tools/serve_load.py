@@ -1,9 +1,9 @@
-"""Asks a server for scores by many clients at once, and compares each score with the expected one.
+"""Requests scores from a server by many clients at once, and compares each score with the expected score.
 
-The rows are a file of JSON lines, ``{"row": {"COLUMN": VALUE}, "score": 0.25}``; requests are of rows that are drawn
-from it, over connections that stay open. A share of the requests is malformed: one row has a text where a number
-belongs, an object where a text belongs, or the request lacks a column; the answer has to be 422 and name the column.
-Nothing but Python's own library is imported, so that it starts at once and costs little beside the server::
+The rows are a file of JSON lines, ``{"row": {"COLUMN": VALUE}, "score": 0.25}``. Requests draw rows from the file, over
+connections that stay open. A share of the requests is malformed: a row has a text instead of a number or an object
+instead of a text, or all rows lack a column. The answer then has to be 422 and name the column. The script imports only
+the standard library, so that it starts quickly and takes little time from the server::
 
     python tools/serve_load.py 8000 rows.jsonl --clients 50 --requests 10000 --malformed 0.01 --number I1 --text C3
 """
@@ -31,14 +31,7 @@ class Known:
 
 @dataclass
 class Found:
-    """What came of requests.
-
-    Attributes:
-        seconds: Seconds that each answer took.
-        rows: Number of the rows that were scored.
-        statuses: Number of answers of each status.
-        wrong: What is wrong with answers.
-    """
+    """The answers: seconds of each, number of scored rows, number of answers by status, and errors."""
 
     seconds: list[float] = field(default_factory=list)
     rows: int = 0
@@ -47,14 +40,14 @@ class Found:
 
 
 class Client:
-    """One of the clients, with a connection of its own."""
+    """One of the clients, with its own connection."""
 
     def __init__(self, arguments: argparse.Namespace, known: list[Known], number: int, found: Found) -> None:
         self._arguments, self._known, self._found = arguments, known, found
         self._draw = random.Random(f"{arguments.seed} {number}")
 
     async def work(self, requests: int, until: float) -> None:
-        """Sends requests one after another: so many, or until then."""
+        """Sends requests one after another, until a number of requests or a time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._arguments.port)
         while requests and time.perf_counter() < until:
             requests -= 1
@@ -107,7 +100,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the clients found, in plain values."""
+    """Runs the clients and returns their results."""
     lines = Path(arguments.rows_file).read_text(encoding="utf-8").splitlines()
     values = [json.loads(line) for line in lines]
     known = [Known(each["row"], json.dumps(each["row"]), each["score"]) for each in values]
@@ -134,17 +127,17 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints what the clients found as JSON."""
+    """Prints the clients' results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("port", type=int)
     parser.add_argument("rows_file")
     parser.add_argument("--clients", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=0, help="Requests of all clients; 0 for as many as come.")
-    parser.add_argument("--seconds", type=float, default=0, help="Ends after so many seconds; 0 for no end.")
-    parser.add_argument("--rows", type=int, default=0, help="Rows of a request; 0 draws 1 to 8.")
-    parser.add_argument("--malformed", type=float, default=0.0, help="Share of requests that are malformed.")
-    parser.add_argument("--number", default="I1", help="A column of numbers.")
-    parser.add_argument("--text", default="C3", help="A column of texts.")
+    parser.add_argument("--requests", type=int, default=0, help="number of requests of all clients; 0 for no limit")
+    parser.add_argument("--seconds", type=float, default=0, help="time limit; 0 for none")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a request; 0 draws 1 to 8")
+    parser.add_argument("--malformed", type=float, default=0.0, help="share of requests that are malformed")
+    parser.add_argument("--number", default="I1", help="a column of numbers")
+    parser.add_argument("--text", default="C3", help="a column of texts")
     parser.add_argument("--tolerance", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=0)
     print(json.dumps(asyncio.run(run(parser.parse_args()))))

@@ -1,8 +1,8 @@
-"""What ``tools/gpu.sh`` runs on a card: one file a part, and the names of all of them.
+"""The parts that ``tools/gpu.sh`` runs on a GPU, one module for each.
 
-A part's module has ``measure(results, scale)``: it asks ``results`` for the cells that are missing, measures each, and
-adds its rows; what has been added is on the disk, so that a part which was stopped goes on with the next cell.
-:mod:`gpu.driver` gives each part a process and its time, and :mod:`gpu.table` shows the rows; neither loads torch.
+A part's module has ``measure(results, scale)``. It asks ``results`` for the missing cells, measures each, and adds its
+rows. Added rows are on disk at once, so that a stopped part resumes with the next cell. :mod:`gpu.driver` gives each
+part a process and a time limit, and :mod:`gpu.table` prints the rows; neither loads torch.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the whole.
-
-    Attributes:
-        title: Title of its table.
-        seconds: Time after which it is stopped on a card; what it has by then is kept, and the next call goes on.
-    """
+    """The title of a part's table, and the seconds after which the part is stopped on a GPU; it keeps its rows."""
 
     title: str
     seconds: int
@@ -31,7 +26,7 @@ PARTS = {
     "memory": Part("Peak memory against the plan", 45),
     "checkpoint": Part("Checkpoints", 35),
 }
-"""All parts by the names of their modules, in the order in which they run: 535 seconds at most."""
+"""Parts by the names of their modules, in the order in which they run: 535 seconds at most."""
 
 DRY_SECONDS = 240
-"""Time after which any part is stopped on a processor."""
+"""Time after which a part is stopped on a processor."""

@@ -20,7 +20,7 @@ _STEPS = 3
 
 
 def measure(results: Results, scale: Scale) -> None:
-    """Measures each number of columns: trains, saves, loads, and loads once more."""
+    """For each number of columns trains some steps, saves once and loads twice."""
     with process_group(scale.device) as ranks:
         for dim in scale.dims:
             if not results.lacks(dim=dim):

@@ -1,7 +1,7 @@
-"""Runs the parts one after the other, each in a process and a time of its own. Loads no torch.
+"""Runs the parts one after the other, each in a process with a time limit. Loads no torch.
 
-A part that is done is not repeated; one that was stopped goes on behind its last row; one that fails is noted, and the
-others go on. A lock keeps two calls apart, and the process of a part ends with this one, however this one ends.
+A finished part is not repeated, and a stopped part resumes after its last row. A failed part is recorded, and the next
+part runs. A lock prevents two calls at once. The process of a part ends with this process.
 """
 
 import argparse
@@ -26,24 +26,24 @@ from gpu import DRY_SECONDS, PARTS
 from gpu.results import DONE, FAILED, NO_TIME, ROOT, Results, end, is_of, read
 from gpu.table import markdown
 
-DESCRIPTION = """Runs the tests marked gpu and every bench on this machine's card, and prints a table.
+DESCRIPTION = """Runs the tests marked gpu and every bench on this machine's GPU, and prints a table.
 
-Results are files of JSON in a folder, one a part, with the table as table.md. The same command goes on where the last
-one was stopped. Exit status: 0 all parts are done, 1 some are not, 2 there is no usable card.
+The folder of results has a JSON file for each part, and the table as table.md. A repeated call resumes where the last
+call stopped. Exit status: 0 all parts are done, 1 some are not, 2 there is no usable GPU.
 """
 SURROUNDINGS = "surroundings"
 _LEAST_SECONDS = 20
-"""A part is not begun with less: loading torch and TorchRec takes most of it."""
+"""Least time left at which a part starts; loading torch and TorchRec takes most of it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything, or one part in this process; returns the exit status."""
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="run everything on the processor, with tiny sizes")
-    parser.add_argument("--fresh", action="store_true", help="forget what there is of earlier calls")
+    parser.add_argument("--fresh", action="store_true", help="delete the results of earlier calls")
     parser.add_argument("--results", type=Path, help="folder of the results (default: runs/gpu, or runs/gpu_dry)")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time of all parts together (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all parts together (default: 9)")
     parser.add_argument("--part", choices=[SURROUNDINGS, *PARTS], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     folder = options.results or ROOT / "runs" / ("gpu_dry" if options.dry else "gpu")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock within the block; waits for another call to end."""
+    """Holds the folder's lock within the block, once no other call holds it."""
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def run_all(folder: Path, options: argparse.Namespace) -> int:
-    """Runs the parts that are not done, writes and prints the table, and returns the exit status."""
+    """Runs the unfinished parts, writes and prints the table, and returns the exit status."""
     deadline = time.monotonic() + 60 * options.minutes
     if options.fresh:
         for leftover in folder.iterdir():
@@ -100,7 +100,7 @@ def run_all(folder: Path, options: argparse.Namespace) -> int:
 
 
 def _run_part(name: str, path: Path, surroundings: Mapping[str, Any], dry: bool, seconds: float) -> None:
-    """Runs one part in a process of its own, and notes how it ended."""
+    """Runs one part in a process and records its end."""
     started = time.monotonic()
     _say(f"{name}: at most {seconds:.0f} s")
     code = _run(name, path.parent, dry, seconds)
@@ -113,7 +113,7 @@ def _run_part(name: str, path: Path, surroundings: Mapping[str, Any], dry: bool,
 
 
 def _run(name: str, folder: Path, dry: bool, seconds: float) -> int | None:
-    """Runs a part; returns the exit status of its process, None where it was stopped. Its output is in a log."""
+    """Runs a part with its output in a log; returns the exit status, None if the part was stopped."""
     command = [sys.executable, str(ROOT / "tools" / "gpu_bench.py"), "--part", name, "--results", str(folder)]
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     with open(folder / f"{name}.log", "w") as log:
@@ -128,7 +128,7 @@ def _run(name: str, folder: Path, dry: bool, seconds: float) -> int | None:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # with all that it has started, also where this process is interrupted
+        finally:  # kills the part's whole session, also if this process is interrupted
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -142,7 +142,7 @@ def _tail(folder: Path, name: str) -> str:
 
 
 def run_here(name: str, folder: Path, dry: bool) -> int:
-    """Runs one part in this process, or asks which device and versions there are; returns the exit status."""
+    """Runs one part in this process, or writes the device and the versions; returns the exit status."""
     end_with_parent()
     from gpu.scale import CARD, DRY, here
 

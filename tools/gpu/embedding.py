@@ -1,13 +1,14 @@
-"""Tables alone: forward, backward and update, and the share of the memory's bandwidth that a step reaches.
+"""Tables alone: forward, backward and update, and a step's share of the device's memory bandwidth.
 
-The share is the time in which the device copies the bytes that the step cannot but move, over the time of the step:
-see :mod:`bench_embedding`, whose contenders these are.
+The share is the time in which the device copies the bytes that a step has to move, over the time of the step (see
+:mod:`bench_embedding`).
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from bench_commands import median_ratio
 from bench_common import COLLISIONS, take_turns
 from bench_embedding import Contender, bytes_moved, copy_bytes_per_second, draw_batches, ours, torchrec, turn
 
@@ -40,13 +41,7 @@ def measure(results: Results, scale: Scale) -> None:
 
 
 def measure_in_turns(results: Results, scale: Scale, contenders: Callable[[int, int], dict[str, Contender]]) -> None:
-    """Measures contenders in turns, at each number of columns and rows.
-
-    Args:
-        results: Where rows go.
-        scale: The sizes.
-        contenders: Returns all contenders by name, given the numbers of ids and of columns.
-    """
+    """Measures the contenders of a number of ids and of columns in turns, at each number of columns and rows."""
     with process_group(scale.device) as ranks:
         bandwidth = copy_bytes_per_second(ranks.device, scale.copied_bytes)
         for dim in scale.dims:
@@ -74,7 +69,7 @@ def _rows(seconds: Mapping[str, list[float]], moved: Mapping[str, int], bandwidt
         yield {
             "contender": name,
             "milliseconds": middle * 1e3,
-            "ratio": statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True)),
+            "ratio": median_ratio(values, seconds[BASELINE]),
             "moved_bytes": moved[name],
             "share_of_bandwidth": moved[name] / bandwidth / middle,
         }

@@ -1,7 +1,7 @@
-"""Tables that are looked up in one pass, against FBGEMM's lookup of each partition and TorchRec's hashed tables.
+"""Tables looked up in one pass, against one FBGEMM lookup for each partition and TorchRec's hashed tables.
 
-On a card the kernels are Triton's, which ``kernel: auto`` does not take before one has been measured. On a processor,
-in a dry run, they are those of the CPU. The time in which Triton compiles them is not in the steps that are measured.
+On a GPU the kernels are Triton's; ``kernel: auto`` does not choose them until a GPU has measured them. A dry run uses
+the CPU's kernels. Measured steps exclude the time in which Triton compiles.
 """
 
 from bench_common import COLLISIONS

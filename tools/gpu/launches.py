@@ -1,6 +1,6 @@
-"""What a step launches, copies and waits for, counted in the trace of torch's profiler.
+"""Counts the kernels, copies and waits of a step in the trace of torch's profiler.
 
-On a processor, which launches nothing, the operators that are called from outside of any other are counted.
+A processor launches no kernels; there only the outermost operators are counted.
 """
 
 import json
@@ -24,7 +24,7 @@ from gpu.scale import Scale, empty
 _STEP = "counted step"
 _WARM_STEPS = 3
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
-"""Calls of CUDA's that return when the device has got there; a call counts by its whole name."""
+"""CUDA calls that wait for the device, by their whole names."""
 
 
 def measure(results: Results, scale: Scale) -> None:
@@ -44,7 +44,7 @@ def measure(results: Results, scale: Scale) -> None:
 
 
 def counted(step: Step, num_steps: int, ranks: Ranks) -> dict[str, float]:
-    """Takes steps under the profiler and returns what each of them does on average."""
+    """Takes steps under the profiler and returns the mean counts of a step."""
     for _ in range(_WARM_STEPS):
         step()
     wait_for(ranks.device)
@@ -64,11 +64,10 @@ def counted(step: Step, num_steps: int, ranks: Ranks) -> dict[str, float]:
 
 
 def count(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns what a trace has in all.
+    """Returns the total counts of a trace's events.
 
-    Args:
-        events: The trace's events. Of what the host did those within counted steps matter, in whichever thread: the
-            backward pass has one of its own. What the device did is all of the steps, for it was idle before.
+    Host events count if they start within a counted step, in any thread, because the backward pass has its own thread.
+    All device events count, because the device was idle before the steps.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     steps = [_span(event) for event in whole if event.get("cat") == "user_annotation" and event["name"] == _STEP]
@@ -85,12 +84,12 @@ def count(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns when an event began and ended, in microseconds."""
+    """Returns the start and the end of an event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def _outermost(events: Iterable[Mapping[str, Any]]) -> int:
-    """Returns how many events lie within no other of their thread."""
+    """Returns the number of events that no other event of their thread contains."""
     found, ends = 0, dict[Any, float]()
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         first, last = _span(event)

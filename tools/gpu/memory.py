@@ -1,22 +1,19 @@
-"""The most memory of a training step against what the plan counts, tables and networks included.
+"""Compares the peak memory of a training step with the plan's estimate, tables and networks included.
 
-The cases are the first ones of :mod:`bench_memory`, which follows malloc on a processor. On a card torch's allocator
-says what it has given out at most.
+The cases are from :mod:`bench_memory`, which samples malloc on a processor. On a GPU torch's allocator gives the peak.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from bench_common import wait_for
+from bench_common import estimated_step, wait_for
 from bench_memory import CASES, FULL, Allocations, Case, blueprint_of, draw_batches, peak_bytes
 
 from distembed.base.ranks import Ranks, process_group
 from distembed.data.reader.batch import Batch
 from distembed.data.single_ids import mark_single_ids
-from distembed.planning.buffers import Step
-from distembed.planning.search import plan_placements
-from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
+from distembed.training.build import Blueprint, TrainingState, build_training_state
 from gpu.results import Results
 from gpu.scale import Scale, empty
 
@@ -31,47 +28,30 @@ def cases() -> list[Case]:
 
 
 def measure(results: Results, scale: Scale) -> None:
-    """Measures each case at each number of rows but the smallest."""
+    """Measures each case at each number of rows except the smallest."""
     with process_group(scale.device) as ranks:
         for case in cases()[: scale.memory_cases]:
             for size in scale.batch_sizes[1:]:
                 if results.lacks(case=case.name, batch_size=size):
                     blueprint = blueprint_of(case, size, ranks)
                     planned, measured = planned_and_measured(blueprint, ranks)
-                    results.add(
-                        [
-                            {
-                                "case": case.name,
-                                "batch_size": size,
-                                "planned_bytes": sum(planned.values()),
-                                "measured_bytes": measured,
-                                "planned": planned,
-                            }
-                        ]
-                    )
+                    row = {"case": case.name, "batch_size": size, "planned_bytes": sum(planned.values())}
+                    results.add([{**row, "measured_bytes": measured, "planned": planned}])
                     empty()
 
 
 def planned_and_measured(blueprint: Blueprint, ranks: Ranks) -> tuple[dict[str, int], int]:
-    """Returns what the plan counts on this rank, by item, and the most bytes that were allocated in a step."""
+    """Returns the plan's estimate for this rank, by item, and the most bytes allocated in a step."""
     size, schema = blueprint.config.train.batch_size, blueprint.batch_schema
     with allocations_on(ranks.device) as peak:
         state = build_training_state(blueprint, ranks, num_steps=1000)
         measured = peak(state, map(_as_the_reader_gives_it, draw_batches(schema, 0, size, size)))
-    placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
-    step = Step(
-        placements,
-        ranks.world_size,
-        blueprint.workload(),
-        table_optimizers(blueprint.config.train),
-        ranks.device.type,
-    )
-    return dict(step.rank(0).memory), measured
+    return dict(estimated_step(blueprint, state.plan).rank(0).memory), measured
 
 
 @contextmanager
 def allocations_on(device: torch.device) -> Iterator[Peak]:
-    """Gives what steps through batches and returns the most bytes that were given out since the block began."""
+    """Yields a function that steps through batches and returns the most bytes allocated since the block began."""
     if device.type != "cuda":
         with Allocations() as allocations, allocations.sampled():
             yield lambda state, batches: peak_bytes(state, allocations, batches)
@@ -90,6 +70,6 @@ def allocations_on(device: torch.device) -> Iterator[Peak]:
 
 
 def _as_the_reader_gives_it(batch: Batch) -> Batch:
-    """Marks the batch's single ids, and pins it for a card."""
+    """Marks the batch's single ids, and pins it for a GPU."""
     mark_single_ids(batch["sparse_features"])
     return batch.pin_memory() if torch.cuda.is_available() else batch

@@ -1,4 +1,4 @@
-"""The file of one part: its rows, where they were measured, and how it ended. Loads no torch."""
+"""The file of one part: its rows, their surroundings, and the part's status. Loads no torch."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ RUNNING, DONE, FAILED, NO_TIME = "running", "done", "failed", "out of time"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns what a part's file holds; nothing where there is none, or none that a part has written."""
+    """Returns the content of a part's file; an empty dictionary if there is no valid file."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -22,12 +22,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def is_of(content: Mapping[str, Any], surroundings: Mapping[str, Any]) -> bool:
-    """Returns whether a part's file was measured on this device, with these versions."""
+    """Returns whether a part was measured on this device, with these versions."""
     return content.get("surroundings") == surroundings
 
 
 def code_digest() -> str:
-    """Returns a digest of the sources that are measured, by which results of different ones are told apart."""
+    """Returns a digest of the measured sources, to tell results of different sources apart."""
     digest = hashlib.sha256()
     for folder in ("distembed", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -39,8 +39,8 @@ class Results:
     """A part's rows, written after each cell.
 
     Args:
-        path: The part's file; rows that it has are kept where they are of the same surroundings.
-        surroundings: Device and versions, as JSON has them.
+        path: The part's file; its rows are kept if their surroundings are equal.
+        surroundings: Device and versions, as read from JSON.
     """
 
     def __init__(self, path: Path, surroundings: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Results:
         self._write()
 
     def lacks(self, **cell: object) -> bool:
-        """Returns whether no row is of a cell, which is some of a row's values by name."""
+        """Returns whether no row has these values, given by name."""
         return not any(all(row.get(key) == value for key, value in cell.items()) for row in self.rows)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -61,7 +61,7 @@ class Results:
         self._write()
 
     def finish(self) -> None:
-        """Says that the part is done."""
+        """Marks the part as done."""
         self._content["status"] = DONE
         self._write()
 
@@ -70,6 +70,6 @@ class Results:
 
 
 def end(path: Path, surroundings: Mapping[str, Any], status: str, error: str) -> None:
-    """Notes how a part has ended that did not end by itself; rows that it has measured are kept."""
+    """Records the status of a part that failed or was stopped; its rows are kept."""
     content = read(path) or {"surroundings": surroundings, "sources": [], "rows": []}
     write_json(path, {**content, "status": status, "error": error})

@@ -1,4 +1,4 @@
-"""How large everything is that is measured: on a card, and in a dry run on a processor."""
+"""The sizes of all measurements, on a GPU and in a dry run on a processor."""
 
 import gc
 import json
@@ -19,11 +19,11 @@ class Scale:
         dims: Columns of the tables.
         batch_sizes: Rows of a step.
         num_ids: Ids of each of the 26 features.
-        rounds: How often each contender has its turn.
-        seconds_a_turn: Time of one contender's turn, about.
+        rounds: Number of turns of each contender.
+        seconds_a_turn: Approximate time of one contender's turn.
         copied_bytes: Bytes of the copy that measures the memory's bandwidth.
-        memory_cases: How many of the cases of the bench of memory are run.
-        profiled_steps: Steps whose launches are counted.
+        memory_cases: Number of cases of the part ``memory``.
+        profiled_steps: Number of steps whose launches are counted.
     """
 
     device: str
@@ -42,10 +42,10 @@ DRY = Scale("cpu", (4, 8), (16, 32), 2_000, 2, 0.0, 2**22, 2, 2)
 
 
 def here(scale: Scale) -> dict[str, Any]:
-    """Returns device and versions as JSON has them, with the scale.
+    """Returns device, versions and scale, as read from JSON.
 
     Raises:
-        UserError: There is no usable device of that kind, for the reason that it names.
+        UserError: There is no usable device of that kind; the message gives the reason.
     """
     from distembed.base.ranks import choose_device
 
@@ -54,7 +54,7 @@ def here(scale: Scale) -> dict[str, Any]:
 
 
 def empty(held: Mapping[str, Any] | None = None) -> None:
-    """Frees the memory of what is no longer referred to, on a card too; ``held`` is emptied first."""
+    """Empties ``held`` and frees unreferenced memory, also on a GPU."""
     if isinstance(held, dict):
         held.clear()
     gc.collect()

@@ -1,7 +1,8 @@
-"""Whole steps with and without replaced ids, in turns; the rules are those of :mod:`bench_sse`."""
+"""Whole steps with and without replaced ids, in turns, by the rules of :mod:`bench_sse`."""
 
 import statistics
 
+from bench_commands import median_ratio
 from bench_common import NAMES, take_turns
 from bench_sse import random_graph, rules
 from bench_train import Sizes, ours
@@ -16,7 +17,7 @@ _EDGES_OF_AN_ID = 5
 
 
 def measure(results: Results, scale: Scale) -> None:
-    """Measures each number of rows but the smallest, at the first number of columns."""
+    """Measures each number of rows except the smallest, at the first number of columns."""
     sizes = Sizes(scale.num_ids, scale.dims[0])
     by_name = rules(P0, random_graph(_EDGES_OF_AN_ID * scale.num_ids, scale.num_ids))
     with process_group(scale.device) as ranks:
@@ -34,7 +35,7 @@ def measure(results: Results, scale: Scale) -> None:
                     "rule": name,
                     "p0": P0 if name != BASELINE else 0.0,
                     "milliseconds": statistics.median(values) * 1e3,
-                    "ratio": statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True)),
+                    "ratio": median_ratio(values, seconds[BASELINE]),
                 }
                 for name, values in seconds.items()
             )

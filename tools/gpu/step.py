@@ -1,11 +1,13 @@
-"""Whole training steps of the paper's DLRM: this project's trainer against TorchRec's pipeline, in turns.
+"""Whole training steps of the paper's DLRM: distembed's trainer against TorchRec's pipeline, in turns.
 
-The contenders are those of :mod:`bench_train`; TorchRec's pipeline works ahead of the step, as ours does on a GPU.
+The contenders are from :mod:`bench_train`. TorchRec's pipeline prepares the next batch during a step, as distembed's
+does on a GPU.
 """
 
 import statistics
 from collections.abc import Callable
 
+from bench_commands import median_ratio
 from bench_common import Step, take_turns
 from bench_train import Sizes, ours, torchrec
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -18,7 +20,7 @@ BASELINE = "TorchRec, hashed, fp32"
 
 
 def contenders(batch_size: int, sizes: Sizes, ranks: Ranks) -> dict[str, Callable[[], Step]]:
-    """Returns what makes each contender's step, by name, the baseline first."""
+    """Returns the functions that build each contender's step, by name, the baseline first."""
 
     def stock(num_rows: int) -> Step:
         return torchrec(batch_size, ranks, True, num_rows, sizes.dim, TrainPipelineSparseDist)
@@ -47,7 +49,7 @@ def measure(results: Results, scale: Scale) -> None:
                         "contender": name,
                         "milliseconds": statistics.median(values) * 1e3,
                         "samples_per_second": size / statistics.median(values),
-                        "speed_ratio": statistics.median(b / a for a, b in zip(values, seconds[BASELINE], strict=True)),
+                        "speed_ratio": median_ratio(seconds[BASELINE], values),
                     }
                     for name, values in seconds.items()
                 )

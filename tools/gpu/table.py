@@ -68,11 +68,11 @@ COLUMNS: dict[str, Columns] = {
         "MB/s saved": lambda row: f"{row['num_bytes'] / row['save_seconds'] / 1e6:,.0f}",
     },
 }
-"""By part, the heads of its table and what stands under each in a row. Tests are counted instead."""
+"""By part, the headings of its table and the function of each cell. The part ``tests`` has counts instead."""
 
 
 def markdown(folder: Path, surroundings: Mapping[str, Any], dry: bool) -> str:
-    """Returns the results of all parts that were measured on this device with these versions."""
+    """Returns the results of all parts measured on this device with these versions."""
     contents = {name: read(folder / f"{name}.json") for name in PARTS}
     contents = {name: content for name, content in contents.items() if is_of(content, surroundings)}
     lines = [*_heading(surroundings, dry), ""]

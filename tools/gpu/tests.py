@@ -1,6 +1,6 @@
-"""The tests marked ``gpu``, each with its outcome; those that have passed are not run again.
+"""The tests marked ``gpu``, each with its outcome; passed tests are not run again.
 
-On a processor (``DISTEMBED_DRY_GPU=1``) those of ``tests/gpu`` are run: all others need a card.
+On a processor (``DISTEMBED_DRY_GPU=1``) only the tests of ``tests/gpu`` run: all other GPU tests need a GPU.
 """
 
 import os
@@ -18,15 +18,11 @@ _MARK = "mark.gpu"
 
 
 class TestsFailed(Exception):
-    """Some tests have failed; their rows say which."""
+    """Some tests have failed; their rows name them."""
 
 
 class _Recorder:
-    """Leaves out tests that have passed, and notes the outcome of each that is run.
-
-    Args:
-        results: Where rows go; those of tests that had not passed are removed.
-    """
+    """Deselects passed tests, and records the outcome of each test that runs; rows of other tests are removed."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
@@ -52,7 +48,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def files(scale: Scale) -> list[str]:
-    """Returns the files that have such tests; importing all others takes most of a minute."""
+    """Returns the files that have GPU tests; importing all test files takes most of a minute."""
     folder = ROOT / "tests"
     if scale.device == "cpu":
         return [str(folder / "gpu")]
@@ -67,12 +63,12 @@ def measure(results: Results, scale: Scale) -> None:
     """Runs the tests.
 
     Raises:
-        TestsFailed: Not all have passed or been skipped, or there are none.
+        TestsFailed: A test failed, or no test has passed.
     """
     if scale.device == "cpu":
         os.environ["DISTEMBED_DRY_GPU"] = "1"
     sys.path.insert(0, str(ROOT))
-    # The project's own settings but for those of plugins, which are not everywhere: no timeout, the driver has one.
+    # The project's settings without its plugins, which may be missing; the driver has a time limit.
     options = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     code = pytest.main([*options, "--rootdir", str(ROOT), *files(scale)], plugins=[_Recorder(results)])
     failed = [row["test"] for row in results.rows if row["outcome"] == "failed"]

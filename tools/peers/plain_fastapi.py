@@ -1,4 +1,4 @@
-"""A plain server of a trained run, as one writes it in an hour: FastAPI, and the model as it was trained.
+"""A plain FastAPI server of a trained run, as one writes it in an hour.
 
 python tools/peers/plain_fastapi.py RUN --port 8001
 """
@@ -22,7 +22,7 @@ class Rows(BaseModel):
 
 
 def make_app(run: str) -> FastAPI:
-    """Returns the application that serves a run."""
+    """Returns an application that serves a run."""
     model = distembed.load(run)
     app = FastAPI()
 

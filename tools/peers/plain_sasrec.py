@@ -1,8 +1,8 @@
-"""A plain SASRec on one device (Kang & McAuley 2018, section III), as the peer that this project's is held against.
+"""A plain SASRec on one device (Kang & McAuley 2018, section III), the peer of distembed's SASRec.
 
-Sequences are padded on the left to one length, as published code does; items are in one ``nn.Embedding``, whose row 0
-is the padding, and which is the output as well unless untied. Its two losses are the paper's, a binary one with one
-negative a target, and the cross-entropy of a softmax over all items, whose logits are made at once.
+Sequences are padded on the left to one length, as in published code. Items are in one ``nn.Embedding``, whose row 0 is
+the padding and which is also the output unless untied. The losses are the paper's binary loss with one negative a
+target, and the cross-entropy of a softmax over all items, with all logits at once.
 
 Shape letters: ``B`` sequences, ``L`` positions, ``D`` numbers of a vector, ``N`` items with the padding.
 """
@@ -17,19 +17,7 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The size of a model.
-
-    Attributes:
-        num_items: The number of items, the padding counted.
-        max_length: The most positions of a sequence.
-        embedding_dim: The numbers of an item's vector.
-        num_blocks: The number of blocks.
-        num_heads: The number of heads of attention.
-        feedforward_dim: The width of the layer within a block.
-        dropout: The probability with which numbers are dropped, in training.
-        tied: Whether the items' input vectors are the output's as well.
-        bias: Whether each item has an output bias.
-    """
+    """The size of a model; ``num_items`` includes the padding, and ``bias`` is each item's bias in the output."""
 
     num_items: int
     max_length: int = 50
@@ -46,7 +34,6 @@ class Block(nn.Module):
     """Self-attention and a feed-forward network, each with a norm before and a sum after it."""
 
     def __init__(self, size: Size) -> None:
-        """Makes a block of that size."""
         super().__init__()
         dim = size.embedding_dim
         self.num_heads, self.dropout = size.num_heads, size.dropout
@@ -62,12 +49,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(size.dropout)
 
     def forward(self, hidden: Float[Tensor, "B L D"], mask: Tensor) -> Float[Tensor, "B L D"]:
-        """Returns the block's outputs.
-
-        Args:
-            hidden: A vector a position.
-            mask: Whether the position of a row attends to that of a column, bool ``[B, 1, L, L]``.
-        """
+        """Returns the block's outputs; the mask (bool ``[B, 1, L, L]``) is whether row position attends to column."""
         projected = self.project(self.attention_norm(hidden))
         query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -77,10 +59,9 @@ class Block(nn.Module):
 
 
 class PlainSASRec(nn.Module):
-    """Self-attentive sequential recommendation: a vector of what comes next after each position."""
+    """Self-attentive sequential recommendation: a vector that predicts the next item after each position."""
 
     def __init__(self, size: Size) -> None:
-        """Makes a model of that size."""
         super().__init__()
         self.size = size
         self.items = nn.Embedding(size.num_items, size.embedding_dim, padding_idx=0)
@@ -94,11 +75,7 @@ class PlainSASRec(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, inputs: Int64[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
-        """Returns a vector of what comes next after each position.
-
-        Args:
-            inputs: Items in the order of time, 0 at the left of short sequences; at most ``max_length`` of them.
-        """
+        """Returns a vector for each position of at most ``max_length`` items, padded with 0 on the left."""
         length = inputs.shape[1]
         hidden = self.drop(self.items(inputs) + self.positions.weight[-length:])
         causal = torch.ones(length, length, dtype=torch.bool, device=inputs.device).tril()
@@ -109,18 +86,18 @@ class PlainSASRec(nn.Module):
         return self.norm(hidden)
 
     def scores(self, vectors: Float[Tensor, "rows D"]) -> Float[Tensor, "rows N"]:
-        """Returns the score of every item, with logits at once; the padding's is worthless."""
+        """Returns the score of every item; the padding's score has no meaning."""
         return functional.linear(vectors, self.outputs.weight, self.bias)
 
     def softmax_loss(self, inputs: Int64[Tensor, "B L"], targets: Int64[Tensor, "B L"]) -> Float[Tensor, ""]:
-        """Returns the mean cross-entropy of the softmax over all items; targets of 0 do not count."""
+        """Returns the mean cross-entropy of the softmax over all items, without targets of 0."""
         counted = targets != 0
         return functional.cross_entropy(self.scores(self(inputs)[counted]), targets[counted])
 
     def binary_loss(
         self, inputs: Int64[Tensor, "B L"], targets: Int64[Tensor, "B L"], negatives: Int64[Tensor, "B L"]
     ) -> Float[Tensor, ""]:
-        """Returns the mean binary loss of targets and as many negatives, the paper's equation 6."""
+        """Returns the mean binary loss of targets and one negative each, the paper's equation 6."""
         counted = targets != 0
         vectors = self(inputs)[counted]
         positive, negative = (self._score(vectors, items[counted]) for items in (targets, negatives))

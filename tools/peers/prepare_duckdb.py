@@ -1,7 +1,6 @@
-"""Criteo rows to training, validation and test files by duckdb, as a peer of ``distembed prepare``.
+"""Prepares Criteo rows by duckdb, as a peer of ``distembed prepare`` (``tools/bench_prepare.py``).
 
-The same work as in ``prepare_pyarrow.py``, but that the rows of a file come in any order, which is faster here. See
-``tools/bench_prepare.py``.
+It does the work of ``prepare_pyarrow.py``, but writes the rows of a file in any order, which is faster in duckdb.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Criteo rows to training, validation and test files by polars, as a peer of ``distembed prepare``.
+"""Prepares Criteo rows by polars, as a peer of ``distembed prepare`` (``tools/bench_prepare.py``).
 
-The same work as in ``prepare_pyarrow.py``, with all rows in memory. See ``tools/bench_prepare.py``.
+It does the work of ``prepare_pyarrow.py``.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("POLARS_MAX_THREADS", "2")
 
-import polars as pl  # noqa: E402  (it reads the number of threads when it is imported)
+import polars as pl  # noqa: E402  (polars reads the number of threads at import)
 
 DENSE = [f"I{i}" for i in range(1, 14)]
 CATEGORICAL = [f"C{i}" for i in range(1, 27)]

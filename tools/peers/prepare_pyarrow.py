@@ -1,8 +1,8 @@
-"""Criteo rows to training, validation and test files by PyArrow and NumPy, as a peer of ``distembed prepare``.
+"""Prepares Criteo rows by PyArrow and NumPy, as a peer of ``distembed prepare`` (``tools/bench_prepare.py``).
 
-It does the same work with all rows in memory: ids by frequency in the first 80% of the rows, 0 for missing values, 1
-for those seen once; log(1 + x) of integers. Malformed rows, checksums and bounds of memory are left out. See
-``tools/bench_prepare.py``.
+It writes training, validation and test files with all rows in memory: ids by frequency in the first 80% of the rows, 0
+for missing values, 1 for values that occur once, and log(1 + x) of integers. It handles no malformed rows and no memory
+limit, and writes no checksums.
 """
 
 import argparse

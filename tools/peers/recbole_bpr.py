@@ -1,6 +1,6 @@
-"""BPR of RecBole as a peer: trains an epoch for each line that it reads, and answers with its rows and seconds.
+"""RecBole's BPR as a peer: trains an epoch for each line of its input, and prints the rows and seconds of the epoch.
 
-It runs in an environment that has recbole==1.2.1, which is not that of distembed: see ``tools/bench_bpr.py``.
+It runs in a separate environment with recbole==1.2.1 (``tools/bench_bpr.py``).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from recbole.utils import get_model, get_trainer, init_seed
 def main() -> None:
     """Prepares the data as RecBole does by default, then trains epoch by epoch."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", help="folder of a dataset of RecBole's, such as ml-100k")
+    parser.add_argument("data", help="folder of a RecBole dataset, for example ml-100k")
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--dim", type=int, required=True)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""The reference DLRM on one device, after its description, as the peer that this project's is held against.
+"""The reference DLRM on one device, written after its description, as the peer of distembed's DLRM.
 
-Naumov et al. 2019 (arXiv 1906.00091), section 2: dense features go through a bottom network, every categorical feature
-through a table of its own, one feature after another; the dot products of all pairs of their vectors and the bottom
-network's vector go into a top network that ends in a sigmoid. Its tables are quotient-remainder ones (Shi et al., KDD
-2020, algorithm 2). All of it is fp32 and eager, in one process. The optimizer that it is trained by unless told
-otherwise is SGD with sparse gradients for the tables (``torch.optim.SGD``); ``torch.optim.Adagrad`` takes them too.
+Naumov et al. 2019 (arXiv 1906.00091), section 2: a bottom network maps dense features to a vector, and a table for each
+categorical feature maps ids to a vector, one feature after another. The dot products of all pairs of vectors, and the
+bottom network's vector, go into a top network that ends in a sigmoid. Tables are quotient-remainder tables (Shi et al.,
+KDD 2020, algorithm 2). The model is fp32, eager and in one process. Its default optimizer is ``torch.optim.SGD`` with
+sparse gradients for the tables; ``torch.optim.Adagrad`` takes sparse gradients too.
 
-Shape letters: ``B`` rows, ``D`` numbers of a vector, ``V`` vectors of a row: one a feature, and the bottom network's.
+Shape letters: ``B`` rows, ``D`` numbers of a vector.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class Size:
     """The size of a model.
 
     Attributes:
-        num_ids: The number of ids of each categorical feature.
-        collisions: The number of rows of a small table, which is the number of ids that share a row of the large one.
-        embedding_dim: The numbers of a vector, D.
-        num_dense: The number of dense features.
-        bottom: The hidden sizes of the bottom network, whose output has D numbers.
-        top: The hidden sizes of the top network, whose output is one probability.
+        num_ids: Number of ids of each categorical feature.
+        collisions: Number of rows of the small table, and number of ids that share a row of the large table.
+        embedding_dim: Numbers of a vector, D.
+        num_dense: Number of dense features.
+        bottom: Hidden sizes of the bottom network.
+        top: Hidden sizes of the top network.
     """
 
     num_ids: Sequence[int]
@@ -42,14 +42,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A batch.
-
-    Attributes:
-        dense: The dense features.
-        offsets: Where each row's bag begins among the ids of a feature, a tensor a feature.
-        ids: The ids of all bags, one after another, a tensor a feature.
-        labels: 1 for a click, otherwise 0.
-    """
+    """A batch; ``offsets`` and ``ids`` have a tensor for each feature: the starts of the rows' bags, and their ids."""
 
     dense: Float[Tensor, "B dense"]
     offsets: Sequence[Int64[Tensor, " B"]]
@@ -58,16 +51,11 @@ class Rows:
 
 
 class QuotientRemainderBag(nn.Module):
-    r"""Two bags of torch's own, whose outputs are multiplied.
+    r"""The product of two ``nn.EmbeddingBag``.
 
-    An id ``x`` picks row ``x \ collisions`` of the large table and row ``x mod collisions`` of the small one. Bags of
-    several ids are summed in each table before the product, as in the reference; only for bags of one id is that the
-    sum of the ids' products.
-
-    Args:
-        num_ids: The number of ids.
-        collisions: The number of rows of the small table.
-        embedding_dim: The numbers of a vector.
+    An id ``x`` has row ``x \ collisions`` of the large table and row ``x mod collisions`` of the small table. As in the
+    reference, bags are summed in each table before the product. Only for bags of one id this equals the sum of the ids'
+    products.
     """
 
     def __init__(self, num_ids: int, collisions: int, embedding_dim: int) -> None:
@@ -77,7 +65,7 @@ class QuotientRemainderBag(nn.Module):
             nn.EmbeddingBag(num_rows, embedding_dim, mode="sum", sparse=True)
             for num_rows in (-(-num_ids // collisions), collisions)
         )
-        for table in (self.quotients, self.remainders):  # about 1, as products of small numbers would vanish
+        for table in (self.quotients, self.remainders):  # near 1: products of small numbers would vanish
             nn.init.uniform_(table.weight, num_ids**-0.5, 1.0)
 
     def forward(self, ids: Int64[Tensor, " ids"], offsets: Int64[Tensor, " B"]) -> Float[Tensor, "B D"]:
@@ -88,7 +76,7 @@ class QuotientRemainderBag(nn.Module):
 
 
 def _network(sizes: Sequence[int], last: nn.Module) -> nn.Sequential:
-    """Returns linear layers of these sizes, each with a ReLU after it but for the last, which has ``last``."""
+    """Returns linear layers of these sizes, with a ReLU after each, and ``last`` after the last layer."""
     layers: list[nn.Module] = []
     for num_in, num_out in itertools.pairwise(sizes):
         layers += [nn.Linear(num_in, num_out), nn.ReLU()]
@@ -99,7 +87,6 @@ class ReferenceDLRM(nn.Module):
     """Maps dense features and bags of ids to the probability of a click."""
 
     def __init__(self, size: Size) -> None:
-        """Makes a model of that size."""
         super().__init__()
         dim = size.embedding_dim
         self.bags = nn.ModuleList(QuotientRemainderBag(num_ids, size.collisions, dim) for num_ids in size.num_ids)
