@@ -16,6 +16,7 @@ with a second thread. RecBole's Adam updates all rows of its tables; distembed's
 On a busy machine use the ratio by processor time, which counts all threads.
 """
 
+import argparse
 import json
 import statistics
 import subprocess

@@ -15,8 +15,7 @@ from functools import partial
 
 import torch
 from bench_commands import bench_parser, write_output
-from bench_common import Step, surroundings
-from bench_processes import take_turns_in_processes
+from bench_common import Step, surroundings, take_turns_in_processes
 from rich.console import Console
 from rich.table import Table
 from torch import nn

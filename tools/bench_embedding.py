@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,18 +224,6 @@ def copy_bytes_per_second(device: torch.device = CPU, num_bytes: int = 2**28) ->
     return 2 * num_bytes / min(seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The result of one contender at one batch size and bag; ``ratio`` is the median of the ratios of each round."""
-
-    contender: str
-    batch_size: int
-    bag: int
-    milliseconds: float
-    ratio: float
-    ratio_to_floor: float
-
-
 def main() -> None:
     """Measures every contender and prints a table."""
     parser = bench_parser(__doc__)
@@ -246,7 +235,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="optimizer of the tables")
     options = parser.parse_args()
     chosen = {name: c for name, c in contenders(options.optimizer).items() if name == BASELINE or options.only in name}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
     with process_group("cpu"):
         bandwidth = copy_bytes_per_second()
         for batch_size in options.batch_sizes:
@@ -259,14 +249,13 @@ def main() -> None:
                     floor = bytes_moved(chosen[name], batches[0], batch_size, options.optimizer) / bandwidth
                     ratio = median_ratio(values, seconds[BASELINE])
                     middle = statistics.median(values)
-                    rows.append(Row(name, batch_size, bag, middle * 1000, ratio, middle / floor))
-    table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
-    for row in rows:
-        times = f"{row.milliseconds:.3f}", f"{row.ratio:.2f}x", f"{row.ratio_to_floor:.1f}x"
-        table.add_row(row.contender, str(row.batch_size), str(row.bag), *times)
+                    row = {"contender": name, "batch_size": batch_size, "bag": bag, "milliseconds": middle * 1000}
+                    rows.append({**row, "ratio": ratio, "ratio_to_floor": middle / floor})
+                    times = f"{middle * 1000:.3f}", f"{ratio:.2f}x", f"{middle / floor:.1f}x"
+                    table.add_row(name, str(batch_size), str(bag), *times)
     Console(width=110).print(table)
     print(f"{torch.get_num_threads()} threads, copies at {bandwidth / 1e9:.1f} GB/s read and written")
-    write_output(options, [dataclasses.asdict(row) for row in rows])
+    write_output(options, rows)
 
 
 if __name__ == "__main__":

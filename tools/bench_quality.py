@@ -9,7 +9,6 @@ Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``con
 configs in ``configs/criteo_sample/``, one a scheme.
 """
 
-import dataclasses
 import json
 import statistics
 import tempfile
@@ -72,22 +71,6 @@ VARIANTS: dict[str, Variant] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The results of one variant on the test split: means and standard deviations over seeds, and values by seed."""
-
-    variant: str
-    seeds: int
-    parameters: int
-    embedding_parameters: int
-    auc: float
-    auc_deviation: float
-    logloss: float
-    logloss_deviation: float
-    auc_of_seed: list[float]
-    logloss_of_seed: list[float]
-
-
 def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
     """Trains with one seed, and returns the run's record and evaluation."""
     config, settings, missing = VARIANTS[variant]
@@ -97,21 +80,14 @@ def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]
     return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
 
 
-def summarise(variant: str, runs: list[dict[str, Any]]) -> Row:
-    """Returns means and standard deviations over the seeds' runs."""
-    aucs, loglosses = ([run[key] for run in runs] for key in ("auc", "logloss"))
-    return Row(
-        variant=variant,
-        seeds=len(runs),
-        parameters=runs[0]["parameters"],
-        embedding_parameters=runs[0]["embedding_parameters"],
-        auc=statistics.mean(aucs),
-        auc_deviation=deviation(aucs),
-        logloss=statistics.mean(loglosses),
-        logloss_deviation=deviation(loglosses),
-        auc_of_seed=aucs,
-        logloss_of_seed=loglosses,
-    )
+def summarise(variant: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the results of one variant: means and standard deviations over seeds, and values by seed."""
+    row = {"variant": variant, "seeds": len(runs), "parameters": runs[0]["parameters"]}
+    row |= {"embedding_parameters": runs[0]["embedding_parameters"]}
+    by_metric = {key: [run[key] for run in runs] for key in ("auc", "logloss")}
+    for key, values in by_metric.items():
+        row |= {key: statistics.mean(values), f"{key}_deviation": deviation(values)}
+    return row | {f"{key}_of_seed": values for key, values in by_metric.items()}
 
 
 def main() -> None:
@@ -135,12 +111,11 @@ def main() -> None:
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")
     for row in rows:
-        metrics = map(mean_and_deviation, (row.auc_of_seed, row.logloss_of_seed))
-        table.add_row(row.variant, f"{row.parameters:,}", f"{row.embedding_parameters:,}", *metrics)
+        metrics = map(mean_and_deviation, (row["auc_of_seed"], row["logloss_of_seed"]))
+        table.add_row(row["variant"], f"{row['parameters']:,}", f"{row['embedding_parameters']:,}", *metrics)
     Console(width=120).print(table)
-    values = [dataclasses.asdict(row) for row in rows]
-    print(json.dumps(values, indent=2))
-    write_output(options, values)
+    print(json.dumps(rows, indent=2))
+    write_output(options, rows)
 
 
 if __name__ == "__main__":

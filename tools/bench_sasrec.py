@@ -25,8 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from bench_commands import bench_parser, median_ratio, write_output
-from bench_common import Step, surroundings
-from bench_processes import take_turns_in_processes
+from bench_common import Step, surroundings, take_turns_in_processes
 from peers.plain_sasrec import PlainSASRec, Size
 from rich.console import Console
 from rich.table import Table

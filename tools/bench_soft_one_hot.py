@@ -9,11 +9,11 @@ A step's time is processor time over all threads, so that other work on the mach
 median over rounds of a contender's time to the bottom network's time.
 """
 
-import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from bench_commands import bench_parser, median_ratio, write_output
@@ -30,18 +30,6 @@ from distembed.training.config import Config
 from distembed.training.train_config import TrainConfig
 
 BASELINE = "bottom"
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The result of one contender: medians over rounds."""
-
-    dense: str
-    precision: str
-    batch_size: int
-    bins: int
-    milliseconds: float
-    ratio_to_bottom: float
 
 
 def make_step(dense: str, bins: int, batch_size: int, precision: str, ranks: Ranks) -> Step:
@@ -74,7 +62,8 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=SoftOneHotConfig().bins)
     parser.add_argument("--rounds", type=int, default=100)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    table = Table("dense", "precision", "batch", "bins", "ms of the processor", "to bottom")
     with process_group("cpu") as ranks:
         for batch_size in options.batch_sizes:
             for precision in ("fp32", "bf16"):
@@ -85,13 +74,11 @@ def main() -> None:
                 for dense, seconds in (measured := measure(steps, options.rounds)).items():
                     ratio = median_ratio(seconds, measured[BASELINE])
                     milliseconds = 1000 * statistics.median(seconds)
-                    rows.append(Row(dense, precision, batch_size, options.bins, milliseconds, ratio))
-    table = Table("dense", "precision", "batch", "bins", "ms of the processor", "to bottom")
-    for row in rows:
-        times = f"{row.milliseconds:.1f}", f"{row.ratio_to_bottom:.3f}x"
-        table.add_row(row.dense, row.precision, str(row.batch_size), str(row.bins), *times)
+                    row = {"dense": dense, "precision": precision, "batch_size": batch_size, "bins": options.bins}
+                    rows.append({**row, "milliseconds": milliseconds, "ratio_to_bottom": ratio})
+                    table.add_row(*map(str, row.values()), f"{milliseconds:.1f}", f"{ratio:.3f}x")
     Console(width=110).print(table)
-    result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
+    result = {**surroundings(torch.device("cpu")), "rows": rows}
     print(json.dumps(result))
     write_output(options, result)
 

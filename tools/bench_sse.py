@@ -7,7 +7,6 @@ replacements neighbours::
     python tools/bench_sse.py --output bench_sse.json
 """
 
-import dataclasses
 import statistics
 import time
 
@@ -24,19 +23,6 @@ from distembed.graph import Graph
 from distembed.sse import SSE, FeaturePerturbation
 
 _RESERVED = (0, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The result of one setting: means over steps in milliseconds, and the replacement's share of a step."""
-
-    rule: str
-    p0: float
-    batch_size: int
-    precision: str
-    replacement_ms: float
-    step_ms: float
-    share: float
 
 
 class Stopwatch:
@@ -70,8 +56,8 @@ def random_graph(num_edges: int, num_ids: int = NUM_IDS) -> Graph:
     return Graph.from_edges(num_ids, ends[0], ends[1])
 
 
-def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> Measured:
-    """Takes steps of a new model, and measures them and the replacement within them."""
+def measure(rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> tuple[float, float]:
+    """Trains a new model; returns the mean seconds of the replacement within a step and of the step."""
     _, state = build_ours(batch_size, ranks, precision, sse=dict.fromkeys(NAMES, rule))
     (perturbation,) = [module for module in state.model.modules() if isinstance(module, FeaturePerturbation)]
     watch = Stopwatch(perturbation)
@@ -83,8 +69,7 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, r
         wait_for(ranks.device)
         seconds.append(time.perf_counter() - started)
     warm = steps // 5
-    replacement, step = statistics.mean(watch.seconds[warm:steps]), statistics.mean(seconds[warm:])
-    return Measured(name, rule.p0, batch_size, precision, replacement * 1e3, step * 1e3, replacement / step)
+    return statistics.mean(watch.seconds[warm:steps]), statistics.mean(seconds[warm:])
 
 
 def main() -> None:
@@ -104,13 +89,14 @@ def main() -> None:
                 for p0 in options.p0:
                     for name, rule in rules(p0, graph).items():
                         steps = max(25, round(options.seconds * 40_000 / batch_size))
-                        result = measure(name, rule, batch_size, precision, steps, ranks)
-                        results.append(result)
-                        times = f"{result.replacement_ms:.3f}", f"{result.step_ms:.2f}", f"{result.share:.2%}"
+                        replacement, step = measure(rule, batch_size, precision, steps, ranks)
+                        result = {"rule": name, "p0": p0, "batch_size": batch_size, "precision": precision}
+                        result |= {"replacement_ms": replacement * 1e3, "step_ms": step * 1e3}
+                        results.append({**result, "share": replacement / step})
+                        times = f"{replacement * 1e3:.3f}", f"{step * 1e3:.2f}", f"{replacement / step:.2%}"
                         table.add_row(str(batch_size), precision, name, str(p0), *times)
         Console(width=120).print(table)
-        values = {**surroundings(ranks.device), "results": [dataclasses.asdict(result) for result in results]}
-        write_output(options, values)
+        write_output(options, {**surroundings(ranks.device), "results": results})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# From nothing to a comparison of compressed embedding tables: installs, prepares data, trains the same DLRM with
-# full, hashed and quotient-remainder tables (at 4 collisions), and compares them.
+# Installs distembed, prepares data, trains a DLRM with full, hashed and quotient-remainder tables (at 4 collisions),
+# and compares the runs.
 #
-#   tools/quickstart.sh               on made-up rows in Criteo's format
-#   tools/quickstart.sh TSV...        on your Criteo rows: files (plain or .gz) in the order of time, or folders of them
+#   tools/quickstart.sh               on synthetic rows in Criteo's format
+#   tools/quickstart.sh TSV...        on your Criteo rows: files (plain or .gz) in the order of time, or folders
 #
-# DISTEMBED_QUICKSTART_DIR=FOLDER   where everything is written (default: quickstart/ in this project)
-# DISTEMBED_QUICKSTART_ROWS=N       how many rows to make up (default: 500000)
-# DISTEMBED_TRIO=2.11               on another tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
+# DISTEMBED_QUICKSTART_DIR=FOLDER   folder of all outputs (default: quickstart/ in this project)
+# DISTEMBED_QUICKSTART_ROWS=N       number of synthetic rows (default: 500000)
+# DISTEMBED_TRIO=2.11               another tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
 #
-# Every command is shown before it runs. Running this again replaces what it made.
+# It prints each command before running it. A second call replaces the outputs of the first.
 set -euo pipefail
 
 inputs=()
@@ -36,7 +36,7 @@ if ((${#inputs[@]})); then
 else
     output+=/synthetic
     mkdir -p "$output"
-    say "Making up rows in Criteo's format: skewed ids, a planted signal, an order of time"
+    say "Synthesizing rows in Criteo's format: skewed ids, a planted signal, an order of time"
     inputs=("$output/raw.tsv")
     distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-500000}" --seed 0 --overwrite
 fi
@@ -55,7 +55,7 @@ say "Training with full tables: a row for every id"
 train full embedding.default.partition=naive
 say "Training with hashed tables: 4 ids share a row and cannot be told apart"
 train hashed embedding.default.partition=remainder embedding.default.collisions=4
-say "Training with quotient-remainder tables: as few rows, and every id keeps a vector of its own"
+say "Training with quotient-remainder tables: as few rows, and every id keeps its own vector"
 train quotient_remainder embedding.default.partition=quotient_remainder embedding.default.collisions=4
 
 say "Comparing the runs"

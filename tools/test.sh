@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Installs what the tests need, checks format, lint, types and floors, and runs the tests.
+# Installs the tests' packages, checks format, lint, types and the layers of imports, and runs the tests.
 #
-#   tools/test.sh                            everything but the tests marked slow or slurm
+#   tools/test.sh                            all tests except those marked slow or slurm
 #   tools/test.sh tests/data -k reader -x    only pytest, with these arguments
-#   tools/test.sh --changed [COMMIT]         the tests that a change touches: everything since main, or since COMMIT
-#   tools/test.sh -m slow                    the slow ones
-#   DISTEMBED_TRIO=2.11 tools/test.sh        on the other tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
+#   tools/test.sh --changed [COMMIT]         the tests affected by the changes since main, or since COMMIT
+#   tools/test.sh -m slow                    the slow tests
+#   DISTEMBED_TRIO=2.11 tools/test.sh        another tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
 #
-# DISTEMBED_CRITEO_SAMPLE=FILE   real Criteo rows (TSV, plain or .gz); tests that need them are skipped without it.
-# DISTEMBED_MOVIELENS_MF=FOLDER  the MovieLens-1M files of SSE's authors; and so for DISTEMBED_BEAUTY, Amazon Beauty.
-# DISTEMBED_RECBOLE=FOLDER       ml-100k of the wheel of RecBole, where the set-up does not have it.
-#                                Unset, the data beside the checkout are taken where there are some; empty, none.
+# DISTEMBED_CRITEO_SAMPLE=FILE   real Criteo rows (TSV, plain or .gz); without the file, tests of real rows are skipped.
+# DISTEMBED_MOVIELENS_MF=FOLDER  the MovieLens-1M files of SSE's authors.
+# DISTEMBED_BEAUTY=FOLDER        the Amazon Beauty files.
+# DISTEMBED_RECBOLE=FOLDER       ml-100k of RecBole's wheel, if tools/setup.sh has not installed the wheel.
+#                                If a variable is unset, data in ../shared/data are used; an empty variable skips.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/setup.sh test
 
 # One thread a worker: the workers share the cores already.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# The set-up's bytecode lies beside the modules, where no prefix leads away from it. Of modules that have changed since,
-# bytecode is kept even where that is switched off: each process that a test starts would compile them anew.
+# Reads and writes bytecode next to the modules, where tools/setup.sh has compiled it: otherwise each process that a
+# test starts would compile changed modules again.
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
 sample=../shared/data/criteo_kaggle_110k.tsv.gz
 if [[ -z ${DISTEMBED_CRITEO_SAMPLE+set} && -f $sample ]]; then
@@ -43,11 +44,11 @@ check() {
 if (($# == 0)); then
     check ruff format --check .
     check ruff check .
-    # By the grammar of this Python, which the stubs of packages installed for it may be written in.
+    # With the grammar of this Python, which the stubs of installed packages may need.
     check mypy --python-version "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     check lint-imports
 fi
-# A worker without work takes over what waits for the other: tests take from milliseconds to a minute.
+# worksteal: a worker without work takes over waiting tests, which take from milliseconds to a minute.
 check python -m pytest -n 2 --dist worksteal "$@"
 
 if ((${#failed[@]})); then

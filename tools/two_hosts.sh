@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Two hosts on one Linux machine, with a network between them that is as slow as one likes, to see what goes over it.
+# Creates two hosts on one Linux machine, with a network of limited speed between them.
 #
-#   tools/two_hosts.sh up                     makes them; does nothing where they are up already
-#   tools/two_hosts.sh limit 1gbit            what each of them sends at most, in tc's units; `limit none` ends that
+#   tools/two_hosts.sh up                     creates the hosts, unless they are up already
+#   tools/two_hosts.sh limit 1gbit            limits the rate of each host, in tc's units; `limit none` removes it
 #   tools/two_hosts.sh exec 1 COMMAND ...     runs a command on the first host, in this folder and with this environment
-#   tools/two_hosts.sh down                   ends what runs on them and removes all that `up` has made
+#   tools/two_hosts.sh down                   kills the hosts' processes and removes everything that `up` has created
 #
-# TWO_HOSTS_NAME=twohost       they are twohost1 and twohost2, to each other and to themselves; at most 14 characters
-# TWO_HOSTS_SUBNET=10.78.0     their addresses are 10.78.0.1 and .2; this machine is .254 and reaches both
+# TWO_HOSTS_NAME=twohost       the hosts' names are twohost1 and twohost2; at most 14 characters
+# TWO_HOSTS_SUBNET=10.78.0     the hosts' addresses are 10.78.0.1 and .2; this machine is .254 and reaches both
 #
-# A host is a network namespace with an own eth0, loopback, /etc/hosts and name; files, users and processes are this
-# machine's. Each eth0 is a veth on a bridge of this machine, called TWO_HOSTS_NAME. With another name and subnet a
-# second pair can be up; what this script has not made itself it neither takes nor removes.
-# Exit code 3: it cannot run on this machine, and it says why.
+# A host is a network namespace with its own eth0, loopback, /etc/hosts and name; files, users and processes are this
+# machine's. Each eth0 is a veth on a bridge of this machine, called TWO_HOSTS_NAME. A second pair needs another name
+# and subnet. The script neither uses nor removes anything that it has not created.
+# Exit code 3: it cannot run on this machine; the message gives the reason.
 set -euo pipefail
 
 readonly NAME=${TWO_HOSTS_NAME:-twohost} SUBNET=${TWO_HOSTS_SUBNET:-10.78.0}
 readonly HOSTS=(1 2)
-readonly FILES=/etc/netns           # `ip netns exec` lays a host's files in this folder over those in /etc
+readonly FILES=/etc/netns           # `ip netns exec` mounts a host's files in this folder over /etc
 readonly MARK='# two_hosts.sh made' # first words of its /etc/hosts: a host without them is not ours
 export PATH=$PATH:/usr/sbin:/sbin
 
@@ -59,7 +59,7 @@ is_up() {
     for i in "${HOSTS[@]}"; do
         host=$NAME$i
         has_namespace "$host" && is_ours "$host" || return 1
-        [[ -n $(ip -n "$host" link show dev lo up) ]] || return 1 # it goes up last
+        [[ -n $(ip -n "$host" link show dev lo up) ]] || return 1 # make_host brings lo up last
     done
 }
 require_up() { is_up || fail "the hosts $NAME* are not up.  Start them:  $0 up"; }
@@ -102,7 +102,7 @@ make_host() {
 }
 make() {
     local i
-    for i in "${HOSTS[@]}"; do write_hosts_file "$NAME$i"; done # first: by it all the rest is known to be ours
+    for i in "${HOSTS[@]}"; do write_hosts_file "$NAME$i"; done # first: this file marks everything else as ours
     ip link add "$NAME" type bridge || cannot "no bridge can be made: the kernel lacks it, or a container forbids it."
     ip addr add "$SUBNET.254/24" dev "$NAME"
     ip link set "$NAME" up
@@ -115,7 +115,7 @@ up() {
             fail "the hosts $NAME* are up already, on another subnet. Take them down first:  $0 down"
     else
         refuse_what_is_not_ours
-        remove # what was interrupted half-way, or is left of a machine that was switched off
+        remove # parts of an interrupted `up`, or files left after a reboot
         refuse_taken_subnet
         trap remove EXIT
         make
@@ -130,10 +130,10 @@ limit() {
     require_up
     for i in "${HOSTS[@]}"; do
         if [[ $rate == none ]]; then
-            # There is nothing to delete where there is no limit.
+            # tc fails if there is no limit.
             tc -n "$NAME$i" qdisc del dev eth0 root 2>/dev/null || true
         else
-            # The burst must hold what goes out between two ticks of the clock.
+            # The burst must hold the bytes sent between two clock ticks.
             tc -n "$NAME$i" qdisc replace dev eth0 root tbf rate "$rate" burst 256kb latency 400ms ||
                 fail "tc takes no rate '$rate'; rates are numbers with a unit, such as 1gbit or 100mbit."
         fi
@@ -145,7 +145,7 @@ run() {
     [[ " ${HOSTS[*]} " == *" $i "* && $# -ge 2 ]] || fail "exec takes the number of a host (${HOSTS[*]}) and a command."
     shift
     require_up
-    # shellcheck disable=SC2016 # the inner shell reads them
+    # shellcheck disable=SC2016 # the inner shell expands the variables
     exec ip netns exec "$NAME$i" unshare --uts \
         bash -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' "$NAME$i" "$@"
 }
@@ -153,24 +153,24 @@ run() {
 end_processes() {
     local pids
     pids=$(ip netns pids "$1" 2>/dev/null) || true
-    # shellcheck disable=SC2086 # several numbers
+    # shellcheck disable=SC2086 # several process ids
     [[ -z $pids ]] || kill -KILL $pids 2>/dev/null || true
 }
 remove() {
     local i host
-    # By the first host's mark, which is removed last of all that concerns it: an interrupted `down` can be repeated.
+    # The mark of a host is removed last, so that an interrupted `down` can be repeated.
     ! is_ours "${NAME}1" || ! has_link "$NAME" || ip link del "$NAME"
     for i in "${HOSTS[@]}"; do
         host=$NAME$i
         is_ours "$host" || continue
         if has_namespace "$host"; then end_processes "$host"; fi
-        # Not left to the namespace's end, which comes some time after it has been deleted.
+        # Removed by hand, because a deleted namespace frees its devices only some time later.
         ! has_link "$host" || ip link del "$host"
         ! has_namespace "$host" || ip netns del "$host"
         rm "$FILES/$host/hosts"
         rmdir "$FILES/$host"
     done
-    rmdir "$FILES" 2>/dev/null || true # others' hosts may have files there
+    rmdir "$FILES" 2>/dev/null || true # it may hold the files of other hosts
 }
 down() {
     remove
