@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_told_before_the_work(
     suffix, arguments = COMMANDS[name]
     output = place(tmp_path, kind, suffix)
     for work in (
-        "distembed.training.inference.load_run",
+        "distembed.training.inference.open_run",
         "distembed.training.materialise.load_weights",
         "distembed.reports.report.RunRecord.read",
         "distembed.reports.plan.run_plan.report_capacity",

@@ -140,7 +140,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class _RunOptions:
     """The training run to cost."""
 
     rows: Annotated[
@@ -194,7 +194,7 @@ def plan_command(
     *,
     cluster: ClusterOptions,
     own: ModelOptions,
-    run: RunOptions,
+    run: _RunOptions,
     files: FileOptions,
     smallest: Annotated[
         bool,

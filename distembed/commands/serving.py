@@ -62,9 +62,9 @@ def predict_command(
     found = find_run_for_rows(run, data, checkpoint)
     request.require_usable(found.manifest, output)
     from distembed.serving.raw_predictions import RawScoring
-    from distembed.training.inference import load_run
+    from distembed.training.inference import open_run
 
-    with load_run(found) as loaded:
+    with open_run(found) as loaded:
         if loaded.ranks.is_first:
             note(seen_items_note(found))
         scoring = RawScoring.of_run(loaded, found, raw_values=not ids)
@@ -86,9 +86,9 @@ def _predict_split(run: Path, output: Path, split: str, data: str | None, checkp
     from distembed.training.trained_run import find_trained_run
 
     found = find_trained_run(run, data, split, checkpoint)
-    from distembed.training.inference import load_run, predict_split
+    from distembed.training.inference import open_run, predict_split
 
-    with load_run(found) as loaded:
+    with open_run(found) as loaded:
         num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks, raw_values=not ids)
         if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")

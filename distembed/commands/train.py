@@ -92,9 +92,9 @@ def evaluate_command(
     from distembed.training.trained_run import find_trained_run
 
     found = find_trained_run(run, data, split, checkpoint)
-    from distembed.training.inference import describe_metrics, evaluate_split, load_run
+    from distembed.training.inference import describe_metrics, evaluate_split, open_run
 
-    with load_run(found) as loaded:
+    with open_run(found) as loaded:
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
@@ -114,8 +114,7 @@ def materialise_command(
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
     from distembed.base.files import require_folder
-    from distembed.training.id_file import id_column
-    from distembed.training.trained_run import find_trained_run
+    from distembed.training.trained_run import find_trained_run, id_column
 
     require_folder("--output", output)
     found = find_trained_run(run, data, checkpoint=checkpoint)

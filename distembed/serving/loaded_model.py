@@ -38,7 +38,7 @@ from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, bad_rows,
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.config import Config
 from distembed.training.describe import describe
-from distembed.training.evaluation import EVALUATION_BATCH_SIZE
+from distembed.training.inference import EVALUATION_BATCH_SIZE
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import TrainedRun, find_trained_run
 

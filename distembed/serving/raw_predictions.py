@@ -36,8 +36,7 @@ from distembed.data.reader.reader import Prefetcher
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
 from distembed.serving.requests import unknown_columns
 from distembed.training.build import TrainingState
-from distembed.training.evaluation import EVALUATION_BATCH_SIZE, score
-from distembed.training.inference import LoadedRun, gather_outputs
+from distembed.training.inference import EVALUATION_BATCH_SIZE, LoadedRun, gather_outputs, score_prepared
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
@@ -99,13 +98,13 @@ class RawScoring:
         opened: list[RawInputs] = []
         collectives.on_first(lambda: opened.append(self._with_free_keys(make_inputs())))
         if not self.ranks.is_first:
-            for outputs in score(self.state, self._batches(_Feed(collectives))):
+            for outputs in score_prepared(self.state, self._batches(_Feed(collectives))):
                 gather_outputs(outputs, self.ranks)
             return None
         with ExitStack() as resources:
             lines = resources.enter_context(_Lines.written_to(output, self.columns, opened[0].keys))
             steps = resources.enter_context(closing(Prefetcher(_Steps(opened[0], self.ranks.world_size), _STEPS_AHEAD)))
-            for outputs in score(self.state, self._batches(_Feed(collectives, steps, lines))):
+            for outputs in score_prepared(self.state, self._batches(_Feed(collectives, steps, lines))):
                 rows = gather_outputs(outputs, self.ranks)
                 lines.add_predictions([self.columns.table(self.state.task.predictions(own)) for own in rows])
             lines.finish()

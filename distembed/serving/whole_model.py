@@ -25,7 +25,7 @@ from distembed.data.reader.batch import Batch
 from distembed.tasks import Task
 from distembed.training.build import Blueprint
 from distembed.training.config import Config
-from distembed.training.newest import read_newest
+from distembed.training.inference import read_newest
 from distembed.training.pipeline import TaskModel
 from distembed.training.trained_run import TrainedRun
 

@@ -187,11 +187,7 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:
-    """Returns the config of nested plain values.
-
-    Args:
-        values: The sections of the config, by name.
-        source: Where the values are from, for the error.
+    """Returns the config of nested plain values; ``source`` names their place in errors.
 
     Raises:
         UserError: A plugin cannot be imported, or the values are wrong; the error lists every mistake.

@@ -1,24 +1,141 @@
-"""Loads the model of a run from its newest checkpoint, to evaluate it on a split or to predict the rows of one."""
+"""Runs the model of a trained run over the rows of a split once, on all ranks: to evaluate them or to predict them.
+
+Each rank decodes and scores consecutive rows (:mod:`distembed.data.reader.order`), so that the ranks' rows, one rank
+after the other, are in the order of the split. A run that still trains may remove the checkpoint while it is read.
+"""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.files import whole_file
-from distembed.base.ranks import Ranks, process_group
+from distembed.base.ranks import Collectives, Ranks, process_group
 from distembed.checkpoints import load_checkpoint
+from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.reader import Batch, read_share
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import Config
-from distembed.training.evaluation import score_batches, score_split
-from distembed.training.newest import read_newest
+from distembed.training.pipeline import prepared_batch
 from distembed.training.prediction_columns import PredictionColumns, RankOrder, recommended_values
+from distembed.training.resume import find_checkpoint
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
+
+T = TypeVar("T")
+_TRIES = 5
+
+
+def read_newest(
+    run_dir: Path,
+    config: Config,
+    read: Callable[[str], T],
+    collectives: Collectives | None = None,
+    choice: str | None = None,
+) -> T:
+    """Returns the result of ``read``, called with the path or URL of a run's checkpoint on all ranks.
+
+    The checkpoint is the best where the run keeps it, else the newest, or the ``choice``. If the run removes it while
+    it is read, the best or newest one by then is read.
+
+    Raises:
+        UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.
+    """
+    collectives = collectives or Collectives()
+    for _ in range(_TRIES):
+        checkpoint = collectives.on_first(lambda: find_checkpoint(run_dir, config, choice))
+        failure: UserError | RunError | None = None
+        try:
+            returned = read(checkpoint)
+        except DamagedCheckpoint as error:
+            failure = UserError(f"{error} `distembed train --resume` sets it aside and goes on from the one before.")
+        except (UserError, RunError) as error:
+            failure = error
+        if not any(collectives.gather(failure is not None)):
+            return returned
+        removed = collectives.on_first(lambda path=checkpoint: is_removed(path))  # type: ignore[misc]
+        if not removed:
+            raise failure or UserError(f"{checkpoint} could not be read by another rank.")
+    raise removed_meanwhile(checkpoint)
+
+
+def is_removed(checkpoint: str) -> bool:
+    """Returns whether a checkpoint that was whole is so no longer.
+
+    Raises:
+        UserError: The place cannot be reached.
+    """
+    place, name = place_and_name(checkpoint)
+    with storage_errors(place):
+        return not CheckpointStore(place).is_whole(name)
+
+
+def removed_meanwhile(checkpoint: str) -> UserError:
+    """Returns the error of a checkpoint that its run has removed while it was read."""
+    return UserError(
+        f"{checkpoint} was removed while it was read, since its run trains on and keeps the newest ones only; try "
+        "again, wait for the run to end, or train with more train.keep_checkpoints."
+    )
+
+
+EVALUATION_BATCH_SIZE = 8192
+"""Rows of a batch on each rank; more than in training, since nothing is stored for a backward pass."""
+
+
+def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
+    """Returns the task's outputs of all rows of a split, in their order, by name; on ranks but 0 without rows.
+
+    All ranks call it.
+    """
+    outputs: dict[str, list[Tensor]] = {name: [] for name in state.task.outputs}
+    for batch_outputs in score_batches(state, dataset, split, ranks):
+        for name, values in batch_outputs.items():
+            outputs[name].append(values)
+    # every rank has part in every batch, be it without rows: a split without rows has no batches on any rank
+    rows = {name: torch.cat(values) if values else torch.empty(0) for name, values in outputs.items()}
+    return {name: ranks.gather_rows(values) for name, values in rows.items()}
+
+
+def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
+    """Yields the task's outputs of this rank's batches, which are equally many on every rank; all ranks call it."""
+    return score_prepared(state, _batches(state, dataset, split, ranks))
+
+
+def score_prepared(state: TrainingState, batches: Generator[Batch, None, None]) -> Iterator[Outputs]:
+    """Yields the task's outputs of batches that it has prepared, equally many on every rank; all ranks call it."""
+    was_training = state.model.training
+    state.model.eval()
+    try:
+        with torch.no_grad(), closing(batches):
+            for _, outputs in state.pipeline.outputs(batches):
+                yield {name: values.cpu() for name, values in outputs.items()}
+    finally:
+        state.model.train(was_training)
+
+
+def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Generator[Batch, None, None]:
+    """Yields this rank's batches of an evaluation: the task's own batches, or the rows of the split."""
+    own = state.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
+    if own is not None:
+        yield from own
+        return
+    for batch in read_share(
+        dataset,
+        split,
+        EVALUATION_BATCH_SIZE,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        decode_threads=state.decode_threads,
+    ):
+        yield prepared_batch(state.task, batch, None, ranks.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +149,7 @@ class LoadedRun:
 
 
 @contextmanager
-def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
+def open_run(run: TrainedRun) -> Iterator[LoadedRun]:
     """Loads a run within the block on the devices that there are, in a process group; all ranks call it.
 
     Raises:

@@ -17,9 +17,6 @@ class Interruption:
     Schedulers send SIGUSR1 before a time limit, if the job asks for it. Under ``torch.distributed.run`` one request
     arrives several times, from the terminal or the scheduler and from the launcher, so later signals are ignored there;
     the launcher kills processes that do not end. All ranks construct it.
-
-    Args:
-        ranks: This rank among all.
     """
 
     def __init__(self, ranks: Ranks) -> None:

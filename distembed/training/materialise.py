@@ -16,9 +16,9 @@ from distembed.embedding.modules import embedding_modules, table_configs, weight
 from distembed.models import ModelInputs
 from distembed.tasks import batch_schema
 from distembed.training.config import Config
-from distembed.training.id_file import id_column, read_ids
-from distembed.training.newest import is_removed, removed_meanwhile
+from distembed.training.inference import is_removed, removed_meanwhile
 from distembed.training.resume import find_checkpoint
+from distembed.training.trained_run import id_column, read_ids
 
 _FEW = 5
 

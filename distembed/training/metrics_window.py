@@ -1,9 +1,8 @@
-"""Collects the losses and the task's sums of the steps since the last line of training metrics.
+"""Collects the losses and the task's sums of the steps since the last line of training metrics, and shows the lines.
 
-Everything stays on the device, and the host waits for nothing, until the line is due.
-
-A checkpoint may be due between two lines. It keeps the window's contents (:meth:`MetricsWindow.tensors`), so that a
-resumed run prints the line that an uninterrupted run prints, to the bit.
+Everything stays on the device, and the host waits for nothing, until the line is due. A checkpoint between two lines
+keeps the window's contents (:meth:`MetricsWindow.tensors`), so that a resumed run prints the line that an uninterrupted
+run prints, to the bit.
 """
 
 import math
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from distembed.base.ranks import Ranks
@@ -105,7 +106,7 @@ class MetricsWindow:
 
         Args:
             values: The saved :meth:`values`.
-            tensors: The saved :meth:`tensors` of the ranks whose part this rank takes over, by name.
+            tensors: The saved :meth:`tensors` of the ranks that this rank takes over, by name.
             world_size: Number of ranks now.
             device: The device of this rank.
         """
@@ -130,30 +131,67 @@ def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[
 
 
 def replaced_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
-    """Returns how many ids of each table were replaced on this rank, and how many there were, since the last call.
+    """Returns each table's number of replaced ids and of all ids on this rank, int64 ``[2]``, since the last call.
 
-    Args:
-        model: The model.
-        until_step: Number of steps done; counts of later steps, which a pipeline has prepared, wait for the next call.
-
-    Returns:
-        int64 ``[2]`` by table.
+    Counts of steps after ``until_step``, which a pipeline has prepared, wait for the next call.
     """
     return {table: torch.tensor(counts) for table, counts in take_counts(model, until_step).items()}
 
 
 def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """Returns the share of each table's ids that was replaced on all ranks; all ranks call it.
+    """Returns the share of each table's ids that was replaced on all ranks, given this rank's :func:`replaced_counts`.
 
-    Args:
-        counts: This rank's :func:`replaced_counts`.
-        ranks: This rank among all.
-
-    Returns:
-        The share in [0, 1] by table, without tables that had no ids, on rank 0; an empty dict on other ranks.
+    Tables without ids, and ranks but 0, have none. All ranks call it.
     """
     totals = ranks.sum(torch.stack([*counts.values(), torch.zeros(2, dtype=torch.long)]))
     if not ranks.is_first:
         return {}
     by_table = zip(counts, totals.tolist(), strict=False)  # but the last, which is there for models without tables
     return {table: replaced / seen for table, (replaced, seen) in by_table if seen}
+
+
+class TrainingProgress:
+    """Shows how far a run is: a live bar in a terminal, plain lines elsewhere, nothing for no console."""
+
+    def __init__(self, console: Console | None, num_steps: int) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._num_steps = num_steps
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]train"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.completed}/{task.total} {task.fields[shown]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=num_steps, shown="")
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to ``step``."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def show(self, step: int, shown: str, steps_per_second: float) -> None:
+        """Shows a line of training metrics; the speed of the latest steps estimates the time that is left."""
+        if self._bar is not None:
+            self._bar.update(self._task, shown=shown)
+        else:
+            left = (self._num_steps - step) / steps_per_second if steps_per_second else 0.0
+            self.say(f"step {step}/{self._num_steps}  {shown}  {left:,.0f} s left")

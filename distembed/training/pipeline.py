@@ -1,10 +1,11 @@
-"""A model with its task as one module, and the TorchRec pipeline that steps it.
+"""Reads a run's training rows, and steps a model with its task through them by a TorchRec pipeline.
 
-The pipeline overlaps the ids' all-to-all with the step before.
+The pipeline overlaps the ids' all-to-all with the previous step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineCo
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.ranks import Ranks
-from distembed.data.reader.batch import Batch
+from distembed.base.errors import RunError
+from distembed.base.ranks import Collectives, Ranks
+from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
+from distembed.data.reader.decode import too_many_unreadable
 from distembed.models import Model
 from distembed.planning.request import overlaps
 from distembed.sharding.lookup import sharded_lookups
 from distembed.tasks import Task
-from distembed.tasks.base import Outputs
+from distembed.tasks.base import BatchPosition, Outputs
+from distembed.training.config import Config
 
 StepOutput = tuple[Tensor, Outputs]
 """This rank's share of the mean loss times the number of ranks, and its task's outputs for metrics."""
@@ -37,13 +41,6 @@ class TaskModel(nn.Module):
 
     A rank's loss is the sum over its own rows times ``world_size / global_batch_size``: the gradients' mean over ranks
     is then that of the whole batch, also when ranks hold unequally many rows.
-
-    Args:
-        model: A model, as :mod:`distembed.models.base` describes it.
-        task: The task that the model learns.
-        world_size: Number of ranks.
-        device: The device of this rank.
-        bf16: Whether the model computes under autocast in bfloat16.
     """
 
     def __init__(self, model: Model, task: Task, world_size: int, device: torch.device, bf16: bool) -> None:
@@ -68,9 +65,6 @@ class _TaskStep(nn.Module):
     """Calls a task: for its loss and outputs in training, for its outputs in evaluation.
 
     It is a module, since TorchRec's pipeline traces down to modules that hold no tables: a task sees real values.
-
-    Args:
-        task: The task that the model learns.
     """
 
     def __init__(self, task: Task) -> None:
@@ -166,3 +160,68 @@ def _caches_rows(plan: ShardingPlan) -> bool:
         for table in module.values()
     }
     return EmbeddingComputeKernel.FUSED_UVM_CACHING.value in kernels
+
+
+def prepared_batch(task: Task, batch: Batch, position: BatchPosition | None, device: torch.device) -> Batch:
+    """Returns a batch with the task's additions, in page-locked memory where a GPU will copy it.
+
+    ``position`` is None for an evaluation; ``device`` is the one on which the model computes.
+    """
+    prepared = task.prepare_batch(batch, position)
+    return prepared.pin_memory() if device.type == "cuda" else prepared
+
+
+def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
+    """Returns a reader of this rank's rows of the training split, at its beginning.
+
+    With ``prefetch_batches=0`` no batch is made ahead and nothing is decoded ahead.
+    """
+    return BatchReader(
+        config.data.require_path(),
+        config.data.train,
+        BatchOrder(config.train.batch_size, seed=config.train.seed),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        prefetch_batches=prefetch_batches,
+        decoding=Decoding(
+            config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0,
+            config.data.skip_unreadable,
+            pins=ranks.device.type == "cuda",
+        ),
+    )
+
+
+def gather_unreadable(
+    known: Mapping[str, str], reader: BatchReader, most: int, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Returns the reason for each row group that some rank could not read, and says the new ones; all ranks call it.
+
+    Raises:
+        UserError: There are more than ``most``, on every rank.
+    """
+    found = dict(known)
+    for of_rank in Collectives().gather(reader.unreadable):
+        found |= of_rank
+    if len(found) > most:
+        raise too_many_unreadable(found, most)
+    for name in sorted(found.keys() - known.keys()):
+        say(f"warning: rows of others take the place of those of {name}: {found[name]}")
+    return found
+
+
+def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:
+    """Writes this rank's rows of a step to a file in the run's folder, and returns the error that names it.
+
+    ``reader`` reads this rank's rows and is moved to the step's batch; ``step`` counts from 1.
+    """
+    epoch, batch = divmod(step - 1, reader.batches_per_epoch)
+    path = folder / f"not-finite-step-{step}-rank-{rank}.npz"
+    reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})
+    next(iter(reader)).write(path)
+    return RunError(
+        f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {rank}). "
+        f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
+        "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
+        "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
+        "or train.precision=fp32."
+    )

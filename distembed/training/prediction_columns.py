@@ -53,11 +53,7 @@ class PredictionColumns:
 
 
 def recommended_values(dataset: str | os.PathLike[str]) -> dict[str, pa.Array]:
-    """Returns the raw values of users and items by their ids, as far as a dataset has vocabularies of them.
-
-    Raises:
-        UserError: A vocabulary is damaged.
-    """
+    """Returns the raw values of users and items by their ids, as far as a dataset has vocabularies of them."""
     folder, manifest = Path(dataset), Manifest.load(dataset)
     return {name: raw_values(folder, manifest, name) for name in (USER, ITEM) if name in manifest.vocabularies}
 
@@ -70,13 +66,8 @@ def _feature(column: str) -> str:
 class RankOrder:
     """Writes tables that arrive a step at a time from all ranks, rank after rank.
 
-    Rank 0 uses it as a context. Tables of rank 0 are passed on at once. Tables of other ranks wait in unnamed files
-    next to the output, one a rank, so that memory stays that of a step.
-
-    Args:
-        columns: Columns of the tables.
-        num_ranks: Number of ranks.
-        folder: Folder whose disk has room for the tables of all ranks but the first.
+    Rank 0 uses it as a context. Tables of rank 0 are passed on at once. Tables of other ranks wait in unnamed files in
+    ``folder``, one a rank, so that memory stays that of a step.
     """
 
     def __init__(self, columns: pa.Schema, num_ranks: int, folder: Path) -> None:
@@ -97,22 +88,14 @@ class RankOrder:
         self._resources.close()
 
     def write(self, tables: Sequence[pa.Table], write: Callable[[pa.Table], None]) -> None:
-        """Takes a step's tables, one a rank; each may be empty.
-
-        Raises:
-            OSError: There is no room for them.
-        """
+        """Takes a step's tables, one a rank; each may be empty."""
         first, *others = tables
         self._pass_on(first, write)
         for table, spool in zip(others, self._spools, strict=True):
             spool.write_table(table)
 
     def finish(self, write: Callable[[pa.Table], None]) -> int:
-        """Passes on the tables that wait, rank after rank, and returns the number of rows of all.
-
-        Raises:
-            OSError: They cannot be read back.
-        """
+        """Passes on the tables that wait, rank after rank, and returns the number of rows of all."""
         for file, spool in zip(self._files, self._spools, strict=True):
             spool.close()
             file.seek(0)

@@ -1,15 +1,26 @@
-"""The ``train`` section of a config, and the steps after which it asks for evaluations and checkpoints."""
+"""The ``train`` section of a config: when it asks for evaluations and checkpoints, and which evaluation is the best.
 
+An evaluation is better than all before it where its metric improves by more than ``train.min_improvement`` (other
+libraries' ``min_delta``); training stops after ``train.stop_after_evaluations`` in a row without improvement
+(``patience``). An evaluation whose metric is not defined (the AUC of one class) counts neither way. The best evaluation
+is part of the training state, so that a resumed run stops where it would have stopped.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic.dataclasses
 from pydantic import Field
 
+from distembed.base.errors import UserError
 from distembed.base.names import STRICT
 from distembed.base.validation import Count, Interval
 from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
+from distembed.tasks.reported_metrics import ReportedMetric
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -106,3 +117,73 @@ class DueSteps:
         """Returns whether an action of this interval is due; 0 is for the end of each epoch only."""
         at_epoch_end = step % self.batches_per_epoch == 0 or step == self.num_steps
         return step > 0 and (at_epoch_end or (every > 0 and step % every == 0))
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The best evaluation on the validation split until now.
+
+    Attributes:
+        step: Number of steps until it; None before any.
+        value: Its headline metric; None before any.
+        last_step: Number of steps until the last evaluation; 0 before any.
+        evaluations_since: Number of evaluations since the best one whose metric is defined.
+    """
+
+    step: int | None = None
+    value: float | None = None
+    last_step: int = 0
+    evaluations_since: int = 0
+
+    def after(self, step: int, value: float, metric: ReportedMetric, min_improvement: float) -> "BestEvaluation":
+        """Returns the best evaluation after a further one, which counts once, and not where its value is not finite.
+
+        Args:
+            step: Number of steps until the evaluation.
+            value: Its headline metric.
+            metric: The headline metric; it says whether higher or lower values are better.
+            min_improvement: The difference by which a better value exceeds the best one.
+        """
+        if step <= self.last_step:
+            return self
+        if not math.isfinite(value):
+            return dataclasses.replace(self, last_step=step)
+        if self._is_better(value, metric.better, min_improvement):
+            return BestEvaluation(step, value, last_step=step)
+        return dataclasses.replace(self, last_step=step, evaluations_since=self.evaluations_since + 1)
+
+    def _is_better(self, value: float, better: Literal["higher", "lower"] | None, min_improvement: float) -> bool:
+        if self.value is None:
+            return True
+        improvement = value - self.value if better == "higher" else self.value - value
+        return improvement > min_improvement
+
+    def is_reason_to_stop(self, train: TrainConfig) -> bool:
+        """Returns whether training stops, since none of the last evaluations was better."""
+        if self.step is None or train.stop_after_evaluations is None:
+            return False
+        return self.evaluations_since >= train.stop_after_evaluations
+
+    def reason_to_stop(self, metric: ReportedMetric) -> str:
+        """Returns why training stops, in words."""
+        return (
+            f"stopped: {self.evaluations_since} evaluations in a row had no better {metric.name} than step {self.step}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values, which :meth:`from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> "BestEvaluation":
+        """Returns the evaluation of :meth:`to_json`; one before any evaluation where a run has recorded none."""
+        return cls() if values is None else cls(**values)
+
+
+def require_comparable(metric: ReportedMetric) -> None:
+    """Refuses a headline metric without a better direction."""
+    if metric.better is None:
+        raise UserError(
+            f"train.keep_best and train.stop_after_evaluations compare evaluations by {metric.name!r}, of which "
+            "neither higher nor lower values are better; leave both out for this task."
+        )

@@ -1,17 +1,20 @@
-"""A run that is used after its training, and the checks of its use that need no model."""
+"""A run that is used after its training, and the checks of that use that need no model: dataset, outputs and ids."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+import pyarrow.parquet as pq
 
 from distembed.base.errors import UserError
 from distembed.base.files import require_file
 from distembed.data.dataset.manifest import Manifest
 from distembed.training.config import Config
 from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config
-from distembed.training.start_checks import require_labels, require_splits
+from distembed.training.start import require_labels, require_splits
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the suffix of a file of predictions."""
@@ -63,3 +66,41 @@ def require_prediction_file(output: Path, overwrite: bool) -> None:
     if output.suffix not in PREDICTION_FORMATS:
         raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
     require_file("--output", output, overwrite)
+
+
+def id_column(path: Path) -> str:
+    """Returns the name of the column ``id``, or of the only column of integers.
+
+    Raises:
+        UserError: The file cannot be read, or which column holds the ids is not clear.
+    """
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+    if "id" in integers:
+        return "id"
+    if len(integers) != 1:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise UserError(f"--ids {path} needs a column 'id' of integers, or one such column only; it has {columns}.")
+    return integers[0]
+
+
+def read_ids(path: Path, column: str) -> Iterator[int]:
+    """Yields the ids of a column.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=[column]):
+                yield from batch.column(0).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    """Returns the error of a file of ids that is no Parquet file."""
+    return UserError(f"--ids {path} cannot be read as a Parquet file: {error}")

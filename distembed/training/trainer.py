@@ -19,26 +19,24 @@ from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.checkpoint import ResumedRun, load_checkpoint
 from distembed.checkpoints.content import Progress
+from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
-from distembed.checkpoints.store import BEST
+from distembed.checkpoints.store import BEST, checkpoint_place
 from distembed.data.reader import Batch
 from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.tasks.seen_items import describe_seen_items
-from distembed.training.best import BestEvaluation, require_comparable
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.config import Config
-from distembed.training.evaluation import score_split
+from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
-from distembed.training.metrics_window import MetricsWindow, replaced_counts, replaced_shares
-from distembed.training.own_checkpoints import own_checkpoints, require_empty_place, require_own
-from distembed.training.progress import TrainingProgress
-from distembed.training.reading import gather_unreadable, keep_batch, prepared_batch, training_reader
+from distembed.training.metrics_window import MetricsWindow, TrainingProgress, replaced_counts, replaced_shares
+from distembed.training.pipeline import gather_unreadable, keep_batch, prepared_batch, training_reader
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunStart
-from distembed.training.train_config import DueSteps
+from distembed.training.train_config import BestEvaluation, DueSteps, require_comparable
 
 _LOSSES = "weighted losses"  # a name that no task's own sums have
 
@@ -86,10 +84,17 @@ class Trainer:
         self._reader = training_reader(config, ranks)
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
-        self._checkpoints = own_checkpoints(config.train, folder.path, ranks)
+        train = config.train
+        self._place = checkpoint_place(folder.path, train.checkpoint_dir)
+        # in a place outside of the run's folder, checkpoints say which run they belong to
+        owner = None if train.checkpoint_dir is None else str(folder.path.absolute())
+        self._checkpoints = Checkpoints(self._place, train.keep_checkpoints, ranks, owner, train.keep_best)
         Collectives().on_first(lambda: folder.require_free(start.wait_seconds))
-        if not start.resume:
-            require_empty_place(self._checkpoints, config.train, folder.path)
+        if not start.resume and self._checkpoints.newest() is not None:
+            raise UserError(
+                f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {self._place} holds checkpoints of another "
+                "run; give an empty place, or none for the run's own folder."
+            )
         self.num_steps = self._count_steps()
         has_validation = config.data.validation is not None
         self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
@@ -364,7 +369,11 @@ class Trainer:
         resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
         if resumed is not None:
             values = resumed.values
-            require_own(values, self._start.run_id, self._config.train, self._folder.path)
+            if values.get("run", self._start.run_id) != self._start.run_id:
+                raise UserError(
+                    f"--resume: {self._place} holds checkpoints of another run than {self._folder.path}; give the "
+                    "place of its own as train.checkpoint_dir."
+                )
             self._reader.load_state_dict(values["reader"])
             self.unreadable = dict(values.get("unreadable", {}))
             self._best = BestEvaluation.from_json(values.get(BEST))

@@ -80,7 +80,7 @@ def check_dataset(config: "Config", is_new: bool = True) -> Finding:
     """
     from distembed.data.dataset.manifest import Manifest
     from distembed.data.dataset.mirror import mirror_of
-    from distembed.training.start_checks import require_trainable
+    from distembed.training.start import require_trainable
 
     try:
         path = Path(config.data.require_path())

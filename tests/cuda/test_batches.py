@@ -13,7 +13,7 @@ from distembed.base.errors import UserError
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.data.reader.batch import Batch, unit_bags
 from distembed.data.single_ids import has_single_ids, mark_single_ids
-from distembed.training.reading import prepared_batch
+from distembed.training.pipeline import prepared_batch
 from tests.cuda.pretend import CUDA, pretend_cuda
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset
 

@@ -22,7 +22,7 @@ from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
 from distembed.training.config import load_config
 from distembed.training.metrics_window import MetricsWindow
-from distembed.training.reading import prepared_batch
+from distembed.training.pipeline import prepared_batch
 from tests.cuda.must_wait import WAITS, answered, copied_by_torchrec
 from tests.cuda.pretend import CUDA, Refused, pretend_cuda
 from tests.cuda.stand_ins import absent_ranks, stand_in_tables

@@ -17,7 +17,7 @@ from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, LabelKind, Schema
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.tasks import ClickConfig, ClickTask, RatingConfig
-from distembed.training.start_checks import require_labels
+from distembed.training.start import require_labels
 from tests.small_runs import distembed
 
 LABELS = st.sampled_from([0.0, 1.0, math.nan, 0.5, 2.0, -1.0, 1e-30, float(np.nextafter(np.float32(1), 0))])

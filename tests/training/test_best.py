@@ -28,10 +28,9 @@ from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training import trainer
-from distembed.training.best import BestEvaluation
 from distembed.training.config import load_config
-from distembed.training.start_checks import require_trainable
-from distembed.training.train_config import TrainConfig
+from distembed.training.start import require_trainable
+from distembed.training.train_config import BestEvaluation, TrainConfig
 from tests.small_runs import config_values, distembed
 
 LOGLOSS, AUC = ReportedMetric("logloss", "", better="lower"), ReportedMetric("auc", "", better="higher")

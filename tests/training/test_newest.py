@@ -8,7 +8,7 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.training.config import load_config
-from distembed.training.newest import read_newest
+from distembed.training.inference import read_newest
 
 CONFIG = load_config(None, ["data.path=x"])
 

@@ -70,7 +70,7 @@ class RunFolder:
             config_yaml: The resolved config.
             info: Further values for ``run.json``.
             resumed_step: The step after which the run resumes, 0 for a new run; metrics of later steps are removed.
-            is_at_end: Whether that is the last step, whose evaluations are then made again, and removed here.
+            is_at_end: Whether the evaluations at that step are made again, and removed here.
 
         Raises:
             UserError: Another process trains into this folder, or has since :meth:`require_free`.
@@ -182,7 +182,6 @@ def _metrics_until(path: Path, step: int, without_its_evaluations: bool) -> list
 
 
 def _now() -> str:
-    """Returns the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -197,7 +196,7 @@ def holds_run(path: Path) -> bool:
 
 
 def require_new_or_resume(path: Path, resume: bool) -> None:
-    """Makes sure that a run may write into a folder: it starts in a new or empty one, or resumes the run that is there.
+    """Makes sure that a run may write into a folder: a new or empty one, or with ``resume`` the folder of a run.
 
     Raises:
         UserError: A run is there and is not resumed, there is none to resume, or the folder holds other files.

@@ -40,7 +40,6 @@ _LOCAL_TYPES = {"beegfs"}  # unless tuneUseGlobalFileLocks is set in its own con
 
 
 def _say_on_stderr(text: str) -> None:
-    """Prints a line for the user."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -129,12 +128,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def locks_are_local(folder: str, mounts: str) -> bool:
-    """Returns whether locks in a folder are known to hold on this machine only.
-
-    Args:
-        folder: Absolute path without symbolic links.
-        mounts: The text of ``/proc/mounts``.
-    """
+    """Returns whether locks in an absolute folder hold on this machine only, by the text of ``/proc/mounts``."""
     nearest, is_local = "", False
     for line in mounts.splitlines():
         _, escaped, kind, options = line.split(" ")[:4]

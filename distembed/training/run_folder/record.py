@@ -7,8 +7,8 @@ they are written first. A last line of metrics that was cut short, and values th
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,16 @@ class RunInfo:
         for key in ("schemes", "versions"):
             if not isinstance(values.get(key) or {}, Mapping):
                 raise UserError(f"{path}: {key} is {values[key]!r} instead of an object; the run folder is damaged.")
-        status = str(values.get("status", "running"))
+        plain = {each.name: _READERS[each.type](values, each.name) for each in fields(cls) if each.type in _READERS}
+        status = plain["status"] or "running"
         return cls(
-            name=_text(values, "name"),
-            status="unfinished" if status == "running" else status,
-            error=_text(values, "error"),
-            started=_text(values, "started"),
-            finished=_text(values, "finished"),
-            seed=_count(values, "seed"),
-            world_size=_count(values, "world_size"),
-            batch_size=_count(values, "batch_size"),
-            versions=values.get("versions") or {},
-            schemes=values.get("schemes") or {},
-            parameters=_number(values, "parameters"),
-            embedding_bytes=_number(values, "embedding_bytes"),
-            embedding_rows=_number(values, "embedding_rows"),
-            full_embedding_bytes=_number(values, "full_embedding_bytes"),
-            full_embedding_rows=_number(values, "full_embedding_rows"),
-            metrics=parse_metrics(values.get("metrics")),
-            id_fingerprint=_text(values, "id_fingerprint"),
+            **{
+                **plain,
+                "status": "unfinished" if status == "running" else status,
+                "versions": values.get("versions") or {},
+                "schemes": values.get("schemes") or {},
+                "metrics": parse_metrics(values.get("metrics")),
+            }
         )
 
 
@@ -320,3 +311,12 @@ def _text(values: Mapping[str, Any], key: str) -> str | None:
     """Returns a value as text; None where it is missing, null or empty."""
     value = values.get(key)
     return None if value in (None, "") else str(value)
+
+
+_READERS: dict[Any, Callable[[Mapping[str, Any], str], Any]] = {
+    str: _text,
+    str | None: _text,
+    int | None: _count,
+    float: _number,
+}
+"""How values of these types are read from ``run.json``."""
