@@ -18,8 +18,8 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 
 BOMBS = {
     ALIASES: "more than 100,000 values",
     MERGES: "more than 100,000 values",
-    "a: &a [*a]": "stands within what it stands for",
-    "train: {seed: &a {b: *a}}": "stands within what it stands for",
+    "a: &a [*a]": "refers to a value that contains it",
+    "train: {seed: &a {b: *a}}": "refers to a value that contains it",
     "[" * LEVELS: "more than 50 levels",
     "{a: " * LEVELS: "more than 50 levels",
     "- " * LEVELS + "1": "more than 50 levels",

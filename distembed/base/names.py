@@ -110,7 +110,7 @@ class ByName(ByValues):
         chosen = self.class_of(section)
         if chosen is None:
             names = ", ".join(self.known)
-            text = f"{section.get('name')!r} is not a {self.kind}; known: {names}, and those that `plugins` register"
+            text = f"{section.get('name')!r} is not a {self.kind}; known: {names}, and names that `plugins` register"
             raise PydanticCustomError("unknown_name", "{text}", {"text": text})
         # strictness lets a section be given as a mapping only where the input is JSON
         return TypeAdapter(chosen).validate_json(json.dumps({"name": self.default, **section}, default=str))

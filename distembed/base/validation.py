@@ -176,7 +176,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
             if event.anchor not in self._sizes:
-                raise _mistake(f"*{event.anchor} stands within what it stands for", event)
+                raise _mistake(f"*{event.anchor} refers to a value that contains it", event)
             self._count(self._sizes[event.anchor], event)
             return super().compose_node(parent, index)
         # "!" alone is PyYAML's tag of any quoted text

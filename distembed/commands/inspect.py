@@ -44,10 +44,10 @@ def report_command(
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Run that the others are compared with; with others that differ in the seed."
+            metavar="NAME", help="Run that other runs are compared with, together with runs that differ in the seed."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT, even if another program made it.")] = False,
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs, and of means over seeds."""
     from distembed.reports.report import print_comparison, write_run_report

@@ -91,7 +91,7 @@ class ModelOptions:
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="With --model: a function that, given a number of rows, returns what the model is called with: a "
+            help="With --model: a function that, given a number of rows, returns the model's arguments: a "
             "tuple of arguments, a dict of named ones, or the only one. Networks and ids of a row are counted by it.",
         ),
     ] = None
@@ -331,7 +331,7 @@ def _plan_settings(arguments: Sequence[str]) -> "PlanConfig":
             raise UserError(f"give CONFIG or --model, not both: {argument!r} is no plan.KEY=VALUE.")
         if not argument.startswith("plan."):
             raise UserError(
-                f"{argument!r} is a setting of a config; with --model only those of plan are: plan.KEY=VALUE, beside "
+                f"{argument!r} is a setting of a config; with --model only plan.KEY=VALUE are taken, and "
                 "options such as --batch-size."
             )
     from distembed.training.config import load_config

@@ -68,9 +68,9 @@ class VocabularyOptions:
             help="Dataset (or its URL) or run whose ids, means, bins are applied; others are out of vocabulary."
         ),
     ] = None
-    grow: Annotated[
-        bool, typer.Option("--grow", help="Values that --vocabulary lacks get ids behind those that are there.")
-    ] = False
+    grow: Annotated[bool, typer.Option("--grow", help="Values that --vocabulary lacks get new ids after its own.")] = (
+        False
+    )
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def prepare_schema_command(
         print(text, end="")
     else:
         write_text(output, text)
-        say(f"schema {output}: read it, and mend what is wrong")
+        say(f"schema {output}: read it, and correct mistakes")
 
 
 @prepare_app.command(
@@ -281,7 +281,7 @@ def stats_command(
     ] = None,
     as_json: JsonOption = False,
     memory_limit: Annotated[str, typer.Option(help="Memory that counts of ids may take, such as 2GB.")] = "2GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT, even if another program made it.")] = False,
 ) -> None:
     """Count a dataset's rows: labels over time, skew of ids, numbers, and missing, unseen and equal rows."""
     from rich.progress import Progress

@@ -56,7 +56,7 @@ class SplitFiles:
     test: Annotated[list[str] | None, typer.Option(help="File to test on, in place of a split; may be repeated.")] = (
         None
     )
-    validation: Annotated[list[str] | None, typer.Option(help="File to validate on, beside --test.")] = None
+    validation: Annotated[list[str] | None, typer.Option(help="File to validate on, with --test.")] = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def predict_command(
         ),
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="Column of INPUT to keep beside the predictions. May be repeated.")
+        list[str] | None, typer.Option(help="Column of INPUT to keep with the predictions. May be repeated.")
     ] = None,
     max_rejected: Annotated[
         float, typer.Option(help="Largest share of malformed rows of INPUT, whose predictions are null.")
@@ -49,7 +49,7 @@ def predict_command(
     from distembed.training.trained_run import require_prediction_file
 
     if input and split is not None:
-        raise UserError("--input and --split are both given: predict raw rows, or those of a split.")
+        raise UserError("--input and --split are both given: predict raw rows, or rows of a split.")
     if key and not input:
         raise UserError("--key names columns of --input, which is not given.")
     require_prediction_file(output, overwrite)

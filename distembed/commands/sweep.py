@@ -48,11 +48,11 @@ def sweep_command(
         Literal["grid", "random", "tpe"],
         typer.Option(
             help="Which combinations are trained: all; --trials of them, drawn at random; or --trials of them, each "
-            "chosen by the results of those before (Optuna's TPE)."
+            "chosen by the results of earlier runs (Optuna's TPE)."
         ),
     ] = "grid",
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs of --sampler random or tpe; those of before count.")
+        int | None, typer.Option(min=1, help="Number of runs of --sampler random or tpe; earlier runs count.")
     ] = None,
     prune: Annotated[
         bool,
@@ -62,7 +62,7 @@ def sweep_command(
             "train.evaluate_every.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what there is of each.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and the state of each.")] = False,
 ) -> None:
     """Train a run for each combination of values, and compare them by the task's headline metric."""
     from distembed.training.run_folder.folder import default_run_folder

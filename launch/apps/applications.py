@@ -117,7 +117,7 @@ def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
         raise UserError(f"rdzv_port is {request.rdzv_port}; give one from 1024 to 65535 that is free on the nodes")
     if shape.elastic and request.max_restarts == 0:
         raise UserError(
-            f"j is {j!r} and max_restarts 0: when a node is lost, the processes on the others start again without it; "
+            f"j is {j!r} and max_restarts 0: when a node is lost, the processes on other nodes start again without it; "
             "give max_restarts 1 or more, or one number of nodes"
         )
 

@@ -67,16 +67,16 @@ def find_resource(request: NodeRequest) -> specs.Resource:
     given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
         if given:
-            beside = ", ".join(f"{field}={value}" for field, value in given.items())
-            raise UserError(f"h is {h!r}, which says all that a node has, beside {beside}; give one or the other")
+            numbers_too = ", ".join(f"{field}={value}" for field, value in given.items())
+            raise UserError(f"h is {h!r}, which gives the size of a node, and {numbers_too} too; give one of them")
         try:
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
     if given.get("gpu", 0) > 0 and len(given) < len(numbers):
         raise UserError(
-            f"gpu is {request.gpu} without cpu and memMB, of which {request.gpu} processes would need more than the "
-            "default of 2 and 4096; say what a node has, or choose a named resource such as gpu_8_h100"
+            f"gpu is {request.gpu} without cpu and memMB, and {request.gpu} processes would need more than the "
+            "default of 2 and 4096; give them too, or choose a named resource such as gpu_8_h100"
         )
     for field, value in given.items():
         least = 0 if field == "gpu" else 1

@@ -70,7 +70,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     own = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
     failure = first_failure(own) if own.is_dir() else first_failure(logs, since=started)
     if failure is None and _changed_at(job) != earlier and _is_interrupted(job):
-        raise Interrupted(f"the job {job.app_id} was interrupted, and has saved what it has. {remedy}")
+        raise Interrupted(f"the job {job.app_id} was interrupted, and has saved its state. {remedy}")
     text = f"the job {job.app_id} has ended: {state}. {remedy}"
     if failure is not None and failure.exit_code in MISTAKES:
         raise InsufficientMemory(text) if failure.exit_code == 3 else UserError(text)  # a node has printed the reason

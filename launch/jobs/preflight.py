@@ -100,7 +100,7 @@ def check_dataset(config: "Config", is_new: bool = True) -> Finding:
     return Finding("dataset", "ok", f"{config.data.path}: {len(files)} file(s)")
 
 
-def check_writable(what: str, folder: Path) -> Finding:
+def check_writable(subject: str, folder: Path) -> Finding:
     """Checks that files can be made in a folder, or in the nearest folder above it that exists."""
     there = folder
     try:
@@ -109,8 +109,8 @@ def check_writable(what: str, folder: Path) -> Finding:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".distembed-"):
             pass
     except OSError as error:
-        return _wrong(what, f"nothing can be written to {folder}: {error.strerror or error}", "give another folder")
-    return Finding(what, "ok", str(folder))
+        return _wrong(subject, f"nothing can be written to {folder}: {error.strerror or error}", "give another folder")
+    return Finding(subject, "ok", str(folder))
 
 
 def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
@@ -122,7 +122,7 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
         return unwritable
     try:
         names = CheckpointStore(place).names()
-    except Exception as error:  # whatever the storage's package raises
+    except Exception as error:  # each storage's package has errors of its own
         return _wrong("checkpoints", f"train.checkpoint_dir {place} cannot be reached: {error}")
     if names and is_new:
         return _wrong("checkpoints", f"{place} holds {names[-1]} of another run", "give another train.checkpoint_dir")
@@ -210,5 +210,5 @@ def _suffices(node: NodeRecord, need: specs.Resource) -> bool:
     return node.is_up and has_memory and node.cpus >= need.cpu and node.gpus >= need.gpu
 
 
-def _wrong(what: str, detail: str, remedy: str = "") -> Finding:
-    return Finding(what, "wrong", detail, remedy)
+def _wrong(subject: str, detail: str, remedy: str = "") -> Finding:
+    return Finding(subject, "wrong", detail, remedy)

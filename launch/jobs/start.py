@@ -89,7 +89,7 @@ def _require_resource(job: Job) -> None:
         and None in (job.component.cpu, job.component.memMB)
     ):
         raise UserError(
-            f"what a node of {job.scheduler} has is not said, and TorchX would ask for 2 CPUs and 4096 MB: give "
+            f"the size of a node of {job.scheduler} is not given, and TorchX would ask for 2 CPUs and 4096 MB: give "
             "--resource NAME, such as gpu_8_h100, or --cpus and --memory-mb."
         )
 
@@ -104,8 +104,8 @@ def _cluster(job: Job) -> Cluster:
     name = job.gpu or named
     if name is None and resource.gpu:
         raise UserError(
-            f"the nodes have {resource.gpu} GPUs, and of which kind is not known: say so with --gpu, such as "
-            f"--gpu h100-80gb, or choose a --resource that says it; there are {', '.join(DEVICES)}."
+            f"the nodes have {resource.gpu} GPUs of an unknown kind: name it with --gpu, such as "
+            f"--gpu h100-80gb, or choose a --resource with this kind; known are {', '.join(DEVICES)}."
         )
     device = find_device(name) if name else next(device for device in DEVICES.values() if device.kind == "cpu")
     memory_bytes = resource.memMB * 2**20
@@ -113,7 +113,7 @@ def _cluster(job: Job) -> Cluster:
         if resource.gpu > 0:
             raise UserError(f"--gpu is {job.gpu}, and the nodes have {resource.gpu} GPUs: ask for none, or name them.")
         if "mem" in job.options:
-            raise UserError(f"-o mem is {job.options['mem']}, of which the plan would not know: give --memory-mb.")
+            raise UserError(f"-o mem is {job.options['mem']}, which the plan would not use: give --memory-mb.")
         device = dataclasses.replace(device, name="cpu", memory_bytes=memory_bytes)
     elif not resource.gpu:
         raise UserError(f"--gpu is {job.gpu}, and the nodes have no GPUs: give --gpus or another --resource.")

@@ -78,7 +78,7 @@ def _end_of(agent: "NodeAgent", say: Say) -> int:
     except RendezvousError as error:
         verdict = agent.others_verdict()
         if verdict is None:
-            say(f"this node has not met the others, or has lost them: {str(error) or type(error).__name__}")
+            say(f"this node has not met the other nodes, or has lost them: {str(error) or type(error).__name__}")
         return FAILED if verdict is None else verdict
 
 
@@ -261,7 +261,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _tell(self, code: int) -> None:
         if code == INTERRUPTED:
-            self._say("interrupted: the ranks have saved what they have")
+            self._say("interrupted: the ranks have saved their state")
             return
         codes = self._exit_codes()
         if code in codes:

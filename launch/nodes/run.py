@@ -120,7 +120,7 @@ def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
         if reason:
             _say(
                 f"node 0 of the job ({given.host}:{given.port}) could not be reached within {given.seconds:g} s: "
-                f"{reason}. See whether it has started and what it says, and that nodes may talk to each other on this "
+                f"{reason}. See whether it has started, read its log, and let nodes connect to each other on this "
                 "port."
             )
             return FAILED
@@ -187,13 +187,13 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     at = arguments.index("--")
     parser = argparse.ArgumentParser(prog="python -m launch.nodes.run", description=__doc__)
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
-    parser.add_argument("--host", default="localhost", help="the first node, as the others reach it")
+    parser.add_argument("--host", default="localhost", help="the first node, as other nodes reach it")
     parser.add_argument("--port", type=int, default=0, help="port of the first node at which nodes meet")
     parser.add_argument("--seconds", type=float, default=600, help="how long to wait for the first node")
     parser.add_argument(
         "--grace", type=int, default=30, help="how many seconds ranks have to save and end when told to"
     )
-    parser.add_argument("--elastic", action="store_true", help="the others can go on without this node")
+    parser.add_argument("--elastic", action="store_true", help="the other nodes can continue without this node")
     parser.add_argument("--starts", type=Path, required=True, help="folder in which starts are counted")
     return parser.parse_args(arguments[:at]), arguments[at + 1 :]
 

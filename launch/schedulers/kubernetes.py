@@ -6,7 +6,7 @@ TorchX 0.7.0                                  here
 the gang's size is left to Volcano's webhook  the job says how many pods must start together
 a lost pod of an elastic job restarts it all  its pod alone comes back; the job ends when its first node has failed
 an elastic job waits for pods never started   it is complete when one of its nodes has completed
-a job without retries waits for its timeouts  it ends when a pod has failed, and gives back the others' nodes
+a job without retries waits for its timeouts  it ends when a pod has failed, and frees the other pods' nodes
 every end counts against the retries          an interruption does not, and a mistake of the user's ends the job
 pods are killed 30 seconds after SIGTERM      after the seconds that the role asks for, and 30 more
 ``status`` fails on "Completing", and on 404  it is running; and there is no such job
@@ -87,7 +87,7 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
 
 def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
     """Returns Volcano's policies for a replica's pod that has failed or was evicted; the first that applies counts."""
-    # A task is one pod. Replica 0 is where the others meet: without it they cannot continue.
+    # A task is one pod. The nodes meet at replica 0: without it the other replicas cannot continue.
     is_needed = replica == 0 or not _is_elastic(role)
     restart = "RestartJob" if is_needed else "RestartTask"
     give_up = [{"events": _FAILURES, "action": "TerminateJob"}] if is_needed else []

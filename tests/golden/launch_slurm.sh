@@ -131,7 +131,7 @@ if is_interrupted; then
 elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
     say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
 elif ((grace)) && [[ $code =~ ^(2|3)$ ]]; then
-    say "failed; no retry: starting again does not mend what is wrong"
+    say "failed; no retry: a restart does not mend the mistake"
     exit "$code"
 else
     [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"

@@ -107,7 +107,7 @@ first_ended=/shared/runs/first/launch/logs/slurm-"$SLURM_JOB_ID".first-ended-"${
 if [[ $SLURM_PROCID == 0 ]]; then
     run
     code=$?
-    # without the meeting point the others cannot go on
+    # without the meeting point the other nodes cannot continue
     : >"$first_ended" || scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID"
     exit "$code"
 fi
@@ -172,7 +172,7 @@ if is_interrupted; then
 elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
     say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
 elif ((grace)) && [[ $code =~ ^(2|3)$ ]]; then
-    say "failed; no retry: starting again does not mend what is wrong"
+    say "failed; no retry: a restart does not mend the mistake"
     exit "$code"
 else
     [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"

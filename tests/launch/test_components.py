@@ -136,7 +136,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"j": "two"}, "j is 'two'"),
     ({"j": "1:2x1", "max_restarts": 0}, "max_restarts 1 or more"),
     ({"h": "gpu_8_h10"}, "Did you mean `gpu_8_h100`"),
-    ({"h": "gpu_8_h100", "cpu": 4}, "beside cpu=4"),
+    ({"h": "gpu_8_h100", "cpu": 4}, "and cpu=4 too"),
     ({"h": "gpu_8_h100", "j": "2x16"}, "give 2x8"),
     ({"gpu": 1, "cpu": 8, "memMB": 9000, "j": "1:4x2"}, "give 1:4x1"),
     ({"gpu": 1, "cpu": 8}, "gpu is 1 without cpu and memMB"),

@@ -149,7 +149,7 @@ def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> Non
     named = replace(changed, gpu="a100-40gb").changed(h="gpu_8_h100")
     assert named.component == ElasticRequest(h="gpu_8_h100", env={"A": "1", "B": "2"}) and named.gpu is None
     # not taken for a job without GPUs
-    with pytest.raises(UserError, match="beside memMB=9000; give one or the other"):
+    with pytest.raises(UserError, match="and memMB=9000 too; give one of them"):
         named.changed(memMB=9000).app()
 
 

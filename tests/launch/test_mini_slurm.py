@@ -40,6 +40,7 @@ def runs_job(slurm: MiniSlurm) -> bool:
     return sorted(done.stdout.split()) == ["mini1", "mini2"]
 
 
+@pytest.mark.slow
 def test_up_and_down_again_and_again(second: MiniSlurm, mini_slurm: MiniSlurm) -> None:
     others = daemons(mini_slurm)
     assert second("up").returncode == 0

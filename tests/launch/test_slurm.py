@@ -18,7 +18,6 @@ from tests.launch.conftest import MiniSlurm, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-_WHY = ("pending", "no folder")
 NOTED = "date '+%s %N' >>starts; n=$(wc -l <starts); "
 """Beginning of a command of one node that counts how often it was started."""
 
@@ -134,7 +133,8 @@ def test_a_job_that_is_cancelled_saves_what_it_has_however_long_that_takes(
     assert described(scheduler, job_id).state == AppState.CANCELLED
 
 
-@pytest.mark.parametrize("reason", [*(pytest.param(one, marks=pytest.mark.slurm) for one in _WHY), "again"])
+@pytest.mark.slurm
+@pytest.mark.parametrize("reason", ["pending", "no folder", "again"])
 def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp_path: Path, reason: str) -> None:
     command = "trap '' TERM; touch started; sleep 60"
     nodes = {"num_replicas": 2} if reason == "pending" else {}

@@ -92,7 +92,7 @@ def test_further_options_arrive_as_they_are(tmp_path: Path) -> None:
         ("--", "'--'; each"),
         ("--x;y", "each option"),
         ("--comment='a", "No closing quotation"),
-        ("--nodes=3", "--nodes is decided by what the job asks for"),
+        ("--nodes=3", "--nodes is decided by the job's request"),
         ("--no-requeue", "--no-requeue is decided"),
         ("--ntas=3", "--ntasks is decided"),
         ("--mem-per-cpu=1G", "--mem-per-cpu is decided"),

@@ -98,7 +98,7 @@ def test_an_elastic_job_must_fit_its_fewest_nodes(dry: Dry) -> None:
 
 
 def test_gpus_of_which_nothing_is_known_are_refused(dry: Dry) -> None:
-    with pytest.raises(UserError, match="of which kind is not known: say so with --gpu"):
+    with pytest.raises(UserError, match="GPUs of an unknown kind: name it with --gpu"):
         dry("local_cwd", component={"cpu": 4, "memMB": 4000, "gpu": 4})
     with pytest.raises(UserError, match="gpu is 4 without cpu and memMB"):
         dry("local_cwd", gpu="h100-80gb")
@@ -112,13 +112,13 @@ def test_what_is_said_twice_must_agree(dry: Dry) -> None:
     with pytest.raises(UserError, match="--resource gcp_a2-highgpu-8g has a100-40gb: leave --gpu out"):
         dry("local_cwd", gpu="h100-80gb", component={"h": "gcp_a2-highgpu-8g"})
     assert "fits 1 x 4 h100-80gb" in dry("local_cwd", gpu="h100-80gb,memory=64GiB", component={"h": "gpu_8_h100"})
-    with pytest.raises(UserError, match="-o mem is 1M, of which the plan would not know: give --memory-mb"):
+    with pytest.raises(UserError, match="-o mem is 1M, which the plan would not use: give --memory-mb"):
         dry("slurm", component={"cpu": 4, "memMB": 4000}, options={"mem": "1M"})
 
 
 @pytest.mark.parametrize("component", [{}, {"cpu": 4}, {"memMB": 4000}])
 def test_what_a_node_of_a_cluster_has_must_be_said(dry: Dry, component: dict[str, int]) -> None:
-    with pytest.raises(UserError, match="what a node of slurm has is not said"):
+    with pytest.raises(UserError, match="the size of a node of slurm is not given"):
         dry("slurm", component=component)
 
 

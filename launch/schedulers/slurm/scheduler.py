@@ -57,7 +57,7 @@ SBATCH_OPTIONS = {
     "mem": "memory of a node, such as 64G, or 0 for all of it; that of the role's resource where it is not given",
     "comment": "comment on the job",
     "mail-user": "who is mailed",
-    "mail-type": "about what, such as END,FAIL",
+    "mail-type": "events that are mailed, such as END,FAIL",
 }
 """Run options that become options of sbatch, with their help."""
 
@@ -99,7 +99,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             "signal_seconds",
             type_=int,
             default=None,
-            help="how long before its time limit the job is sent SIGUSR1, to save what it has; 0 for never; a minute "
+            help="how long before its time limit the job is sent SIGUSR1, to save its state; 0 for never; a minute "
             "longer than its processes have for that, or 120 where the role does not say",
         )
         return options
@@ -206,7 +206,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         seconds = submission.cancel(app_id)
         if seconds:
             log.warning(
-                "job %s was told to save what it has, and ends within %d seconds; who cannot wait cancels it once more",
+                "job %s was told to save its state, and ends within %d seconds; cancel it again to end it at once",
                 app_id,
                 seconds,
             )

@@ -7,7 +7,7 @@ when one of them dies.
 The script decides about the end of a step::
 
     exit code 0                      the job has succeeded
-    cancelled                        the script cancels its own job once the step has saved what it has
+    cancelled                        the script cancels its own job once the step has saved its state
     75, or not 0 after a warning     interrupted, can resume: back into the queue, however often that happens
     fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
     2 or 3, of a job that saves      a mistake of the user's, which a restart does not mend: the job has failed
@@ -211,7 +211,7 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
         if named := [option for option in known if option.startswith(name)]:
             raise UserError(f"sbatch has {word!r}; give -o {named[0]}=VALUE instead")
         if own := [option for option in OWN_OPTIONS if option.startswith(name)]:
-            raise UserError(f"sbatch has {word!r}; --{own[0]} is decided by what the job asks for: leave it out")
+            raise UserError(f"sbatch has {word!r}; --{own[0]} is decided by the job's request: leave it out")
     parts = (word.partition("=") for word in words)
     return [f"{option}={_quoted(value)}" if equals else option for option, equals, value in parts]
 
@@ -366,7 +366,7 @@ if is_interrupted; then
 elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
     say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
 elif ((grace)) && [[ $code =~ ^(@mistakes)$ ]]; then
-    say "failed; no retry: starting again does not mend what is wrong"
+    say "failed; no retry: a restart does not mend the mistake"
     exit "$code"
 else
     [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"
@@ -406,7 +406,7 @@ first_ended=@log_dir/slurm-"$SLURM_JOB_ID".first-ended-"${SLURM_RESTART_COUNT:-0
 if [[ $SLURM_PROCID == 0 ]]; then
     run
     code=$?
-    # without the meeting point the others cannot go on
+    # without the meeting point the other nodes cannot continue
     : >"$first_ended" || scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID"
     exit "$code"
 fi
