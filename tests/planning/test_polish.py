@@ -31,7 +31,7 @@ def test_the_program_has_the_time_of_the_best_of_all(seed: int) -> None:
         assert again is None or Loads(problem, again).milliseconds().max() == pytest.approx(best, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", [1, 13, 22])
+@pytest.mark.parametrize("seed", [1, 13, pytest.param(22, marks=pytest.mark.slow)])
 def test_a_polished_plan_fits_and_is_no_slower(seed: int) -> None:
     request, _ = draw(seed, 500)
     polished = replace(request, config=replace(request.config, polish_seconds=5.0))
