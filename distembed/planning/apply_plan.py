@@ -36,7 +36,7 @@ from distembed.optim.declared import declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.saved_plan import PlanInputs, SavedPlan, SavedTable, read_saved_plan, table_plan_inputs
 from distembed.sharding.exchange import common_exchange
-from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
+from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
 
@@ -162,37 +162,16 @@ def _table_differences(
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and the kernels of "
             f"{kind} tables on {now.device_kind}{unfused} are {', '.join(kernels)}"
         )
-    found = [*_wrong_ranks(own, now), *_wrong_shards(own, table, now)]
+    shard_ranks, is_copied = [shard.rank for shard in own.shards], kind == ShardingType.DATA_PARALLEL.value
+    found, needed = list(_wrong_shards(own, table, now)), list(range(now.world_size)) if is_copied else shard_ranks
+    if (sorted(own.ranks) if is_copied else own.ranks) != needed:
+        found.append(f"is planned {kind} on ranks {reprlib.repr(own.ranks)}, but must be on {reprlib.repr(needed)}")
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
             place_table(table, _sharding(own, now), now.world_size)
         except UserError as error:
             yield str(error)
-
-
-def _wrong_ranks(own: SavedTable, now: PlanInputs) -> Iterator[str]:
-    """Yields each mistake in the ranks of a table and of its shards."""
-    kind, shard_ranks, world_size = own.sharding_type, [shard.rank for shard in own.shards], now.world_size
-    beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
-    there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
-    if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
-        yield f"is planned row_wise in {len(own.shards)} shards, {there_are}"
-    elif beyond:
-        yield f"is planned on rank {', '.join(map(str, beyond))}, {there_are}, the last {world_size - 1}"
-    elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
-        yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
-    elif kind in WITHIN_NODES:
-        size = now.local_world_size
-        for index in range(0, len(shard_ranks), size):
-            ranks, first = shard_ranks[index : index + size], shard_ranks[index] - shard_ranks[index] % size
-            if ranks != list(range(first, first + size)):
-                yield (
-                    f"is planned {kind} with a range of columns on ranks {reprlib.repr(ranks)}, and the rows of a "
-                    f"range are divided between the {size} rank(s) of one machine, in order"
-                )
-    if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
-        yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
 
 
 def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:
