@@ -196,15 +196,12 @@ def test_no_assignment_goes_below_the_bound_where_every_rank_starts_groups_in_an
 
 
 @pytest.mark.parametrize("start_ms", [0.0, 0.7])
-def test_tables_that_fill_all_ranks_alike_are_bounded_by_their_mean_with_the_starts_of_a_group(start_ms: float) -> None:
-    own = problem([[Option((shard(1.0, group=0),), NOTHING)]], [0] * 12, 4, group_start_ms=[start_ms])
-    assert LowerBound(own, 1.0).milliseconds(np.inf) == pytest.approx(3.0 + start_ms, rel=2e-4)
-
-
-@pytest.mark.parametrize("start_ms", [0.0, 0.7])
-def test_of_more_shards_than_ranks_two_are_on_one(start_ms: float) -> None:
-    own = problem([[Option((shard(1.0, group=0),), NOTHING)]], [0] * 5, 4, group_start_ms=[start_ms])
-    assert LowerBound(own, 1.0).milliseconds(np.inf) == pytest.approx(2.0 + start_ms, rel=2e-4)
+@pytest.mark.parametrize(("num_tables", "of_one_rank"), [(12, 3), (5, 2)])  # the mean, and two shards on one rank
+def test_equal_tables_take_the_most_shards_of_a_rank_and_the_start_of_their_group(
+    num_tables: int, of_one_rank: int, start_ms: float
+) -> None:
+    own = problem([[Option((shard(1.0, group=0),), NOTHING)]], [0] * num_tables, 4, group_start_ms=[start_ms])
+    assert LowerBound(own, 1.0).milliseconds(np.inf) == pytest.approx(of_one_rank + start_ms, rel=2e-4)
 
 
 def test_a_faster_way_for_which_there_is_no_room_does_not_lower_the_bound() -> None:

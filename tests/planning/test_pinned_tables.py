@@ -125,6 +125,10 @@ def test_a_reason_names_pins_and_tables_together() -> None:
     assert "together" not in why["t2"]
 
 
+UNLIKE = {"t0": "row_wise", "t1": "table_wise"}
+ALL_ON_ONE = PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)})
+
+
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [
@@ -142,28 +146,18 @@ def test_a_reason_names_pins_and_tables_together() -> None:
             "'t0' is pinned to ranks 0-1 of 3, and row_wise needs more of them",
         ),
         (
-            PlanConfig(
-                tables={"t0": TablePlanConfig(["row_wise"]), "t1": TablePlanConfig(["table_wise"])},
-                together=[["t0", "t1"]],
-            ),
+            PlanConfig(tables={n: TablePlanConfig([kind]) for n, kind in UNLIKE.items()}, together=[[*UNLIKE]]),  # type: ignore[list-item]
             0,
             "cannot be divided alike: 't0' can be row_wise; 't1' can be table_wise",
         ),
         (PlanConfig(tables={"t0": TablePlanConfig(ranks=[0])}), 1, r"table 't0' needs .* to which it is pinned"),
-        (
-            PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)}),
-            0.99,
-            "pinned to ranks 0 do not fit",
-        ),
+        (ALL_ON_ONE, 0.99, "pinned to ranks 0 do not fit"),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused(config: PlanConfig, memory: float, message: str) -> None:
     own = request(config)
     if memory:
-        held = find_plan(
-            request(PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)}))
-        )
-        of_tables = held.ranks[0].storage.total
+        of_tables = find_plan(request(ALL_ON_ONE)).ranks[0].storage.total
         of_first = of_tables if memory < 1 else MIB // 16
         memory_bytes = round(of_first * min(memory, 1) / (1 - own.reserved_share))
         cluster = dataclasses.replace(own.cluster, memory_by_rank=(memory_bytes, 2**36, 2**36))

@@ -76,9 +76,6 @@ def stock(own: Topology, batch_size: int, model: nn.Module, with_ours: bool, **c
     return planner.plan(model, default_sharders())
 
 
-# ------------------------------------------------------------------------------- what sharding takes is what is planned
-
-
 def options(model: nn.Module, own: Topology, sharders: list[Any] | None = None) -> list[ShardingOption]:
     enumerator = EmbeddingEnumerator(own, 1024, estimator=CompositionalShardEstimator(own))
     return enumerator.enumerate(model, sharders or default_sharders())
@@ -136,9 +133,6 @@ def test_a_layout_that_sharding_refuses_has_an_estimate_that_no_plan_can_hold() 
     assert {option.sharding_type for option in found if not is_refused(option)} == {"row_wise", "table_wise"}
 
 
-# ------------------------------------------------------------------------------------------- what the estimates count
-
-
 def test_estimates_count_optimizer_states_gradients_of_replicated_tables_and_small_partitions() -> None:
     table = CompositionalEmbeddingBagConfig("t", 10**6, 64, ["f"], QuotientRemainder(10**6, collisions=100))
     bags = CompositionalEmbeddingBagCollection([table], device="meta")
@@ -164,9 +158,6 @@ def test_torchrecs_planner_by_our_estimates_is_nearly_as_fast_as_ours_on_kaggle(
     )
     assert by_estimates.fits
     assert by_estimates.milliseconds <= 1.05 * ours.milliseconds
-
-
-# ----------------------------------------------------------------------------------------------- what ours is told
 
 
 def test_constraints_are_kept() -> None:
@@ -248,9 +239,6 @@ def test_tables_are_pinned_and_lie_together() -> None:
     assert set(found["t1"].ranks or []) <= {0, 1}
 
 
-# ----------------------------------------------------------------------------------------------------------- memory
-
-
 def custom(hbm: list[int]) -> Topology:
     data = CustomTopologyData({"hbm_cap": hbm, "ddr_cap": [0] * len(hbm)}, len(hbm))
     return topology(len(hbm), custom_topology_data=data)
@@ -275,9 +263,6 @@ def test_what_a_reservation_leaves_is_filled(make: Callable[[float], Any]) -> No
     with pytest.raises(PlannerError) as caught:
         planned(full_tables(4), storage_reservation=make(0.6), **arguments)
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
-
-
-# ---------------------------------------------------------------------------------------------------------- training
 
 
 def plain_model() -> DLRMTrain:
