@@ -190,10 +190,8 @@ class PlacementCosts:
         exchange, device = (collection, layout.sharding_type), self._cluster.device
         slices, replicated = divided_table(table, layout)
         traffic = self._table_traffic(table, collection)
-        replicated_bytes = sum(
-            part.num_parameters * (FLOAT_BYTES if part.is_function else table.bytes_per_number) for part in replicated
-        )
-        sent_bytes = self._cluster.world_size * self._sent.all_reduce_ms(replicated_bytes)
+        storage = replicated_storage(table, replicated, self._optimizers)
+        sent_bytes = self._cluster.world_size * self._sent.all_reduce_ms(storage.weights)
         shards: list[ShardCost] = []
         by_shape: dict[Hashable, ShardCost] = {}
         for own in slices:
@@ -203,26 +201,21 @@ class PlacementCosts:
             shards += [by_shape[own.shape]] * num_shards
             sent = self._sent.transfers(traffic, exchange, own.num_columns, num_shards)
             sent_bytes += num_shards * sum(transfer.owner_ms for transfer in sent.values())
-        # of the vectors of a rank's own rows, whoever has looked them up
-        num_columns, is_sent = (
-            sum(own.num_columns for own in slices),
-            is_exchanged(layout.sharding_type, self._cluster.world_size),
-        )
+        is_sent = is_exchanged(layout.sharding_type, self._cluster.world_size)
+        # every rank copies the vectors of its own rows and their gradients, whichever rank looked them up
+        num_columns, pieces = sum(own.num_columns for own in slices), 2 * traffic.num_vectors * len(slices)
         copied_bytes = _COPIES * 2 * FLOAT_BYTES * traffic.num_vectors * num_columns
         copying_ms = _MS * copied_bytes / device.memory_bandwidth
-        pieces = 2 * traffic.num_vectors * len(slices)
-        common_ms = self._lookups.replicated_update_ms(replicated) + (
-            _MS * _PIECE_ROWS * pieces * device.row_seconds + copying_ms
-        )
+        ordering_ms = _MS * _PIECE_ROWS * pieces * device.row_seconds + copying_ms
+        common_ms = self._lookups.replicated_update_ms(replicated) + ordering_ms
         if is_sent:
             common_ms = common_ms + self._rounding_ms(traffic, num_columns) + copying_ms
-        storage = replicated_storage(table, replicated, self._optimizers)
         own_rows = self._workload.rows_of_rank(self._cluster.world_size)
         everywhere = ShardCost(common_ms, None, {}, storage, self._buffer_bytes(table, num_columns, own_rows, 1))
         if is_on_every_rank(layout.sharding_type):
-            lookup_ms, storage = shards[0].lookup_ms + common_ms, storage + shards[0].storage
-            everywhere, shards = replace(shards[0], lookup_ms=lookup_ms, storage=storage), []
-        all_reduce_ms = self._traffic.all_reduce_ms(replicated_bytes)
+            lookup_ms, held = shards[0].lookup_ms + common_ms, storage + shards[0].storage
+            everywhere, shards = replace(shards[0], lookup_ms=lookup_ms, storage=held), []
+        all_reduce_ms = self._traffic.all_reduce_ms(storage.weights)
         return PlacementCost(shards, everywhere, all_reduce_ms, exchange if is_sent else None, sent_bytes)
 
     def _num_row_shards(self, sharding_type: str) -> int:

@@ -112,7 +112,8 @@ def test_tables_together_are_divided_alike(kind: str) -> None:
 
 
 def test_a_table_pinned_to_several_ranks_is_divided_among_these_at_most() -> None:
-    ranks = ranks_of(request(PlanConfig(["column_wise"], tables={"t0": TablePlanConfig(ranks=[1, 3])}), ranks=4))
+    config = PlanConfig(["data_parallel"], tables={"t0": TablePlanConfig(["column_wise"], ranks=[1, 3])})
+    ranks = ranks_of(request(config, ranks=4))
     assert ranks["t0"] == {1, 3}
 
 
