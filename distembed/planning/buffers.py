@@ -141,14 +141,12 @@ class Step:
 
     def rank(self, rank: int) -> PlannedRank:
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
-        tables, network, step = total_storage(held.values()), self._network, self.buffers(rank)
+        tables, step = total_storage(held.values()), self.buffers(rank)
         memory = {
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,
             "table_cache": tables.cache,
-            "sse_graphs": sum(self._workload.graph_bytes.values()),
-            "network_weights": network.parameters + network.buffers,
-            "network_optimizer_state": network.optimizer_state,
+            **self._workload.resting_bytes,
             "gradients": step.gradients,
             "inputs": step.inputs,
             "outputs": step.outputs,

@@ -59,19 +59,24 @@ class Workload:
         """Returns the bytes of each id's weight, by which the features' ids are scaled; 0 without weights."""
         return 4 if not self.weighted.isdisjoint(features) else 0
 
+    @property
+    def resting_bytes(self) -> dict[str, int]:
+        """Bytes of a rank between steps, without tables, by item."""
+        network = self.network or NetworkEstimate()
+        return {
+            "sse_graphs": sum(self.graph_bytes.values()),
+            "network_weights": network.parameters + network.buffers,
+            "network_optimizer_state": network.optimizer_state,
+        }
+
     def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
         """Returns the bytes of a rank without tables and exchanges, by item, at the networks' fullest moment.
 
         On one rank gradients are part of the activations, as they arise.
         """
         network = self.network or NetworkEstimate()
-        return {
-            "sse_graphs": sum(self.graph_bytes.values()),
-            "network_weights": network.parameters + network.buffers,
-            "network_optimizer_state": network.optimizer_state,
-            "gradients": network.gradients if world_size > 1 else 0,
-            "activations": network.peak,
-        }
+        gradients = network.gradients if world_size > 1 else 0
+        return {**self.resting_bytes, "gradients": gradients, "activations": network.peak}
 
     def on_machines_like_this(self, ranks_per_node: int) -> "Workload":
         """Returns the workload where the ranks of a node share this machine's threads evenly."""

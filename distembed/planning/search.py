@@ -341,10 +341,8 @@ class CountedMemory:
         self._request, self._tables, self._world_size = request, tables, request.cluster.world_size
         self._counted: Step | None = None
         self._assignment = Assignment.empty(tables.problem.num_tables)
-        beside = request.workload.bytes_beside_tables(self._world_size)
-        resting = ("sse_graphs", "network_weights", "network_optimizer_state")
         # bytes by rank that are left for tables after the bytes that no plan changes
-        self.capacity: Floats = request.plannable_bytes - sum(beside[name] for name in resting)
+        self.capacity: Floats = request.plannable_bytes - sum(request.workload.resting_bytes.values())
 
     def ranks(self, assignment: Assignment) -> list[PlannedRank]:
         before, self._assignment = self._assignment, assignment.copy()
