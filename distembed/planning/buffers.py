@@ -20,9 +20,8 @@ an operator are not counted, except for the sorting of ids in FBGEMM's CUDA back
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
@@ -46,7 +45,6 @@ from distembed.planning.storage import (
     DEFAULT_CACHE_RATIO,
     PlannedRank,
     SentBytes,
-    TableStorage,
     storage_by_rank,
     total_storage,
 )
@@ -75,23 +73,26 @@ class StepBuffers:
         return self.inputs + self.outputs + self.lookups + self.activations + self.gradients
 
 
-@dataclass(frozen=True)
-class _TableShare:
-    """Bytes that one table takes of a step wherever other tables lie; or the sum over tables and networks."""
+@dataclass
+class _Sum:
+    """Bytes of a step that all tables, wherever they lie, and the networks add up to."""
 
-    received: Counter[ExchangeKey]  # vectors of a rank's rows
-    ranks_per_node: int  # number of ranks between which rows are divided within a node; 1 where none are
-    sent_ids: int  # ids in a rank's batch, in the order of the ranks that they go to
     replicated: int  # weights, and their gradients, that every rank has
-    largest_replicated: int  # numbers (no bytes) of the largest of these, but for functions
-    unfused: Counter[int]  # gradients of shards that are not updated within the backward pass, by rank
-    widened: Counter[int]  # float32 copies of weights of half precision, with gradients, in torch's update, by rank
-    scanned: Counter[int]  # gradients of tables that networks go over as a whole, by rank
-    sent: SentBytes  # by a rank without shards
+    largest_replicated: int = 0  # numbers (no bytes) of the largest of these, but for functions
+    ranks_per_node: int = 1  # number of ranks between which rows are divided within a node; 1 where none are
+    sent_ids: int = 0  # ids in a rank's batch, in the order of the ranks that they go to
+    sent: SentBytes = SentBytes()  # by a rank without shards
+    received: Counter[ExchangeKey] = field(default_factory=Counter)  # vectors of a rank's rows
+    # by rank: gradients of shards that are not updated within the backward pass
+    unfused: Counter[int] = field(default_factory=Counter)
+    # by rank: float32 copies of weights of half precision, with gradients, in torch's update
+    widened: Counter[int] = field(default_factory=Counter)
+    # by rank: gradients of tables that networks go over as a whole
+    scanned: Counter[int] = field(default_factory=Counter)
 
 
 class Step:
-    """One training step on any rank of a plan; tables can be placed again one by one.
+    """One training step on any rank of a plan.
 
     TorchRec's own tables are placed as full tables. Collections whose path is missing in ``exchanges`` send float32.
     """
@@ -107,34 +108,27 @@ class Step:
         cache_ratio: float = DEFAULT_CACHE_RATIO,
     ) -> None:
         self._world_size, self._device_kind, self._exchanges = world_size, device_kind, exchanges or {}
-        self._optimizers, self._cache_ratio = optimizers, cache_ratio
-        self._workload, self._network = workload, workload.network or NetworkEstimate()
+        self._optimizers, self._workload = optimizers, workload
+        self._network = workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._id_bytes = {
             path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
             for path in {placement.collection for placement in placements}
         }
         self._lookups = RankLookups(placements, world_size, workload)
-        self._placements = {placement.table.name: placement for placement in placements}
-        self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
-        self._storage = {name: self._stored(placement) for name, placement in self._placements.items()}
-        self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
+        self._storage = {
+            own.table.name: storage_by_rank(own, world_size, optimizers, cache_ratio) for own in placements
+        }
+        self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes(placements)
+        self._sum = _Sum(replicated=self._network.gradients)
+        for placement in placements:
+            self._add(placement)
 
     @classmethod
     def of(cls, request: PlanRequest, placements: Sequence[Placement]) -> "Step":
         optimizers, kind = request.table_optimizers, request.cluster.device.kind
         world_size, exchanges = request.cluster.world_size, request.exchanges
         return cls(placements, world_size, request.workload, optimizers, kind, exchanges, request.cache_ratio)
-
-    def place(self, placement: Placement) -> None:
-        """Places one table, told by its name, again; all other tables stay."""
-        name = placement.table.name
-        self._lookups.remove(self._placements[name])
-        self._lookups.add(placement)
-        self._placements[name], self._shares[name] = placement, self._share(placement)
-        self._storage[name] = self._stored(placement)
-        self.__dict__.pop("_sum", None)
-        self.__dict__.pop("_common", None)
 
     def ranks(self) -> list[PlannedRank]:
         return [self.rank(rank) for rank in range(self._world_size)]
@@ -155,9 +149,6 @@ class Step:
         }
         return PlannedRank(rank, held, memory, step.moment, self.sent_bytes(rank))
 
-    def _stored(self, placement: Placement) -> dict[int, TableStorage]:
-        return storage_by_rank(placement, self._world_size, self._optimizers, self._cache_ratio)
-
     def buffers(self, rank: int) -> StepBuffers:
         """Returns the fullest moment of a step on one rank."""
         return max(self._moments(rank), key=lambda moment: moment.total)
@@ -171,30 +162,14 @@ class Step:
         return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum.replicated))
 
     @cached_property
-    def _sum(self) -> _TableShare:
-        shares = list(self._shares.values())
-        counts: dict[str, Counter[Any]] = {name: Counter() for name in ("received", "unfused", "widened", "scanned")}
-        for share in shares:
-            for name, count in counts.items():
-                count.update(getattr(share, name))
-        return _TableShare(
-            **counts,
-            ranks_per_node=max((share.ranks_per_node for share in shares), default=1),
-            sent_ids=sum(share.sent_ids for share in shares),
-            replicated=self._network.gradients + sum(share.replicated for share in shares),
-            largest_replicated=max((share.largest_replicated for share in shares), default=0),
-            sent=sum((share.sent for share in shares), SentBytes()),
-        )
-
-    @cached_property
     def _common(self) -> dict[ExchangeKey, Exchange]:
         """Exchanges of tables that every rank looks up."""
         loads = self._lookups.loads(None)
         return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
 
-    def _share(self, placement: Placement) -> _TableShare:
-        """Returns the part of a step that depends on one table's placement only."""
-        itemsize, world_size = placement.table.bytes_per_number, self._world_size
+    def _add(self, placement: Placement) -> None:
+        """Adds the part of a step that depends on one table's placement only."""
+        own, itemsize, ranks = self._sum, placement.table.bytes_per_number, range(self._world_size)
         functions = sum(part.num_parameters for part in placement.replicated if part.is_function)
         vectors = [part.num_parameters for part in placement.replicated if not part.is_function]
         unfused: Counter[int] = Counter()
@@ -202,20 +177,19 @@ class Step:
             for sharding in placement.sharded.values():
                 for shard in sharding.sharding_spec.shards:
                     unfused[shard.placement.rank()] += math.prod(shard.shard_sizes) * itemsize
-        halved = range(world_size if itemsize < FLOAT_BYTES else 0)
-        dense = range(world_size if placement.table.dense_gradient else 0)
+        own.unfused.update(unfused)
+        own.replicated += functions * FLOAT_BYTES + sum(vectors) * itemsize
+        own.largest_replicated = max(own.largest_replicated, *vectors, 0)
+        if placement.unit.sharding_type in WITHIN_NODES:
+            own.ranks_per_node = max(own.ranks_per_node, placement.num_row_blocks)
+        own.sent_ids += self._sent_id_bytes(placement)
+        own.sent += self._sent(placement)
         num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
-        return _TableShare(
-            received=Counter({exchange_key(placement): num_received * FLOAT_BYTES}),
-            ranks_per_node=placement.num_row_blocks if placement.unit.sharding_type in WITHIN_NODES else 1,
-            sent_ids=self._sent_id_bytes(placement),
-            replicated=functions * FLOAT_BYTES + sum(vectors) * itemsize,
-            largest_replicated=max(vectors, default=0),
-            unfused=unfused,
-            widened=Counter({rank: 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize) for rank in halved}),
-            scanned=Counter({rank: unfused[rank] + FLOAT_BYTES * (functions + sum(vectors)) for rank in dense}),
-            sent=self._sent(placement),
-        )
+        own.received[exchange_key(placement)] += num_received * FLOAT_BYTES
+        for rank in ranks if itemsize < FLOAT_BYTES else ():
+            own.widened[rank] += 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize)
+        for rank in ranks if placement.table.dense_gradient else ():
+            own.scanned[rank] += unfused[rank] + FLOAT_BYTES * (functions + sum(vectors))
 
     def _sent(self, placement: Placement) -> SentBytes:
         """Returns the bytes that a rank without shards of a table sends for it."""
@@ -336,11 +310,11 @@ class Step:
     def _exchange_of(self, collection: str) -> VectorExchange:
         return self._exchanges.get(collection, VectorExchange())
 
-    def _batch_bytes(self) -> int:
+    def _batch_bytes(self, placements: Sequence[Placement]) -> int:
         """Returns the bytes of a rank's batch: ids, lengths, dense features and labels."""
         seen: set[str] = set()
         ids = 0.0
-        for placement in self._placements.values():
+        for placement in placements:
             # several collections may read one feature
             new = [name for name in placement.table.feature_names if name not in seen]
             ids += self._num_rows * self._workload.mean_ids(new) * (LONG_BYTES + self._workload.weight_bytes(new))

@@ -26,31 +26,22 @@ class RankLookups:
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
-        self._position = {placement.table.name: i for i, placement in enumerate(placements)}
-        # slices with their groups' keys, by rank and table position; rank None for tables on every rank
-        self._slices = defaultdict[int | None, dict[int, list[tuple[PlacedSlice, Hashable]]]](dict)
+        # slices with their groups' keys by rank, in the order of the tables; rank None for tables on every rank
+        self._slices = defaultdict[int | None, list[tuple[PlacedSlice, Hashable]]](list)
         for placement in placements:
-            self.add(placement)
-
-    def add(self, placement: Placement) -> None:
-        for start, stop, rank in _shards(placement):
-            own, position = placement.slice(start, stop), self._position[placement.table.name]
-            self._slices[rank].setdefault(position, []).append(((placement, own), group_key(own)))
-
-    def remove(self, placement: Placement) -> None:
-        for *_, rank in _shards(placement):
-            self._slices[rank].pop(self._position[placement.table.name], None)
+            for start, stop, rank in _shards(placement):
+                own = placement.slice(start, stop)
+                self._slices[rank].append(((placement, own), group_key(own)))
 
     def column_slices(self, rank: int) -> list[PlacedSlice]:
         """Returns the slices of tables with a range of columns, or all columns, on one rank alone."""
-        return [placed for slices in self._slices[rank].values() for placed, _ in slices]
+        return [placed for placed, _ in self._slices[rank]]
 
     def loads(self, rank: int | None) -> dict[ExchangeKey, list[GroupLoad]]:
         """Returns a rank's own lookups; for None, the lookups that all ranks do alike."""
         groups: dict[ExchangeKey, dict[Hashable, list[PlacedSlice]]] = {}
-        for _, slices in sorted(self._slices[rank].items()):
-            for placed, key in slices:
-                groups.setdefault(exchange_key(placed[0]), {}).setdefault(key, []).append(placed)
+        for placed, key in self._slices[rank]:
+            groups.setdefault(exchange_key(placed[0]), {}).setdefault(key, []).append(placed)
         return {key: [self._load(group) for group in own_groups.values()] for key, own_groups in groups.items()}
 
     def _load(self, group: Sequence[PlacedSlice]) -> GroupLoad:

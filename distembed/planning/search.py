@@ -335,36 +335,26 @@ class _Search:
 
 
 class CountedMemory:
-    """Counts the memory of assignments; after the first one, only the tables that were placed again."""
+    """Counts the memory of a whole step under an assignment."""
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
-        self._request, self._tables, self._world_size = request, tables, request.cluster.world_size
-        self._counted: Step | None = None
-        self._assignment = Assignment.empty(tables.problem.num_tables)
+        self._request, self._tables = request, tables
         # bytes by rank that are left for tables after the bytes that no plan changes
         self.capacity: Floats = request.plannable_bytes - sum(request.workload.resting_bytes.values())
 
     def ranks(self, assignment: Assignment) -> list[PlannedRank]:
-        before, self._assignment = self._assignment, assignment.copy()
+        world_size = self._request.cluster.world_size
         placements = [
-            place_table(planned.table, self._tables.sharding(assignment, table), self._world_size, planned.collection)
-            for table, (planned, unit) in enumerate(zip(self._tables.tables, self._tables.unit_of, strict=True))
-            if before.option[unit] != assignment.option[unit]
-            or not np.array_equal(before.places[unit], assignment.places[unit])
+            place_table(planned.table, self._tables.sharding(assignment, number), world_size, planned.collection)
+            for number, planned in enumerate(self._tables.tables)
         ]
-        if self._counted is None:
-            self._counted = Step.of(self._request, placements)
-        else:
-            for placement in placements:
-                self._counted.place(placement)
-        return self._counted.ranks()
+        return Step.of(self._request, placements).ranks()
 
     def excess(self, assignment: Assignment) -> tuple[float, Floats]:
         """Returns the bytes that the fullest rank lacks, and the capacities by rank at which it would fit.
 
-        Bytes, on the device or in host memory, are negative where there is room. Capacities are for the sums of shards'
-            bytes
-        that a search adds up, infinite where there is room.
+        Bytes, on the device or in host memory, are negative where there is room. Capacities are for the sums of
+        shards' bytes that a search adds up, infinite where there is room.
         """
         request, ranks = self._request, self.ranks(assignment)
         totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)

@@ -70,7 +70,6 @@ class EveryPlan:
         slowest_ms = np.array([self._milliseconds(plan) for plan in plans.tolist()])
         order = slowest_ms.argsort(kind="stable")
         self._plans, self.slowest_ms = plans[order], slowest_ms[order]
-        self._counted: tuple[list[int], Step] | None = None
         self._memory: dict[Hashable, PlannedRank] = {}
 
     def plan(self, number: int) -> ShardingPlan:
@@ -226,21 +225,8 @@ class EveryPlan:
         chosen = [ways[at] for ways, at in zip(self._ways, self._plans[number].tolist(), strict=True)]
         key = tuple((way.layout, tuple(part for where, part in way.parts if where == rank)) for way in chosen)
         if key not in self._memory:
-            self._memory[key] = self._count(number).rank(rank)
+            self._memory[key] = Step.of(self.request, self._placements(number)).rank(rank)
         return self._memory[key]
-
-    def _count(self, number: int) -> Step:
-        """Returns the count of a plan; tables that are where they were at the last count are not counted again."""
-        plan, request = self._plans[number].tolist(), self.request
-        if self._counted is None:
-            counted = Step.of(request, self._placements(number))
-        else:
-            before, counted = self._counted
-            for table, (old, new) in enumerate(zip(before, plan, strict=True)):
-                if old != new:
-                    counted.place(self._placed(table, new))
-        self._counted = plan, counted
-        return counted
 
 
 def _key(shard: ShardCost) -> Hashable:

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import weakref
@@ -22,34 +21,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.utils import placement as rank_placement
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardMetadata
+from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.embedding import CompositionalEmbeddingBagConfig, EmbeddingConfig, TableConfig
+from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.request import Workload
 from distembed.sharding import default_sharders
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from distembed.sharding.placement import Placement, place_table
-from distembed.sharding.table_slice import unit_size
 from distembed.tasks import ClickTask
 from distembed.training.pipeline import StepPipeline, TaskModel
 from tests.ranks import run_on_ranks
@@ -410,50 +404,3 @@ def test_estimates_are_close_to_the_highest_of_ten_runs(tmp_path: Path) -> None:
     assert len(rows) == 9
     for row in rows:
         assert 0.9 * row["highest"] <= row["estimate"] <= 4 / 3 * row["highest"], row
-
-
-NUM_RANKS = 4
-STATES = TableOptimizers("adagrad", "adam")
-TABLES = [
-    CompositionalEmbeddingBagConfig(
-        f"t{i}", 300 + 90 * i, 32, [f"f{i}"], QuotientRemainder(300 + 90 * i, collisions=4), composition
-    )
-    for i, composition in enumerate(["product", "concat", "sum", "product", "path_linear", "product"])
-]
-WORKLOAD = Workload(64, {"f0": 3.0, "f3": 2.5}, num_dense=3)
-
-
-def every_placement(table: CompositionalEmbeddingBagConfig) -> list[Placement]:
-    """Some of each sharding type, of both kernels."""
-    rows, columns = unit_size(table)
-    block = -(-rows // NUM_RANKS)
-    ways = [("table_wise", [([0, 0], [rows, columns], rank)]) for rank in range(NUM_RANKS)]
-    if table.combine.columns(table.embedding_dim, 2) is not None:
-        half = columns // 2
-        ways.append(("column_wise", [([0, 0], [rows, half], 1), ([0, half], [rows, half], 3)]))
-    by_rows = [([start * block, 0], [block, columns], start) for start in range(NUM_RANKS)]
-    ways += [("row_wise", by_rows), ("data_parallel", [])]
-    return [
-        place_table(table, _unit(sharding_type, kernel, shards), NUM_RANKS)
-        for sharding_type, shards in ways
-        for kernel in ("fused", "dense")
-    ]
-
-
-def _unit(sharding_type: str, kernel: str, shards: list[tuple[list[int], list[int], int]]) -> ParameterSharding:
-    metadata = [ShardMetadata(start, size, rank_placement("cpu", rank, NUM_RANKS)) for start, size, rank in shards]
-    spec = EnumerableShardingSpec(metadata) if metadata else None
-    return ParameterSharding(sharding_type, kernel, [rank for *_, rank in shards], spec)
-
-
-def test_placing_tables_anew_is_a_plan_that_was_made_so() -> None:
-    chosen = random.Random(0)
-    ways = [every_placement(table) for table in TABLES]
-    plan = [chosen.choice(of_table) for of_table in ways]
-    step = Step(plan, NUM_RANKS, WORKLOAD, STATES, "cpu")
-    for _ in range(100):
-        number = chosen.randrange(len(TABLES))
-        plan[number] = chosen.choice(ways[number])
-        step.place(plan[number])
-        rank = chosen.randrange(NUM_RANKS)
-        assert step.rank(rank) == Step(plan, NUM_RANKS, WORKLOAD, STATES, "cpu").rank(rank)
