@@ -99,7 +99,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of one contender at one limit: medians over rounds; bytes are those of both hosts in a step.
+    """The result of one contender at one limit: medians over rounds, with the bytes of both hosts in a step.
 
     ``ratio`` is the median of the ratios of each round's time to the time with full tables.
     """

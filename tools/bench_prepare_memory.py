@@ -36,7 +36,7 @@ def tree(root: int) -> list[int]:
         try:
             found += map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
         except OSError:
-            pass  # it has ended
+            pass  # the process has ended
     return found
 
 
@@ -84,7 +84,7 @@ def _stage(output: Path) -> str:
         stages = list(output.parent.glob(str(Path(f".{output.name}.preparing", "*", "work", "results", "*"))))
         return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
     except OSError:
-        return ""  # the work is over, and its folder goes
+        return ""  # the preparation has ended and removed its folder
 
 
 def main() -> None:

@@ -319,7 +319,7 @@ def main() -> None:
     Console(width=110).print(table)
     faster = use_bf16("auto", torch.device("cpu"))
     if not faster:
-        print("This processor multiplies no faster in bf16 than in fp32: rows in bf16 say nothing about one that does.")
+        print("This processor multiplies no faster in bf16 than in fp32: its bf16 rows do not hold for one that does.")
     here = {**surroundings(torch.device("cpu")), "multiplies_faster_in_bf16": faster}
     result = {**here, "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))

@@ -87,7 +87,7 @@ def run_all(folder: Path, options: argparse.Namespace) -> int:
         if not is_of(before, surroundings):
             path.unlink(missing_ok=True)
         if allowed < _LEAST_SECONDS:
-            end(path, surroundings, NO_TIME, f"the {options.minutes:g} minutes are over; the same command goes on here")
+            end(path, surroundings, NO_TIME, f"the {options.minutes:g} minutes are over; call again to resume")
             _say(f"{name}: no time is left")
             continue
         _run_part(name, path, surroundings, options.dry, allowed)
@@ -106,7 +106,7 @@ def _run_part(name: str, path: Path, surroundings: Mapping[str, Any], dry: bool,
     code = _run(name, path.parent, dry, seconds)
     took = time.monotonic() - started
     if code is None:
-        end(path, surroundings, NO_TIME, f"stopped after {seconds:.0f} s; the same command goes on here")
+        end(path, surroundings, NO_TIME, f"stopped after {seconds:.0f} s; call again to resume")
     elif code != 0 or read(path).get("status") != DONE:
         end(path, surroundings, FAILED, _tail(path.parent, name) or f"its process ended with {code}")
     _say(f"{name}: {read(path)['status']} after {took:.0f} s")

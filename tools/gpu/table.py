@@ -96,7 +96,7 @@ def _heading(surroundings: Mapping[str, Any], dry: bool) -> list[str]:
     machine, versions = surroundings["machine"], surroundings["versions"]
     driver = f", driver {machine['driver']}, CUDA {machine['cuda']}" if "driver" in machine else ""
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    said = ["A dry run: tiny sizes on a processor, whose times say nothing.", ""] if dry else []
+    said = ["A dry run: tiny sizes on a processor; its times are meaningless.", ""] if dry else []
     return [f"## {machine['device']}", "", *said, f"{machine['device']}{driver}; {packages}."]
 
 
