@@ -114,7 +114,7 @@ def test_batches_in_flight_are_read_again(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 71, group_rows=5)
     ahead = open_reader(folder)
     whole = take(itertools.chain(*[ahead] * 5), 40)
-    for step, in_flight in itertools.product((10, 16, 17), (0, 1, 3, 10)):
+    for step, in_flight in ((10, 0), (10, 3), (16, 1), (16, 10), (17, 1), (17, 3)):
         pulling = open_reader(folder)
         batches = itertools.chain(pulling, pulling, pulling)
         take(batches, step)

@@ -272,7 +272,7 @@ def read(path: Path, block_bytes: int, start: int = 0, stop: int | None = None) 
     return blocks
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=30), max_size=40), st.integers(1, 100), st.booleans(), st.booleans())
 def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: int, ends: bool, packed: bool) -> None:
     content = b"\n".join(lines) + (b"\n" if ends else b"")
@@ -287,6 +287,7 @@ def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: 
     assert all(block.endswith(b"\n") for block in blocks[:-1]) and all(blocks)
 
 
+@settings(max_examples=40)
 @given(
     lines=st.lists(st.sampled_from([b"", b"1", b"a\tb", b"c" * 30, b"\r"])),
     ends=st.booleans(),

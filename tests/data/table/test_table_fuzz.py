@@ -170,8 +170,9 @@ def test_a_value_does_not_depend_on_the_lines_before_it(values: dict[str, Any]) 
 
     found = {token: answer([token]) for token in TOKENS}
     assert len(set(found.values())) > 3
-    for before in BEFORE:
-        for token in TOKENS:
+    draw = random.Random(0)
+    for token in TOKENS:
+        for before in draw.sample(BEFORE, 3):
             assert answer([*[before] * 21, token]) == found[token], (before, token)
     for token in TOKENS:
         assert answer([*TOKENS, token]) == found[token], token
