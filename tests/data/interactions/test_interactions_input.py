@@ -318,8 +318,8 @@ def test_lines_of_lists(tmp_path: Path) -> None:
 
 
 def test_interactions_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distembed.data.prepare.interactions.preparation._ROW_BYTES", 40_000)
-    pq.write_table(pa.table({"user": np.arange(1300), "item": np.arange(1300)}), tmp_path / "rows.parquet")
+    monkeypatch.setattr("distembed.data.prepare.interactions.preparation._ROW_BYTES", 60_000)
+    pq.write_table(pa.table({"user": np.arange(1300) // 4, "item": np.arange(1300)}), tmp_path / "rows.parquet")
     prepare_sequences(InteractionFiles([tmp_path / "rows.parquet"]), Preparation(tmp_path / "fits", 80 << 20))
     with pytest.raises(UserError, match="allow more"):
         prepare_sequences(InteractionFiles([tmp_path / "rows.parquet"]), Preparation(tmp_path / "out", 64 << 20))
