@@ -193,7 +193,7 @@ class DatasetColumns:
             has_missing = keeps_missing and column.role == "dense"
             read = partial(spooled_numbers, place=place, change=number_change(column, found), has_missing=has_missing)
             type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
-            outputs[column.name] = OutputColumn(pa.field(column.name, type_), read)
+            outputs[column.name] = pa.field(column.name, type_), read
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
         return [*numbers, *(outputs.get(name) or self._id_output(name, learnt) for name in self.layout.features)]
 
@@ -202,7 +202,7 @@ class DatasetColumns:
         lookup = self._lookup(place, learnt[name]["feature"]["num_embeddings"])
         type_ = pa.from_numpy_dtype(lookup.dtype)
         field = pa.field(name, pa.list_(type_) if column.is_list else type_)
-        return OutputColumn(field, partial(spooled_ids, place=place, lookup=lookup))
+        return field, partial(spooled_ids, place=place, lookup=lookup)
 
     def mean_values(self) -> float:
         """Returns the mean number of values of a row in the column with the longest lists; 1 without lists."""

@@ -223,7 +223,7 @@ class _Preparation:
         entries = {name: each["vocabulary"] for name, each in learnt.items() if each["vocabulary"]}
         manifest = Manifest(
             schema=schema,
-            splits={name: written_split(of_split) for name, of_split in files.items()},
+            splits={name: written_split(of_split, schema) for name, of_split in files.items()},
             preparation={**self.options.recorded, **columns.recorded(learnt)},
             vocabularies={name: Vocabulary(**entry) for name, entry in entries.items()},
             sources=tuple(ingested.source_files(checksums)),

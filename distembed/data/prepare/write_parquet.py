@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -65,39 +65,34 @@ class WrittenFile:
     """One file that was written."""
 
     file: DataFile  # its entry in the manifest
-    label_sum: float | None  # sum of its labels; None where rows have none
+    sums: dict[str, float]  # of its labels and weights, by column
     pieces: Pieces  # its pieces with their checksums
-    weight_sum: float | None = None  # sum of its rows' weights; None where rows have none
 
 
-def written_split(files: Sequence[WrittenFile]) -> Split:
+def written_split(files: Sequence[WrittenFile], schema: Schema) -> Split:
     """Returns the manifest's entry of a split, given its files in the order of their rows."""
     num_rows = sum(one.file.num_rows for one in files)
-    sums = [[one.label_sum for one in files], [one.weight_sum for one in files]]
-    known = [[each for each in column if each is not None] for column in sums]
-    label_rate, mean_weight = (sum(column) / num_rows if column and num_rows else None for column in known)
-    return Split(num_rows, label_rate, tuple(one.file for one in files), mean_weight)
+
+    def mean(name: str | None) -> float | None:
+        return sum(one.sums[name] for one in files) / num_rows if name is not None and num_rows else None
+
+    return Split(num_rows, mean(schema.label), tuple(one.file for one in files), mean(schema.weight))
 
 
 def write_file(
-    path: Path,
-    plan: FilePlan,
-    schema: pa.Schema,
-    label: str | None,
-    groups: Iterable[pa.Table],
-    weight: str | None = None,
+    path: Path, plan: FilePlan, columns: pa.Schema, groups: Iterable[pa.Table], schema: Schema
 ) -> WrittenFile:
     """Writes one file."""
-    sums = {name: 0.0 for name in (label, weight) if name is not None}
+    sums = {name: 0.0 for name in (schema.label, schema.weight) if name is not None}
     with pq.ParquetWriter(
         path,
-        schema,
+        columns,
         compression="zstd",
         use_dictionary=False,
         use_byte_stream_split=[
             f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
-            for field in schema
-            if field.name != label
+            for field in columns
+            if field.name != schema.label
         ],
         write_statistics=False,
         write_page_checksum=True,
@@ -107,16 +102,11 @@ def write_file(
                 sums[name] += float(pc.sum(pc.cast(table[name], pa.float64())).as_py())
             writer.write_table(table, len(table))
     file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
-    label_sum, weight_sum = (None if name is None else sums[name] for name in (label, weight))
-    return WrittenFile(file, label_sum, file_pieces(path), weight_sum)
+    return WrittenFile(file, sums, file_pieces(path))
 
 
-@dataclass(frozen=True)
-class OutputColumn:
-    """A column of a dataset's files."""
-
-    field: pa.Field  # name and type
-    read: Callable[[SpooledBlock, Rows], pa.Array]  # reads some rows of a block
+# A column of a dataset's files: its name and type, and a function that reads some rows of a block.
+OutputColumn: TypeAlias = tuple[pa.Field, Callable[[SpooledBlock, Rows], pa.Array]]
 
 
 def spooled_numbers(
@@ -152,15 +142,15 @@ class FileWriter:
     group_rows: int  # of a row group
 
     def write(self, plan: FilePlan) -> WrittenFile:
-        schema = pa.schema([column.field for column in self.columns])
-        groups = filter(len, regrouped(self._tables(plan, schema), schema, self.group_rows))
+        columns = pa.schema([field for field, _ in self.columns])
+        groups = filter(len, regrouped(self._tables(plan, columns), columns, self.group_rows))
         with self.destination.file(self.folder, plan.path) as path:
-            return write_file(path, plan, schema, self.schema.label, groups, self.schema.weight)
+            return write_file(path, plan, columns, groups, self.schema)
 
-    def _tables(self, plan: FilePlan, schema: pa.Schema) -> Iterator[pa.Table]:
+    def _tables(self, plan: FilePlan, columns: pa.Schema) -> Iterator[pa.Table]:
         split = self.splits.rule.names.index(plan.split)
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
             block = self.splits.blocks[index]
             rows = self.splits.rows(block, split)
-            table = pa.table([column.read(block, rows) for column in self.columns], schema=schema)
+            table = pa.table([read(block, rows) for _, read in self.columns], schema=columns)
             yield table.slice(first, last - first)

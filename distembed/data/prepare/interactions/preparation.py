@@ -216,10 +216,10 @@ def _prepare(
             raise UserError("the training part has no rows: give more interactions, or another split (--split)")
         if not (split.has_validation or (split.is_by_files and num_validation)):
             del splits["validation"]
-        written = write_splits(folder, splits, schema.label, preparation.progress)
+        written = write_splits(folder, splits, schema, preparation.progress)
         manifest = Manifest(
             schema=schema,
-            splits={name: written_split(written[name]) for name in splits},
+            splits={name: written_split(written[name], schema) for name in splits},
             preparation={"source": "interactions", **options.to_json(), "left_out": left_out},
             vocabularies=vocabularies,
             sources=sources,

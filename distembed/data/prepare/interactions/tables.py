@@ -392,7 +392,7 @@ def sequence_rows(
 
 
 def write_splits(
-    folder: Path, splits: Mapping[str, _SplitRows], label: str | None, report: ProgressCallback
+    folder: Path, splits: Mapping[str, _SplitRows], schema: Schema, report: ProgressCallback
 ) -> dict[str, list[WrittenFile]]:
     """Writes the files of all splits."""
     total, done = sum(rows.num_rows for rows in splits.values()), 0
@@ -403,7 +403,7 @@ def write_splits(
         for plan in plan_files(name, rows.num_rows, rows.group_rows):
             starts = range(plan.start, plan.stop, rows.group_rows)
             groups = (rows.table(start, min(start + rows.group_rows, plan.stop)) for start in starts)
-            written[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, label, groups))
+            written[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, groups, schema))
             done += plan.stop - plan.start
             report(ProgressUpdate("write", done, total, done))
     return written
