@@ -9,7 +9,7 @@ than zstd alone, on ids as on float32 (measured).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -142,15 +142,15 @@ class FileWriter:
     group_rows: int  # of a row group
 
     def write(self, plan: FilePlan) -> WrittenFile:
-        columns = pa.schema([field for field, _ in self.columns])
-        groups = filter(len, regrouped(self._tables(plan, columns), columns, self.group_rows))
-        with self.destination.file(self.folder, plan.path) as path:
-            return write_file(path, plan, columns, groups, self.schema)
+        columns, split = pa.schema([field for field, _ in self.columns]), self.splits.rule.names.index(plan.split)
 
-    def _tables(self, plan: FilePlan, columns: pa.Schema) -> Iterator[pa.Table]:
-        split = self.splits.rule.names.index(plan.split)
-        for index, first, last in self.splits.parts(split, plan.start, plan.stop):
+        def table(index: int, first: int, last: int) -> pa.Table:
             block = self.splits.blocks[index]
             rows = self.splits.rows(block, split)
-            table = pa.table([read(block, rows) for _, read in self.columns], schema=columns)
-            yield table.slice(first, last - first)
+            own = pa.table([read(block, rows) for _, read in self.columns], schema=columns)
+            return own.slice(first, last - first)
+
+        tables = (table(*part) for part in self.splits.parts(split, plan.start, plan.stop))
+        with self.destination.file(self.folder, plan.path) as path:
+            groups = filter(len, regrouped(tables, columns, self.group_rows))
+            return write_file(path, plan, columns, groups, self.schema)

@@ -3,7 +3,7 @@
 Each distinct value of a block is looked at once: a column becomes codes into its distinct values, and these become
 keys. Each kind of values has a function from values to keys, chosen by :data:`KEY_KINDS`.
 
-A typed value has the key and the verdict of its text (``value_texts.py``): 2.0 and "2.00" are 2, true and "True" are
+A typed value has the key and the verdict of its text (``values.py``): 2.0 and "2.00" are 2, true and "True" are
 true. Integers, numbers and truth values are read without the detour, which costs time.
 """
 
