@@ -1,8 +1,8 @@
 """The ids of a dataset, applied to other rows and grown by them, against a computation that goes row by row."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,8 @@ def test_ids_grow_behind_the_known_ones(tmp_path: Path) -> None:
                 sum(dropped.values()),
             )
         check_ids(known, rows, values)
-    assert (
-        Manifest.load(tmp_path / "third").preparation["learnt"]
-        == Manifest.load(tmp_path / "first").preparation["learnt"]
-    )
+    third, first = (Manifest.load(tmp_path / name).preparation["learnt"] for name in ("third", "first"))
+    assert third == first
 
 
 def test_only_training_rows_grow_a_vocabulary(tmp_path: Path) -> None:
@@ -173,31 +171,14 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     prepare_rows(PythonRows(layout(plain), [rows]), tmp_path / "plain", none)
     recorded = {"schema": {"categorical": {"a": {"hash_seed": 4}}}}
     prepare_rows(PythonRows(layout(hashed), [rows]), tmp_path / "hashed", PrepareOptions("none", recorded=recorded))
-    other_size, other_seed = (
-        KeyColumn("a", "feature", "integer", hash_size=size, hash_seed=seed) for size, seed in ((8, 4), (9, 0))
-    )
+    other_size, other_seed = replace(hashed, hash_size=8), replace(hashed, hash_seed=0)
     wrong = [
-        (
-            "plain",
-            layout(KeyColumn("b", "feature", "integer")),
-            [{"x": 1.0, "b": 1}],
-            "has the categorical features a, and",
-        ),
-        ("plain", layout(KeyColumn("a", "feature", "string")), texts, "and the column has string values"),
-        (
-            "plain",
-            layout(KeyColumn("a", "feature", "integer", is_list=True)),
-            lists,
-            "has one value a row, and its values are to have lists",
-        ),
+        ("plain", layout(replace(plain, name="b")), [{"x": 1.0, "b": 1}], "has the categorical features a, and"),
+        ("plain", layout(replace(plain, kind="string")), texts, "and the column has string values"),
+        ("plain", layout(replace(plain, is_list=True)), lists, "has one value a row, and its values are to have lists"),
         ("plain", layout(hashed), rows, "has a vocabulary, and its values are to have hashes: 9 ids with the seed 4"),
         ("hashed", layout(plain), rows, "has hashes: 9 ids with the seed 4, and its values are to have a vocabulary"),
-        (
-            "hashed",
-            layout(other_size),
-            rows,
-            "has hashes: 9 ids with .*, and its values are to have hashes: 8 ids with .*--hash-size",
-        ),
+        ("hashed", layout(other_size), rows, "hashes: 9 ids with .* are to have hashes: 8 ids with .*--hash-size"),
         ("hashed", layout(other_seed), rows, "the seed 4, and .* with the seed 0: give .*--hash-seed"),
         ("plain", layout(plain, transform="standardize"), rows, "learnt nothing of the column 'x'"),
     ]
@@ -237,13 +218,9 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     for day, content in enumerate(contents):
         (tmp_path / f"day{day}.tsv").write_bytes(content)
     prepare_criteo([tmp_path / "day0.tsv"], tmp_path / "0", CriteoOptions(split="none"))
-    said = command(
-        tmp_path / "day1.tsv", "-o", tmp_path / "1", "--split", "none", "--vocabulary", tmp_path / "0", "--grow"
-    )
-    command(
-        *(tmp_path / "day1.tsv", "-o", tmp_path / "two", "--split", "none", "--vocabulary", tmp_path / "0", "--grow"),
-        *("--threads", 1),
-    )
+    grown = ("--split", "none", "--vocabulary", tmp_path / "0", "--grow")
+    said = command(tmp_path / "day1.tsv", "-o", tmp_path / "1", *grown)
+    command(tmp_path / "day1.tsv", "-o", tmp_path / "two", *grown, "--threads", 1)
     assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "two")
     manifest = Manifest.load(tmp_path / "1")
     new = sum(entry.num_ids for entry in manifest.vocabularies.values()) - sum(
@@ -352,11 +329,10 @@ def test_ids_that_mean_the_same(tmp_path: Path) -> None:
         return has_same_ids(earlier, Manifest.load(earlier), now, manifest)
 
     manifest = Manifest.load(earlier)
-    lists = tuple(dataclasses.replace(each, multi_hot=True) for each in manifest.schema.categorical)
-    longer = tuple(dataclasses.replace(each, mean_ids_per_row=2.5) for each in lists)
+    lists = tuple(replace(each, multi_hot=True) for each in manifest.schema.categorical)
+    longer = tuple(replace(each, mean_ids_per_row=2.5) for each in lists)
     before, now = (
-        dataclasses.replace(manifest, schema=dataclasses.replace(manifest.schema, categorical=features))
-        for features in (lists, longer)
+        replace(manifest, schema=replace(manifest.schema, categorical=features)) for features in (lists, longer)
     )
     assert is_same(earlier, manifest) and has_same_ids(earlier, before, earlier, now)
     for name, keys in {"grown": [*EARLIER["a"], "new"], "swapped": EARLIER["a"][::-1]}.items():
@@ -395,7 +371,7 @@ def test_other_numbers_and_damaged_vocabularies_are_refused(tmp_path: Path) -> N
         write_dataset(tmp_path / "now", {"a": [*EARLIER["a"], "new"], "b": []}),
     )
     manifest = Manifest.load(now)
-    other = dataclasses.replace(manifest, schema=dataclasses.replace(manifest.schema, dense=("y",)))
+    other = replace(manifest, schema=replace(manifest.schema, dense=("y",)))
     with pytest.raises(UserError, match=r"dense was \('x',\) and is \('y',\)"):
         require_grown_from(earlier, Manifest.load(earlier), now, other)
     (earlier / "vocabulary/a.parquet").write_bytes(b"damaged")

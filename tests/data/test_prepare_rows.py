@@ -224,14 +224,9 @@ def test_a_split_by_time_needs_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keeps", [(True, True), (True, False), (False, False)])
 def test_missing_numbers(tmp_path: Path, keeps: tuple[bool, bool]) -> None:
     """They are null where they are kept; of the other columns they are 0, which is the mean once standardised."""
-    layout = BlockLayout(
-        (
-            NumberColumn("plain", "dense", FLOAT32, keeps_missing=keeps[0]),
-            NumberColumn("scaled", "dense", FLOAT32, "standardize", keeps_missing=keeps[1]),
-        ),
-        (),
-        (),
-    )
+    plain = NumberColumn("plain", "dense", FLOAT32, keeps_missing=keeps[0])
+    scaled = NumberColumn("scaled", "dense", FLOAT32, "standardize", keeps_missing=keeps[1])
+    layout = BlockLayout((plain, scaled), (), ())
     rows = [{"plain": value, "scaled": value} for value in (1.0, None, 3.0, None)]
     manifest = prepare_rows(PythonRows(layout, [rows]), tmp_path / "out", PrepareOptions("none"))
     found = read_split(tmp_path / "out", "train")
