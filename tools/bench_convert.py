@@ -41,7 +41,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.models import ModelInputs
-from distembed.serving.convert.command import convert
+from distembed.serving.convert.run_start import convert
 from distembed.training.config import load_config
 
 FULL = ["embedding.default.partition=naive"]

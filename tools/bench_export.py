@@ -32,9 +32,8 @@ from distembed.base.ranks import Ranks, process_group
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.serving.export.batches import plain_inputs
 from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.feature_vectors import PlainFeature
+from distembed.serving.export.feature_vectors import plain_inputs
 from distembed.serving.model_folder.manifest import ExportManifest, Precision
 from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.whole_model import WholeModel, load_whole_model
@@ -104,8 +103,7 @@ def batches(run: TrainedRun, batch_size: int) -> BatchReader:
 
 def inputs(batch: Batch, manifest: ExportManifest) -> Sequence[torch.Tensor]:
     """Returns a batch as inputs of the program."""
-    features = [PlainFeature(each.name, each.is_list) for each in manifest.features]
-    return list(plain_inputs(batch, features, takes_numbers=bool(manifest.numbers)).tensors.values())
+    return list(plain_inputs(batch, manifest.features, takes_numbers=bool(manifest.numbers)).tensors.values())
 
 
 def score_both(

@@ -20,6 +20,7 @@ import io
 import json
 import math
 import os
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
@@ -31,8 +32,9 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from distembed.base.checksums import checksum_of
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.checkpoints.shards import AddedShard, TensorShards
-from distembed.checkpoints.store import open_file_system
+from distembed.checkpoints.store import CheckpointStore, open_file_system
 from distembed.optim.local_shards import LocalShard
 
 _MOST_THREADS = 4
@@ -43,17 +45,10 @@ class DamagedFile(ValueError):
 
 
 @dataclass(frozen=True)
-class Block:
-    """A part of a tensor in a file.
+class SavedBlock:
+    """A part of a tensor in a file of the checkpoint; it begins at ``offsets`` of the whole tensor and has ``sizes``.
 
-    Attributes:
-        file: Name of the file within the checkpoint.
-        start: Place of the first byte.
-        length: Number of bytes.
-        checksum: Checksum of the bytes; None where the writer computed none.
-        offsets: Place of the first element within the whole tensor, one number a dimension.
-        sizes: Numbers of elements, one a dimension.
-        is_archive: Whether the bytes are an archive of ``torch.save``, and not raw numbers.
+    ``checksum`` is None in stock checkpoints. ``is_archive`` says that the bytes are an archive of ``torch.save``.
     """
 
     file: str
@@ -71,18 +66,6 @@ class Block:
         if any(type(number) is not int or number < 0 for number in numbers):
             raise DamagedFile(f"it reads {self.length!r} bytes at {self.start!r}")
 
-    def require_intact(self, data: bytes | bytearray | memoryview, num_bytes: int) -> None:
-        """Verifies the bytes of the block that were read.
-
-        Raises:
-            DamagedFile: The file ended before the block, or the checksum differs.
-        """
-        place = f"{self.file}, bytes {self.start:,} to {self.start + self.length:,},"
-        if num_bytes != self.length:
-            raise DamagedFile(f"{place} ends after {num_bytes:,} of them")
-        if self.checksum is not None and checksum_of(data) != self.checksum:
-            raise DamagedFile(f"{place} does not have the checksum that it was written with")
-
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -90,12 +73,11 @@ class SavedTensor:
 
     dtype: torch.dtype
     size: tuple[int, ...]
-    blocks: Sequence[Block]
+    blocks: Sequence[SavedBlock]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype) or any(
-            type(number) is not int or number < 0 for number in self.size
-        ):
+        sizes_are_counts = all(type(number) is int and number >= 0 for number in self.size)
+        if not isinstance(self.dtype, torch.dtype) or not sizes_are_counts:
             raise DamagedFile("it has a tensor without a type or a size")
         for block in self.blocks:
             ends = [start + length for start, length in zip(block.offsets, block.sizes, strict=True)]
@@ -110,33 +92,34 @@ class SavedTensor:
         return math.prod(self.size) * self.dtype.itemsize
 
 
-def write_blocks(checkpoint: str, rank: int, tensors: Mapping[str, TensorShards]) -> dict[str, SavedTensor]:
+def write_blocks(
+    store: CheckpointStore, checkpoint: str, rank: int, tensors: Mapping[str, TensorShards]
+) -> dict[str, SavedTensor]:
     """Writes this rank's shards to a file of its own, one block a shard, and returns where they lie."""
-    files, path = open_file_system(checkpoint)
+    files, path = open_file_system(store.checkpoint_path(checkpoint))
     name, start = f"rank-{rank}.blocks", 0
     saved: dict[str, SavedTensor] = {}
-    with files.open(f"{path}/{name}", "wb") as file:
-        for key, shards in tensors.items():
-            blocks = []
-            for shard in shards.shards:
-                data = _memory(shard.tensor.cpu().contiguous())
-                file.write(data)
-                blocks.append(
-                    Block(name, start, len(data), checksum_of(data), shard.offsets, tuple(shard.tensor.shape))
-                )
-                start += len(data)
-            saved[key] = SavedTensor(shards.dtype, tuple(shards.size), blocks)
-        file.flush()
-        if isinstance(files, LocalFileSystem):
-            os.fsync(file.fileno())
+    try:
+        with files.open(f"{path}/{name}", "wb") as file:
+            for key, shards in tensors.items():
+                blocks = []
+                for shard in shards.shards:
+                    data = _memory(shard.tensor.cpu().contiguous())
+                    file.write(data)
+                    sizes = tuple(shard.tensor.shape)
+                    blocks.append(SavedBlock(name, start, len(data), checksum_of(data), shard.offsets, sizes))
+                    start += len(data)
+                saved[key] = SavedTensor(shards.dtype, tuple(shards.size), blocks)
+            file.flush()
+            if isinstance(files, LocalFileSystem):
+                os.fsync(file.fileno())
+    except Exception as error:  # file systems raise errors of their own kinds
+        raise store.not_written(checkpoint, error, sum(shards.num_bytes for shards in tensors.values())) from error
     return saved
 
 
 def index_bytes(parts: Iterable[Mapping[str, SavedTensor]]) -> bytes:
-    """Returns the contents of ``index.json`` for the parts that all ranks wrote.
-
-    A block that several ranks wrote, for example a replicated step count, is listed once.
-    """
+    """Returns ``index.json`` for the parts of all ranks; a block of several ranks, as a step count, is listed once."""
     index: dict[str, dict[str, Any]] = {}
     for part in parts:
         for key, tensor in part.items():
@@ -147,17 +130,13 @@ def index_bytes(parts: Iterable[Mapping[str, SavedTensor]]) -> bytes:
 
 
 def parse_index(data: bytes) -> dict[str, SavedTensor]:
-    """Returns the tensors that ``index.json`` lists.
-
-    Raises:
-        Exception: The contents are no index.
-    """
+    """Returns the tensors that ``index.json`` lists, or raises any error for contents that are no index."""
     return {
         key: SavedTensor(
             getattr(torch, entry["dtype"]),
             tuple(entry["size"]),
             [
-                Block(file, start, length, checksum, tuple(offsets), tuple(sizes))
+                SavedBlock(file, start, length, checksum, tuple(offsets), tuple(sizes))
                 for file, start, length, checksum, offsets, sizes in entry["blocks"]
             ],
         )
@@ -170,25 +149,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def require_sizes(tensors: Mapping[str, SavedTensor], sizes: Mapping[str, int]) -> None:
-    """Makes sure that every file with blocks is there and is long enough.
-
-    Args:
-        tensors: The tensors of a checkpoint.
-        sizes: Bytes of each file of the checkpoint, by name.
-
-    Raises:
-        DamagedFile: A file is missing, or is too short.
-    """
+def require_files(tensors: Mapping[str, SavedTensor], file_bytes: Mapping[str, int]) -> None:
+    """Raises a :class:`DamagedFile` where a file with blocks is missing, or is too short."""
     ends: dict[str, int] = {}
     for tensor in tensors.values():
         for block in tensor.blocks:
             ends[block.file] = max(ends.get(block.file, 0), block.start + block.length)
     for name, end in ends.items():
-        if name not in sizes:
+        if name not in file_bytes:
             raise DamagedFile(f"{name} is missing")
-        if sizes[name] < end:
-            raise DamagedFile(f"{name} ends after {sizes[name]:,} of {end:,} bytes")
+        if file_bytes[name] < end:
+            raise DamagedFile(f"{name} ends after {file_bytes[name]:,} of {end:,} bytes")
 
 
 def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mapping[str, TensorShards]) -> None:
@@ -200,20 +171,25 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
         live: The shards to fill, by the name of the saved tensor.
 
     Raises:
-        Exception: A file cannot be read, or is damaged; some shards may be filled by then.
+        UserError: The checkpoint may not be read.
+        RunError: It cannot be reached.
+        DamagedCheckpoint: It is damaged; some of the shards may be filled by then.
     """
-    reads: list[_Read] = []
-    added: list[_Read] = []
-    for key, shards in live.items():
-        if key not in tensors:
-            raise DamagedFile(f"it has no tensor {key}")
-        found = _reads(key, tensors[key], shards)
-        (added if any(isinstance(shard, AddedShard) for shard in shards.shards) else reads).extend(found)
-    files, path = open_file_system(checkpoint)
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "distembed-load") as pool:
-        list(pool.map(partial(_Read.run, files=files, path=path), reads))
-    for read in added:  # one after the other: they add to the same numbers
-        read.run(files, path)
+    try:
+        reads: list[BlockRead] = []
+        added: list[BlockRead] = []
+        for key, shards in live.items():
+            if key not in tensors:
+                raise DamagedFile(f"it has no tensor {key}")
+            adds = any(isinstance(shard, AddedShard) for shard in shards.shards)
+            (added if adds else reads).extend(_reads(key, tensors[key], shards))
+        files, path = open_file_system(checkpoint)
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "distembed-load") as pool:
+            list(pool.map(partial(BlockRead.run, files=files, path=path), reads))
+        for read in added:  # one after the other: they add to the same numbers
+            read.run(files, path)
+    except Exception as error:  # a damaged file may fail to read in any way
+        raise not_read(checkpoint, error) from error
 
 
 @dataclass(frozen=True)
@@ -225,7 +201,7 @@ class _Part:
     share: float | None
 
     @classmethod
-    def shared(cls, block: Block, shard: LocalShard) -> "_Part | None":
+    def shared(cls, block: SavedBlock, shard: LocalShard) -> "_Part | None":
         target, source = shard.tensor.detach(), []
         places = zip(block.offsets, block.sizes, shard.offsets, shard.tensor.shape, strict=True)
         for dim, (start, size, live_start, live_size) in enumerate(places):
@@ -245,52 +221,68 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Read:
+class BlockRead:
     """A block to read and the live parts that it fills."""
 
-    block: Block
+    block: SavedBlock
     dtype: torch.dtype
-    parts: Sequence[_Part]
+    parts: Sequence[_Part] = ()
 
     def run(self, files: Any, path: str) -> None:
-        """Reads the block, verifies it and fills the parts."""
-        if self.block.is_archive:
-            values = _unpacked(files, path, self.block)
-            if values.dtype != self.dtype or tuple(values.shape) != self.block.sizes:
-                raise DamagedFile(f"{self.block.file} holds something else than a part of its tensor")
-        elif self._is_in_place():
-            read_block(files, path, self.block, _memory(self.parts[0].target))
-            return
+        """Reads the block from a checkpoint, verifies it and fills the parts; a :class:`DamagedFile` is an error."""
+        block, in_place = self.block, self._is_in_place()
+        if block.is_archive:
+            values = torch.empty(block.length, dtype=torch.uint8)
         else:
-            values = torch.empty(self.block.sizes, dtype=self.dtype)
-            read_block(files, path, self.block, _memory(values))
-        for part in self.parts:
-            part.fill(values)
+            values = self.parts[0].target if in_place else torch.empty(block.sizes, dtype=self.dtype)
+        memory = _memory(values)
+        if isinstance(files, LocalFileSystem):
+            with open(f"{path}/{block.file}", "rb") as file:
+                file.seek(block.start)
+                num_bytes = file.readinto(memory)
+        else:
+            data = files.cat_file(f"{path}/{block.file}", start=block.start, end=block.start + block.length)
+            num_bytes = len(data)
+            memory[:num_bytes] = data
+        place = f"{block.file}, bytes {block.start:,} to {block.start + block.length:,},"
+        if num_bytes != block.length:
+            raise DamagedFile(f"{place} ends after {num_bytes:,} of them")
+        if block.checksum is not None and checksum_of(memory) != block.checksum:
+            raise DamagedFile(f"{place} does not have the checksum that it was written with")
+        if block.is_archive and self.parts:
+            values = self._unpacked(memory)
+        if not in_place:
+            for part in self.parts:
+                part.fill(values)
+
+    def _unpacked(self, data: memoryview) -> Tensor:
+        """Returns the tensor of an archive of ``torch.save``, without executing any of it."""
+        try:
+            values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's own text says how to run the code that may be in there
+            raise DamagedFile("a block holds something else than a tensor") from error
+        except (RuntimeError, EOFError) as error:
+            raise DamagedFile(f"{self.block.file} holds a broken archive: {error}") from error
+        if not isinstance(values, Tensor) or values.dtype != self.dtype or tuple(values.shape) != self.block.sizes:
+            raise DamagedFile(f"{self.block.file} holds something else than a part of its tensor")
+        return values
 
     def _is_in_place(self) -> bool:
         """Returns whether the block can be read straight into the memory of its only live part."""
+        if self.block.is_archive or len(self.parts) != 1 or self.parts[0].share is not None:
+            return False
         target = self.parts[0].target
-        return (
-            len(self.parts) == 1
-            and self.parts[0].share is None
-            and tuple(target.shape) == self.block.sizes
-            and target.dtype == self.dtype
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-        )
+        is_alike = tuple(target.shape) == self.block.sizes and target.dtype == self.dtype
+        return is_alike and target.device.type == "cpu" and target.is_contiguous()
 
 
-def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[_Read]:
-    """Returns the blocks of a saved tensor that the live shards need.
-
-    Raises:
-        DamagedFile: No block holds some of the live numbers.
-    """
+def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[BlockRead]:
+    """Returns the blocks of a saved tensor that the live shards need; it is damaged where no block holds a number."""
     reads = []
     for block in tensor.blocks:
         parts = [part for shard in shards.shards if (part := _Part.shared(block, shard)) is not None]
         if parts:
-            reads.append(_Read(block, tensor.dtype, parts))
+            reads.append(BlockRead(block, tensor.dtype, parts))
     num_found = sum(part.target.numel() for read in reads for part in read.parts)
     num_needed = sum(shard.tensor.numel() for shard in shards.shards)
     if num_found < num_needed:
@@ -298,33 +290,16 @@ def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[_Read]:
     return reads
 
 
-def read_block(files: Any, path: str, block: Block, memory: memoryview) -> None:
-    """Reads the bytes of a block into memory and verifies them.
-
-    Raises:
-        Exception: The file cannot be read, or is damaged.
-    """
-    if isinstance(files, LocalFileSystem):
-        with open(f"{path}/{block.file}", "rb") as file:
-            file.seek(block.start)
-            num_bytes = file.readinto(memory)
-    else:
-        data = files.cat_file(f"{path}/{block.file}", start=block.start, end=block.start + block.length)
-        num_bytes = len(data)
-        memory[:num_bytes] = data
-    block.require_intact(memory, num_bytes)
-
-
-def _unpacked(files: Any, path: str, block: Block) -> Tensor:
-    """Returns the tensor of a block that ``torch.save`` wrote; nothing of the block is executed."""
-    data = bytearray(block.length)
-    read_block(files, path, block, memoryview(data))
-    values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(values, Tensor):
-        raise DamagedFile(f"{block.file} holds something else than a tensor")
-    return values
-
-
 def _memory(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous tensor on the host, which may be written to."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def not_read(checkpoint: str, error: BaseException) -> DamagedCheckpoint | RunError | UserError:
+    """Returns the error for a checkpoint that cannot be read: it is damaged, or it cannot be reached."""
+    reason = str(error) if isinstance(error, DamagedFile) else f"{type(error).__name__}: {error}".strip()
+    # errors of parsing, and missing files; other errors of file systems, and a lack of memory, may pass
+    if isinstance(error, ValueError | LookupError | TypeError | AttributeError | FileNotFoundError):
+        return DamagedCheckpoint(f"{checkpoint} is damaged: {reason}.")
+    kind = UserError if isinstance(error, PermissionError | ImportError) else RunError
+    return kind(f"{checkpoint} cannot be reached ({reason}); see that every rank may read it.")

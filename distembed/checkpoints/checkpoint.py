@@ -13,16 +13,18 @@ Learning rates are not saved; they follow from the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.errors import UserError
+from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.ranks import Collectives
-from distembed.checkpoints.blocks import DamagedFile
+from distembed.checkpoints.blocks import DamagedFile, index_bytes, not_read, read_blocks, write_blocks
 from distembed.checkpoints.content import (
     CheckpointContent,
     Progress,
@@ -35,11 +37,11 @@ from distembed.checkpoints.content import (
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
-from distembed.checkpoints.transfer import not_read, on_every_rank, read_tensors, write_checkpoint
 from distembed.optim.live_state import set_step_count
 from distembed.sharding.lookup import sharded_lookups
 
-RUN_KEYS = ("step", "samples", "seconds", "reader")
+T = TypeVar("T")
+_RUN_KEYS = ("step", "samples", "seconds", "reader")
 """Keys that the progress of every run has."""
 
 
@@ -69,6 +71,65 @@ def save_checkpoint(
     write_checkpoint(CheckpointStore(place), content, None, collectives)
 
 
+def write_checkpoint(
+    store: CheckpointStore,
+    content: CheckpointContent,
+    remove_old: Callable[[], None] | None,
+    collectives: Collectives,
+) -> None:
+    """Writes a checkpoint and declares it whole; all ranks call it, and all raise the error of any rank.
+
+    Args:
+        store: The place to write to.
+        content: This rank's part of the checkpoint.
+        remove_old: Removes older checkpoints, on rank 0; None to keep all.
+        collectives: The ranks that write.
+
+    Raises:
+        UserError: There is a folder of this name with files that are no checkpoint's.
+        RunError: The checkpoint cannot be written, or older ones cannot be removed.
+    """
+    name = content.name
+    try:
+        collectives.on_first(partial(store.start, name))
+        part = on_every_rank(collectives, partial(write_blocks, store, name, collectives.rank, content.tensors))
+        parts = collectives.gather(part)
+        collectives.on_first(lambda: store.finish(name, content.last_file, index_bytes(parts)))
+    except UserError:
+        raise
+    except Exception as error:
+        if collectives.rank == 0:
+            with suppress(Exception):
+                store.discard(name)
+        if isinstance(error, RunError):
+            raise
+        raise store.not_written(name, error, content.num_bytes) from error
+    if remove_old is None:
+        return
+    try:
+        collectives.on_first(remove_old)
+    except Exception as error:
+        raise RunError(
+            f"The checkpoint {store.checkpoint_path(name)} is written, but older ones in {store.url} could not be "
+            f"removed ({type(error).__name__}: {error}). Mend the permissions, then go on with --resume."
+        ) from error
+
+
+def on_every_rank(collectives: Collectives, function: Callable[[], T]) -> T:
+    """Returns a function's value, or raises the ``UserError`` or ``RunError`` of any rank on all; all ranks call it."""
+    value: T | None = None
+    problem: UserError | RunError | None = None
+    try:
+        value = function()
+    except (UserError, RunError) as error:
+        problem = error
+    problems = [found for found in collectives.gather(problem) if found is not None]
+    if problems:
+        # a checkpoint that one rank cannot reach is not damaged
+        raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
+    return cast(T, value)
+
+
 def load_checkpoint(
     checkpoint: Path | str,
     model: nn.Module,
@@ -91,51 +152,39 @@ def load_checkpoint(
             nothing is overwritten. Or it cannot be reached.
         DamagedCheckpoint: It is damaged; some of the live weights may be overwritten.
     """
-    return _load(str(checkpoint), model, optimizer, lambda saved: {}, collectives or Collectives()).progress
+    return _load(str(checkpoint), model, optimizer, collectives or Collectives())[0].progress
 
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The state of a run in a checkpoint, apart from its model.
+    """The state of a run in a checkpoint, apart from its model: the values and tensors of its :class:`Progress`.
 
-    Attributes:
-        values: The values of its :class:`Progress`.
-        tensors: The tensors of its :class:`Progress` that this rank resumes with, by name. On another number of ranks
-            than saved them, each rank's tensor goes to one rank, so that a rank has none, one or several.
+    On another number of ranks each saved rank's tensor goes to one rank, so that a rank has none, one or several.
     """
 
     values: dict[str, Any]
     tensors: dict[str, list[Tensor]]
 
 
-def load_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
-    """Reads a checkpoint as :func:`load_checkpoint` does, and continues torch's random numbers; all ranks call it.
-
-    Raises:
-        UserError: As for :func:`load_checkpoint`.
-        DamagedCheckpoint: As for :func:`load_checkpoint`.
-    """
+def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
+    """Reads a checkpoint as :func:`load_checkpoint` does, and continues torch's random numbers; all ranks call it."""
     rank, world_size = collectives.rank, collectives.world_size
-    random: dict[str, Tensor] = {}
-    own: dict[str, Tensor] = {}
-
-    def run_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
-        random.update(saved.random_state_to_read(rank))
-        own.update(saved.rank_tensors_to_read(rank, world_size))
-        return random | own
-
-    saved = _load(checkpoint, model, optimizer, run_tensors, collectives)
-    if "random.cpu.0" not in random or any(key not in saved.progress for key in RUN_KEYS):
+    saved, read = _load(checkpoint, model, optimizer, collectives, of_run=True)
+    if "random.cpu.0" not in read or any(key not in saved.progress for key in _RUN_KEYS):
         raise not_read(checkpoint, DamagedFile("it is not the checkpoint of a run"))
-    states = {key.split(".")[1]: state for key, state in random.items() if key.endswith(f".{rank}")}
-    try:
-        restore_random_state(random["random.cpu.0"], states if saved.world_size == world_size else {}, rank, world_size)
-    except RuntimeError as error:  # of another length
-        raise not_read(checkpoint, error) from error
+    random: dict[str, Tensor] = {}
     tensors: dict[str, list[Tensor]] = {}
-    for key, tensor in own.items():
-        name = key.partition(".")[2].rpartition(".")[0]
-        tensors.setdefault(name, []).append(tensor)
+    for key, tensor in read.items():
+        section, _, name = key.partition(".")
+        name, _, number = name.rpartition(".")
+        if section == "ranks":
+            tensors.setdefault(name, []).append(tensor)
+        elif number == str(rank) and saved.world_size == world_size:
+            random[name] = tensor
+    try:
+        restore_random_state(read["random.cpu.0"], random, rank, world_size)
+    except RuntimeError as error:
+        raise not_read(checkpoint, DamagedFile(f"its random state cannot be restored: {error}")) from error
     return ResumedRun(saved.progress, tensors)
 
 
@@ -143,46 +192,38 @@ def _load(
     checkpoint: str,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    further_tensors: Callable[[SavedCheckpoint], Mapping[str, Tensor]],
     collectives: Collectives,
-) -> SavedCheckpoint:
-    """Reads a checkpoint into the live model and its optimizer, and into further tensors; all ranks call it."""
+    of_run: bool = False,
+) -> tuple[SavedCheckpoint, dict[str, Tensor]]:
+    """Reads a checkpoint into the live model and its optimizer, and returns the further tensors of a run."""
     weights = live_weights(model)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
-    to_read = {f"model.{name}": shards for name, shards in weights.items()}
+    further: dict[str, Tensor] = {}
 
     def read_description() -> SavedCheckpoint:
         saved = SavedCheckpoint.read(checkpoint)
         if differences := saved.differences(weights, describe_tables(model), optimizers):
             raise UserError(differences)
-        try:
-            to_read.update({key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()})
-        except ValueError as error:  # the number of a rank is none
-            raise not_read(checkpoint, error) from error
+        if of_run:
+            further.update(saved.run_tensors_to_read(collectives.rank, collectives.world_size))
         return saved
 
     saved = on_every_rank(collectives, read_description)
+    to_read = {f"model.{name}": shards for name, shards in weights.items()}
+    to_read |= {name: TensorShards.from_value(tensor) for name, tensor in further.items()}
     if optimizer is not None:
         to_read |= saved.states_to_read(live_states(optimizer, weights))
-    read_tensors(checkpoint, saved.tensors, to_read, collectives)
+    on_every_rank(collectives, partial(read_blocks, checkpoint, saved.tensors, to_read))
     forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.optimizer_steps)
-    return saved
+    return saved, further
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
     """Reads some of the model's weights and nothing else, on one process, without a model.
 
-    Args:
-        checkpoint: Local path or URL of a checkpoint that is whole.
-        suffixes: Ends of the names of the weights, after a dot.
-
-    Returns:
-        The weights, one a suffix.
-
-    Raises:
-        UserError: The checkpoint has no weight of that name, or cannot be read.
+    ``suffixes`` are the ends of their names, after a dot. A :class:`UserError` names a suffix that fits no weight.
     """
     saved, weights = SavedCheckpoint.read(str(checkpoint)), {}
     for suffix in suffixes:
@@ -193,8 +234,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
                 "with."
             )
         weights[names[0]] = saved.empty(names[0])
-    shards = {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}
-    read_tensors(saved.path, saved.tensors, shards, Collectives())
+    read_blocks(saved.path, saved.tensors, {name: TensorShards.from_value(own) for name, own in weights.items()})
     return list(weights.values())
 
 

@@ -1,15 +1,15 @@
 """The parts of a checkpoint that a rank writes: weights, optimizer states, random state, and tensors of its own.
 
-The names of tensors say nothing of the layout::
+The names of tensors do not depend on the layout::
 
     model.NAME              a weight or buffer of the model
     optimizer.NAME.STATE    see distembed.checkpoints.optimizer_state
     random.DEVICE.RANK      the state of torch's random number generators on a rank
     ranks.NAME.RANK         a tensor that a rank has for itself, for example its place in the dataset
 
-A rank's random state serves that rank only as long as the number of ranks is the same. On another number of ranks each
-rank starts a new stream, seeded by a hash of the first rank's saved state, the number of ranks and its own number, so
-that no rank repeats the numbers of another.
+A rank continues its random state if the number of ranks is the same. On another number of ranks each rank starts a new
+stream, seeded by a hash of the first rank's saved state, the number of ranks and its own number, so that no rank
+repeats the numbers of another.
 """
 
 import hashlib
@@ -37,12 +37,7 @@ from distembed.sharding.parameters import ShardedParameters
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come.
-
-    Attributes:
-        values: Values for JSON, the same on all ranks.
-        tensors: Tensors that this rank alone has, by name.
-    """
+    """How far training has come: values for JSON, equal on all ranks, and tensors of this rank alone."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -50,13 +45,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """This rank's part of a checkpoint.
-
-    Attributes:
-        name: Name of the checkpoint within its store.
-        tensors: The shards that this rank writes, by name.
-        last_file: Values of ``progress.json``.
-    """
+    """This rank's part of a checkpoint: the shards that it writes, by name, and the values of ``progress.json``."""
 
     name: str
     tensors: Mapping[str, TensorShards]
@@ -71,11 +60,7 @@ class CheckpointContent:
         progress: Progress,
         collectives: Collectives,
     ) -> "CheckpointContent":
-        """Returns views of the live model; all ranks call it.
-
-        Raises:
-            UserError: An optimizer's states have no names, or the progress lacks the step that an optimizer needs.
-        """
+        """Returns views of the live model; all ranks call it. It refuses states without names and a missing step."""
         weights = live_weights(model)
         states: dict[str, TensorShards] = {}
         optimizers: dict[str, str] = {}
@@ -127,15 +112,7 @@ def live_weights(model: nn.Module) -> dict[str, TensorShards]:
 
 
 def live_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
-    """Returns views of this rank's part of all optimizer states, under the names ``PARAMETER.STATE``.
-
-    Args:
-        optimizer: The optimizer of the model's parameters.
-        weights: The model's :func:`live_weights`.
-
-    Raises:
-        UserError: An optimizer is not in ``OPTIMIZERS``.
-    """
+    """Returns views of this rank's part of all optimizer states, under the names ``PARAMETER.STATE``."""
     return {
         f"{parameter.parameter}.{name}": shards
         for parameter in parameter_states(optimizer, {name: own.shards for name, own in weights.items()})
@@ -150,7 +127,7 @@ def all_optimizer_names(optimizer: KeyedOptimizer, collectives: Collectives) -> 
 
 
 def describe_tables(model: nn.Module) -> dict[str, str]:
-    """Returns the meaning of the weights of compositional tables, in words, by module and table."""
+    """Returns in words how each compositional table makes vectors of its weights, by module and table."""
     return {
         f"{path}.{table.name}".lstrip("."): meaning_of_weights(table)
         for path, module in get_unwrapped_module(model).named_modules()
@@ -177,13 +154,10 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(first: Tensor, own: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Sets this process's generators to continue from a saved state.
+    """Sets this process's generators to continue from saved states.
 
-    Args:
-        first: State of the CPU generator of the first rank that saved.
-        own: States of this rank's generators, by device type; empty where another number of ranks has saved.
-        rank: Number of this process.
-        world_size: Number of ranks now.
+    ``first`` is the state of the first rank's CPU generator, ``own`` are the states of this rank's generators by device
+    type, empty on another number of ranks.
     """
     digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too

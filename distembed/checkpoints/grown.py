@@ -8,6 +8,7 @@ Known rows come from the checkpoint, with their optimizer states; the rows after
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
@@ -15,11 +16,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
 from distembed.base.units import enumerate_lines
-from distembed.checkpoints.checkpoint import forget_caches
+from distembed.checkpoints.blocks import dtype_name, read_blocks
+from distembed.checkpoints.checkpoint import forget_caches, on_every_rank
 from distembed.checkpoints.content import all_optimizer_names, describe_tables, live_states, live_weights
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.transfer import on_every_rank, read_tensors
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.live_state import set_step_count
 from distembed.optim.local_shards import LocalShard
@@ -64,7 +65,8 @@ def load_grown(
         parameter = name.rpartition(".")[0]
         is_by_row = shards.size[:1] == weights[parameter].size[:1]
         states[name] = _known_rows(shards, num_rows[parameter]) if is_by_row else shards
-    read_tensors(checkpoint, saved.tensors, to_read | saved.states_to_read(states), collectives)
+    to_read |= saved.states_to_read(states)
+    on_every_rank(collectives, partial(read_blocks, checkpoint, saved.tensors, to_read))
     forget_caches(model)
     set_step_count(optimizer, saved.optimizer_steps)
     return saved.optimizer_steps
@@ -86,7 +88,9 @@ def _problem(
     lines = [
         f"{name}: {_size(old.get(name))} before, {_size(weights.get(name))} now"
         for name in sorted(old.keys() | weights.keys())
-        if name not in old or name not in weights or not _goes_on(old[name], weights[name], name in may_grow)
+        if name not in old
+        or name not in weights
+        or _kind(old[name], name in may_grow) != _kind(weights[name], name in may_grow)
     ]
     if not lines:
         return None
@@ -96,14 +100,13 @@ def _problem(
     )
 
 
-def _goes_on(before: TensorShards, now: TensorShards, may_grow: bool) -> bool:
-    """Returns whether a tensor has the type and size of an earlier one, apart from its rows where they may grow."""
-    first = 1 if may_grow else 0
-    return before.size[first:] == now.size[first:] and before.dtype == now.dtype
+def _kind(shards: TensorShards, may_grow: bool) -> tuple[object, ...]:
+    """Returns the type and size that a tensor must keep: all of the size, or all but its rows."""
+    return shards.dtype, shards.size[1 if may_grow else 0 :]
 
 
 def _size(shards: TensorShards | None) -> str:
-    return "absent" if shards is None else f"{tuple(shards.size)} {str(shards.dtype).removeprefix('torch.')}"
+    return "absent" if shards is None else f"{tuple(shards.size)} {dtype_name(shards.dtype)}"
 
 
 def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:

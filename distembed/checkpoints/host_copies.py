@@ -1,8 +1,8 @@
 """Copies of tensors in host memory, taken from a GPU through two page-locked buffers.
 
-A GPU copies into page-locked memory at the speed of the bus, and into other memory at a fraction of it, piece by piece,
-while the host waits. Page-locked memory of the size of all tables would starve the rest of the machine. So tensors are
-packed into one buffer while the contents of the other buffer are moved to their places::
+A GPU copies into page-locked memory at the speed of the bus, and into other memory at a fraction of that speed, while
+the host waits. Page-locked memory of the size of all tables would leave too little for the rest of the machine. So
+tensors are packed into one buffer while the contents of the other buffer are moved to their places::
 
     GPU     | A  B  C |         | D  E  F |         | G  ...
     buffer 1   A  B  C  -> host     |         G ...
@@ -23,10 +23,7 @@ _ALIGNMENT = 64
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns contiguous copies of tensors in host memory of their own, which may be paged.
-
-    Waits until all that is queued on the current stream of a GPU, and so has made the tensors, is done.
-    """
+    """Returns contiguous copies of tensors in pageable host memory, after the GPU's current stream has made them."""
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
     pairs = list(zip((tensor.detach() for tensor in tensors), copies, strict=True))
     staged = [pair for pair in pairs if is_on_gpu(pair[0])]
@@ -54,7 +51,7 @@ def _copy_staged(pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> None
 
 
 def _pieces(tensor: Tensor, num_bytes: int) -> Sequence[Tensor]:
-    """Returns a tensor, or its numbers in pieces of at most so many bytes."""
+    """Returns a tensor, or its numbers in pieces of at most ``num_bytes``."""
     if tensor.nbytes <= num_bytes:
         return [tensor]
     return tensor.reshape(-1).split(num_bytes // tensor.itemsize)
@@ -87,11 +84,11 @@ class _Buffer:
         self._used += _room(piece.nbytes)
 
     def send(self) -> None:
-        """Notes that this is all that is copied into the buffer."""
+        """Records the event that ends the copies into the buffer."""
         self._done.record()
 
     def move(self) -> None:
-        """Waits until the GPU has copied all, and moves it to its places; the buffer is empty then."""
+        """Waits until the GPU has filled the buffer, and empties it into the places of its pieces."""
         if self._held:
             self._done.synchronize()
         for room, place in self._held:
@@ -105,5 +102,5 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def page_locked(num_bytes: int) -> Tensor:
-    """Returns page-locked bytes [num_bytes], not set."""
+    """Returns uninitialised page-locked bytes [num_bytes]."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

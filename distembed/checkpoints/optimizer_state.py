@@ -1,7 +1,7 @@
 """Optimizer state under names that depend on the parameter and the optimizer alone, not on the plan or the kernel.
 
-FBGEMM's fused optimizers and torch's hold the same numbers in different places (:mod:`distembed.optim.live_state`). In
-a checkpoint both go by the parameter's name and the state's, so that one resumes a table that the other trained::
+FBGEMM's fused optimizers and torch's hold the same numbers in different places (:mod:`distembed.optim.live_state`). A
+checkpoint names both by the parameter and the state, so that one resumes a table that the other trained::
 
     adagrad                sum                                   a number for each weight
     row_wise_adagrad       sum[0:16]                             a number for each row, of these columns
@@ -9,14 +9,14 @@ a checkpoint both go by the parameter's name and the state's, so that one resume
     amsgrad                exp_avg  exp_avg_sq  max_exp_avg_sq   a number for each weight
     partial_row_wise_*     exp_avg  exp_avg_sq[0:16]             a number for each weight, for each row
 
-The rule holds for optimizers that are added to ``distembed.optim.OPTIMIZERS``; a state that has one number for a
-parameter goes by its name alone, and has the size ``[1]``.
+The rule holds for optimizers that are added to ``distembed.optim.OPTIMIZERS`` too; a state that has one number for a
+parameter is named without columns, and has the size ``[1]``.
 
-Where a table's columns are cut into slices, a row has one such number a slice: the average over the slice's columns of
-the numbers that an elementwise optimizer would keep. Under another cut a new slice gets the average over its columns,
-each column with the number of its old slice (:func:`blend_columns`). Where slices are merged, this equals, up to
-rounding, the number that the merged slice would have had with the same gradients. Where slices are split it is an
-approximation, since the old slice does not keep its columns apart.
+Where a table's columns are cut into slices, ``row_wise_adagrad`` has one number for each row of a slice: the average
+over the slice's columns of the numbers that an elementwise optimizer would keep. Under another cut a new slice gets the
+average over its columns, each column with the number of its old slice (:func:`blend_columns`). Where slices are merged,
+this equals, up to rounding, the number that the merged slice would have had with the same gradients. Where slices are
+split it is an approximation, since the old slice does not keep its columns apart.
 
 Numbers of steps are not saved parameter by parameter: loading sets them all to the run's.
 """
@@ -31,12 +31,7 @@ from distembed.optim.local_shards import LocalShard
 
 
 def named_states(parameter: ParameterState, weight: TensorShards) -> dict[str, TensorShards]:
-    """Returns the states of one parameter on this rank, by their names in a checkpoint.
-
-    Args:
-        parameter: Views of the live states.
-        weight: The parameter itself.
-    """
+    """Returns the states of one parameter on this rank, by their names in a checkpoint."""
     states: dict[str, TensorShards] = {}
     for state, per in OPTIMIZERS[parameter.optimizer].states.items():
         for shard, values in zip(parameter.shards, parameter.values[state], strict=True):
@@ -54,37 +49,34 @@ def named_states(parameter: ParameterState, weight: TensorShards) -> dict[str, T
 
 
 def name_with_columns(state: str, start: int, stop: int) -> str:
-    """Returns the name of a state that has one number a row, of the columns from ``start`` to ``stop``."""
+    """Returns the name of a state with one number for each row of the columns from ``start`` to ``stop``."""
     return f"{state}[{start}:{stop}]"
 
 
-def columns_in_name(name: str) -> tuple[str, int, int] | None:
+def _columns_in_name(name: str) -> tuple[str, int, int] | None:
     """Returns the state and the columns in the name of a state; None where it has no columns."""
     found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
-    """Returns the shards to fill by the name of the saved state: of the same name, or of every overlapping slice.
+    """Returns the shards to fill, by the saved state: the state of this name, or each overlapping slice.
 
     In the second case ``live`` is set to 0, and each saved slice is added by its share of the columns::
 
         saved   sum[0:4]   sum[4:8]
         live    sum[0:6]            = 4/6 sum[0:4] + 2/6 sum[4:8]
 
-    Args:
-        name: Name of the live state.
-        live: Its shards.
-        saved_names: Names of all states of the parameter in the checkpoint.
+    ``saved_names`` are all states of the parameter in the checkpoint.
     """
     saved_names = list(saved_names)
-    columns = columns_in_name(name)
+    columns = _columns_in_name(name)
     if columns is None or name in saved_names:
         return {name: live}
     state, start, stop = columns
     to_read = {}
     for saved_name in saved_names:
-        saved = columns_in_name(saved_name)
+        saved = _columns_in_name(saved_name)
         if saved is None or saved[0] != state:
             continue
         shared = min(stop, saved[2]) - max(start, saved[1])

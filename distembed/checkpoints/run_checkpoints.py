@@ -15,7 +15,7 @@ from distembed.base.files import free_bytes, require_free_space
 from distembed.base.machine import available_memory_bytes, give_back_freed_memory
 from distembed.base.ranks import Collectives, Ranks
 from distembed.base.units import enumerate_lines, format_bytes
-from distembed.checkpoints.checkpoint import ResumedRun, load_run
+from distembed.checkpoints.checkpoint import ResumedRun, on_every_rank, restore_run, write_checkpoint
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.store import (
     CheckpointStore,
@@ -24,25 +24,24 @@ from distembed.checkpoints.store import (
     open_file_system,
     storage_errors,
 )
-from distembed.checkpoints.transfer import not_written, on_every_rank, write_checkpoint
 
 _COPY_SHARE = 0.5
 """Largest share of the available host memory for copies of the tables."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, written while training goes on; all ranks construct it and call its methods together.
+    """The checkpoints of one run, written while training continues; all ranks construct it and call its methods.
 
     A thread with a process group of its own writes a copy in host memory, if the copies of a machine's ranks fit into
     half of its available memory; else the step waits. One checkpoint is written at a time: the next one, the end of the
     block, and :meth:`wait` wait for it and raise its error.
 
     Args:
-        url: Local path or URL of the place where the checkpoints lie.
-        keep: Number of newest checkpoints that stay.
+        url: Local path or URL of the folder of checkpoints.
+        keep: Number of newest checkpoints to keep.
         ranks: This rank among all.
-        owner: Name of the run, where other runs might be given the same place.
-        keep_best: Whether the checkpoint that the newest ones name as the best stays too.
+        owner: Name of the run, where other runs might be given the same folder.
+        keep_best: Whether to keep too the checkpoint that the newest ones name as the best.
     """
 
     def __init__(self, url: str, keep: int, ranks: Ranks, owner: str | None = None, keep_best: bool = False) -> None:
@@ -69,11 +68,7 @@ class Checkpoints:
                 error.add_note(f"Besides: {self._failure}")
 
     def newest(self) -> str | None:
-        """Returns the path or URL of the newest whole checkpoint, the same on all ranks; None where there is none.
-
-        Raises:
-            UserError: The place cannot be reached.
-        """
+        """Returns the path or URL of the newest whole checkpoint, equal on all ranks; None where there is none."""
         names = self._names()
         return self._store.checkpoint_path(names[-1]) if names else None
 
@@ -86,12 +81,7 @@ class Checkpoints:
             return self._collectives.on_first(self._store.names)
 
     def require_usable(self) -> None:
-        """Makes sure that every rank can write, and that the first rank sees the files of all ranks.
-
-        Raises:
-            UserError: A rank cannot write, the first rank does not see its file, or the place belongs to another run.
-            RunError: A rank cannot write, which may pass.
-        """
+        """Raises an error unless every rank can write, rank 0 sees all files, and the place is this run's."""
         store, collectives = self._store, self._collectives
         rank, ranks = collectives.rank, range(collectives.world_size)
 
@@ -116,12 +106,9 @@ class Checkpoints:
                 collectives.on_first(partial(self._claim, self._owner))
 
     def require_room(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
-        """Makes sure that the disk has room for one more checkpoint, and warns if it has none for all that are kept.
+        """Raises a ``RunError`` where the disk has no room for a checkpoint, and warns if it lacks room for all.
 
         States that an optimizer makes only with the first step are not counted. All ranks call it.
-
-        Raises:
-            RunError: Not a single checkpoint fits.
         """
         content = CheckpointContent.collect("", model, optimizer, Progress({"step": 0}), self._collectives)
         num_bytes = sum(self._collectives.gather(content.num_bytes))
@@ -141,15 +128,8 @@ class Checkpoints:
     def restore(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> ResumedRun | None:
         """Reads the newest checkpoint that is not damaged into the live model, with the state of random numbers.
 
-        Nothing is changed where checkpoints lie: that is for :meth:`tidy`, once the run owns them.
-
-        Args:
-            model: The model to restore.
-            optimizer: The optimizer of its parameters.
-            say: Prints a line; called for each checkpoint that is damaged.
-
-        Returns:
-            The progress that :meth:`save` was given; None where there is no checkpoint.
+        It changes no files; :meth:`tidy` does, once the run owns them. Returns None where there is no checkpoint.
+        ``say`` prints a line for each damaged checkpoint.
 
         Raises:
             UserError: The place cannot be used, the checkpoint is of another model or of other optimizers, or all
@@ -160,7 +140,7 @@ class Checkpoints:
         for name in reversed(self._names()):
             checkpoint = self._store.checkpoint_path(name)
             try:
-                resumed = load_run(checkpoint, model, optimizer, self._collectives)
+                resumed = restore_run(checkpoint, model, optimizer, self._collectives)
             except DamagedCheckpoint as damage:
                 self._damaged.append(name)
                 damages.append(str(damage))
@@ -176,15 +156,7 @@ class Checkpoints:
         return None
 
     def tidy(self, say: Callable[[str], None]) -> None:
-        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes incomplete ones.
-
-        Args:
-            say: Prints a line; called for each checkpoint that is set aside.
-
-        Raises:
-            UserError: The place cannot be used.
-            RunError: The place cannot be reached.
-        """
+        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes incomplete ones."""
         with storage_errors(self._store.url):
             for name in self._damaged:
                 aside = self._collectives.on_first(partial(self._store.set_aside, name))
@@ -201,7 +173,9 @@ class Checkpoints:
         say: Callable[[str], None],
         is_due: bool = True,
     ) -> None:
-        """Writes a checkpoint, or has it written while training goes on; on failure the older ones stay.
+        """Writes a checkpoint, or has it written while training continues; on failure the older ones stay.
+
+        After a failure in the background the next checkpoint is written at once, to see whether the failure has passed.
 
         Args:
             step: Number of steps done.
@@ -210,17 +184,13 @@ class Checkpoints:
             progress: The progress that :meth:`restore` will return.
             say: Prints a line, when the checkpoint is whole.
             is_due: Whether a run that is not interrupted would write it too.
-
-        Raises:
-            RunError: This checkpoint could not be written; the error gives the reason. After a failure in the
-                background the next checkpoint is written at once, to see whether the failure has passed.
         """
         failed_before = self._join()
         name = checkpoint_name(step, interrupted=not is_due)
         try:
             is_there = self._collectives.on_first(partial(self._store.is_whole, name))
         except Exception as error:  # file systems raise errors of their own kinds
-            raise not_written(self._store, name, error) from error
+            raise self._store.not_written(name, error) from error
         if is_there:
             if failed_before is not None:
                 raise failed_before
@@ -241,17 +211,13 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            RunError: The checkpoint could not be written.
-        """
+        """Waits until nothing is being written, and raises the error of a checkpoint that could not be written."""
         failure = self._join()
         if failure is not None:
             raise failure
 
     def _join(self) -> Exception | None:
-        """Waits until nothing is being written; returns the error of the last one."""
+        """Waits until nothing is being written; returns the error of the last checkpoint."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -274,16 +240,9 @@ class Checkpoints:
 
 
 def require_bytes(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
-    """Makes sure that a local disk has room for a checkpoint, and warns if it has none for all that are kept.
+    """Raises a ``RunError`` where a disk has no room for a checkpoint, and warns if it lacks room for all to keep.
 
-    Args:
-        url: Local path or URL of the place; nothing is known of the room in object stores.
-        keep: Number of checkpoints that stay; one more is there while the next is written.
-        num_bytes: Bytes of a checkpoint.
-        say: Prints a line.
-
-    Raises:
-        RunError: Not a single checkpoint fits.
+    One more than ``keep`` is there while the next is written. The room in object stores is not known.
     """
     files, path = open_file_system(url)
     if not isinstance(files, LocalFileSystem):

@@ -10,7 +10,15 @@ from torch import Tensor
 from distembed.base.checksums import Verification, checksum_of
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.units import enumerate_lines
-from distembed.checkpoints.blocks import DamagedFile, SavedTensor, dtype_name, parse_index, read_block, require_sizes
+from distembed.checkpoints.blocks import (
+    BlockRead,
+    DamagedFile,
+    SavedTensor,
+    dtype_name,
+    not_read,
+    parse_index,
+    require_files,
+)
 from distembed.checkpoints.content import random_state
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.shards import TensorShards
@@ -24,11 +32,10 @@ from distembed.checkpoints.store import (
     read_last_file,
 )
 from distembed.checkpoints.torch_format import parse_torch_index
-from distembed.checkpoints.transfer import not_read
 
 _MAX_DIFFERENCES = 10
 STEPS_BEFORE = "steps_before"
-"""Key of a run's progress: number of steps that its optimizers' states had when it began."""
+"""Key of a run's progress: number of steps in its optimizers' states at its start."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,8 @@ class SavedCheckpoint:
     Attributes:
         path: Local path or URL of the checkpoint.
         tensors: Its tensors by their names (:mod:`distembed.checkpoints.content`).
-        tables: Meaning of the weights of compositional tables, by module and table.
+        tables: The words of :func:`~distembed.checkpoints.content.describe_tables`.
         optimizers: Name of the optimizer of every parameter.
-        world_size: Number of ranks that wrote it.
-        progress: Its writer's progress.
     """
 
     path: str
@@ -53,17 +58,11 @@ class SavedCheckpoint:
 
     @classmethod
     def read(cls, path: str) -> "SavedCheckpoint":
-        """Reads the description; nothing of it is executed.
-
-        Raises:
-            UserError: The checkpoint may not be read.
-            RunError: It cannot be reached.
-            DamagedCheckpoint: It is damaged.
-        """
+        """Reads the description; nothing of it is executed. It may be damaged, or not be reached."""
         try:
             last_file = read_last_file(path)
             tensors = _read_index(path, last_file)
-            require_sizes(tensors, file_sizes(path))
+            require_files(tensors, file_sizes(path))
             return cls(
                 path,
                 tensors,
@@ -79,19 +78,13 @@ class SavedCheckpoint:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of steps in the states of optimizers: the run's own, and the steps that they had when it began."""
+        """Number of steps in the states of optimizers: the run's own, and the steps at its start."""
         return int(self.progress["step"]) + int(self.progress.get(STEPS_BEFORE, 0))
 
     def differences(
         self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None
     ) -> str | None:
-        """Returns how the live model and its optimizers differ from the saved ones; None where they do not.
-
-        Args:
-            weights: The live weights.
-            tables: Meaning of the weights of compositional tables.
-            optimizers: Name of the optimizer of every live parameter; None where optimizers do not matter.
-        """
+        """Returns how the live model, and its optimizers if given, differ from the saved ones; None if not at all."""
         saved = {
             key.removeprefix("model."): f"{tensor.size} {dtype_name(tensor.dtype)}"
             for key, tensor in self.tensors.items()
@@ -109,11 +102,7 @@ class SavedCheckpoint:
         )
 
     def states_to_read(self, states: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
-        """Returns the shards to fill with optimizer states, by the saved tensor.
-
-        Args:
-            states: The live states, by ``PARAMETER.STATE``.
-        """
+        """Returns the shards to fill with optimizer states, by saved tensor; ``states`` are by ``PARAMETER.STATE``."""
         saved: dict[str, list[str]] = {}
         for key in self.tensors:
             if key.startswith("optimizer."):
@@ -128,29 +117,25 @@ class SavedCheckpoint:
                 to_read[key] = TensorShards(part.size, part.dtype, [*before, *part.shards])
         return to_read
 
-    def random_state_to_read(self, rank: int) -> dict[str, Tensor]:
-        """Returns tensors to fill with the random state of the first rank and of this one, by the saved tensor."""
-        keys = ["random.cpu.0", *[f"random.{device}.{rank}" for device in random_state()]]
-        return {key: self.empty(key) for key in keys if key in self.tensors}
+    def run_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
+        """Returns tensors to fill with a run's random state and the tensors of single ranks, by the saved tensor.
 
-    def rank_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
-        """Returns tensors to fill with the tensors that ranks had each for itself, by the saved tensor.
-
-        On another number of ranks, rank r of n gets the tensors of the ranks r, r + n, r + 2n and so on.
+        The random state is that of the first rank and of this one. On another number of ranks, rank r of n gets the
+        tensors of the ranks r, r + n, r + 2n and so on.
         """
-        found = {}
-        for key in self.tensors:
-            section, _, name = key.partition(".")
-            if section == "ranks" and int(name.rpartition(".")[2]) % world_size == rank:
-                found[key] = self.empty(key)
-        return found
+        wanted = {"random.cpu.0", *(f"random.{device}.{rank}" for device in random_state())}
+        try:
+            own = [
+                key
+                for key in self.tensors
+                if key in wanted or (key.startswith("ranks.") and int(key.rpartition(".")[2]) % world_size == rank)
+            ]
+        except ValueError as error:  # the number of a rank is none
+            raise not_read(self.path, error) from error
+        return {key: self.empty(key) for key in own}
 
     def empty(self, key: str) -> Tensor:
-        """Returns a tensor to fill with a saved one.
-
-        Raises:
-            DamagedCheckpoint: It would be larger than the checkpoint's files.
-        """
+        """Returns a tensor to fill with a saved one; one that is larger than the checkpoint's files is damage."""
         tensor = self.tensors[key]
         if tensor.num_bytes > sum(block.length for each in self.tensors.values() for block in each.blocks):
             raise not_read(self.path, DamagedFile(f"its index says that {key} has {tensor.num_bytes:,} bytes"))
@@ -158,14 +143,14 @@ class SavedCheckpoint:
 
 
 def _read_index(path: str, last_file: Mapping[str, Any]) -> dict[str, SavedTensor]:
-    """Returns the tensors that a checkpoint's index lists; the index is ours, or torch's own of an earlier version."""
+    """Returns the tensors that a checkpoint's index lists; earlier versions wrote torch's own index."""
     is_ours = "index_checksum" in last_file
-    name = INDEX_FILE if is_ours else METADATA_FILE
+    name, parse = (INDEX_FILE, parse_index) if is_ours else (METADATA_FILE, parse_torch_index)
     data = read_file(path, name)
     if checksum_of(data) != last_file["index_checksum" if is_ours else "metadata_checksum"]:
         raise DamagedFile(f"{name} does not have the checksum that it was written with")
     try:
-        tensors = parse_index(data) if is_ours else parse_torch_index(data)
+        tensors = parse(data)
     except Exception as error:  # a damaged file may fail to read in any way
         raise DamagedFile(f"{name}: {error}") from error
     if any(block.checksum is None for tensor in tensors.values() for block in tensor.blocks):
@@ -182,33 +167,22 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str], kind: str) -
 
 
 def verify_checkpoint(checkpoint: str) -> Verification:
-    """Verifies every block of every file of a checkpoint against its checksum.
-
-    Args:
-        checkpoint: Local path or URL of the checkpoint.
-
-    Returns:
-        All problems, not only the first.
-
-    Raises:
-        UserError: The checkpoint cannot be reached.
-    """
+    """Verifies every block of a checkpoint, at a local path or URL, and returns all problems."""
     try:
         saved = SavedCheckpoint.read(checkpoint)
     except DamagedCheckpoint as damage:
         return Verification([str(damage)], num_files=1)
     files, path = open_file_system(checkpoint)
-    blocks = [block for tensor in saved.tensors.values() for block in tensor.blocks]
-    names = {block.file for block in blocks}
-    found = Verification(num_files=2 + len(names))
+    reads = [BlockRead(block, tensor.dtype) for tensor in saved.tensors.values() for block in tensor.blocks]
+    found = Verification(num_files=2 + len({read.block.file for read in reads}))
     sizes = file_sizes(checkpoint)
     found.num_bytes = sum(sizes.get(name, 0) for name in (LAST_FILE, INDEX_FILE, METADATA_FILE))
-    for block in sorted(blocks, key=lambda block: (block.file, block.start)):
+    for read in sorted(reads, key=lambda read: (read.block.file, read.block.start)):
         try:
-            read_block(files, path, block, memoryview(bytearray(block.length)))
-            found.num_bytes += block.length
+            read.run(files, path)
+            found.num_bytes += read.block.length
         except DamagedFile as damage:
             found.problems.append(f"{checkpoint}: {damage}.")
         except Exception as error:  # file systems raise errors of their own kinds
-            found.problems.append(str(not_read(f"{checkpoint}/{block.file}", error)))
+            found.problems.append(str(not_read(f"{checkpoint}/{read.block.file}", error)))
     return found

@@ -33,14 +33,7 @@ class AddedShard(LocalShard):
 
 
 class TensorShards:
-    """The shards of a tensor on this rank.
-
-    Args:
-        size: Size of the whole tensor.
-        dtype: Type of the tensor's numbers.
-        shards: The shards on this rank; shards without elements are left out.
-        replicated: Whether every rank holds the whole tensor.
-    """
+    """The shards of a tensor on this rank, without empty ones; of a replicated tensor every rank has the whole."""
 
     def __init__(
         self, size: Sequence[int], dtype: torch.dtype, shards: Sequence[LocalShard], replicated: bool = False

@@ -18,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from distembed.base.checksums import KEY, checksum_differs, checksum_of, with_checksum
 from distembed.base.errors import RunError, UserError
-from distembed.base.files import finite, free_space, read_regular_file
+from distembed.base.files import finite, free_space, nearest_folder, read_regular_file
+from distembed.base.units import format_bytes
 from distembed.data.remote import file_system
 
 LAST_FILE = "progress.json"
@@ -27,7 +28,7 @@ METADATA_FILE = ".metadata"
 """The index of a checkpoint in torch's own format, which earlier versions of distembed wrote."""
 _FIELDS = {"world_size", "tables", "optimizers", "progress", KEY}
 _MOST_BYTES = 8 << 30
-"""Size of a file that is read as a whole from which on it belongs to no checkpoint."""
+"""Largest size of a last file or an index."""
 _PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EMFILE}
 _PASSING |= {errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 INTERRUPTED = "-interrupted"
@@ -36,21 +37,11 @@ BEST = "best"
 """Key of a run's progress: the best evaluation until then, whose ``step`` names the checkpoint to keep."""
 _OWNER_FILE = ".run"
 _S3_ATTEMPTS = "12"
-"""Attempts of a failing request to S3, unless the user's AWS_MAX_ATTEMPTS says otherwise; botocore alone makes 5.
-
-The waits between them double. One checkpoint takes a few dozen requests, and none of them may fail for good.
-"""
+"""Attempts of a failing request to S3, with doubling waits, unless AWS_MAX_ATTEMPTS is set; botocore alone makes 5."""
 
 
 class CheckpointStore:
-    """Named checkpoints below one place.
-
-    Args:
-        url: A local path, or a URL, for example ``s3://bucket/folder``.
-
-    Raises:
-        UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
-    """
+    """Named checkpoints below a local path, or a URL, for example ``s3://bucket/folder``."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -70,11 +61,7 @@ class CheckpointStore:
         return self._is_whole(name)
 
     def start(self, name: str) -> None:
-        """Makes an empty folder for a checkpoint.
-
-        Raises:
-            UserError: The folder is there and holds other files.
-        """
+        """Makes an empty folder for a checkpoint; a folder with other files is a :class:`UserError`."""
         if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
             raise UserError(
                 f"{self.checkpoint_path(name)} is there and holds files that are no checkpoint's; give another name, "
@@ -86,10 +73,7 @@ class CheckpointStore:
     def finish(self, name: str, contents: Mapping[str, Any], index: bytes = b"{}") -> None:
         """Declares a checkpoint whole by writing its index, and then its last file.
 
-        Args:
-            name: Name of the checkpoint.
-            contents: Values of the last file, without checksums; floats that JSON cannot hold become null.
-            index: Contents of the index.
+        ``contents`` are the values of the last file, without checksums; floats that JSON cannot hold become null.
         """
         folder = f"{self._root}/{name}"
         self._files.pipe_file(f"{folder}/{INDEX_FILE}", index)
@@ -160,12 +144,16 @@ class CheckpointStore:
         """Marks the place as that of a run's checkpoints, by the run's name."""
         self._files.pipe_file(f"{self._root}/{_OWNER_FILE}", owner.encode())
 
-    def room_left(self) -> str:
-        """Returns the free space in words for an error; empty where it is not known."""
-        if not isinstance(self._files, LocalFileSystem):
-            return ""
-        existing = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
-        return f"; {free_space(existing)} were left"
+    def not_written(self, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
+        """Returns the error for a checkpoint that cannot be written; this rank has ``num_bytes`` to write."""
+        needed = "" if num_bytes is None else f"; this rank has {format_bytes(num_bytes)} to write"
+        left = ""
+        if isinstance(self._files, LocalFileSystem):
+            left = f"; {free_space(nearest_folder(Path(self._root)))} were left"
+        return RunError(
+            f"The checkpoint {self.checkpoint_path(name)} could not be written ({type(error).__name__}: {error})"
+            f"{needed}{left}. Older checkpoints are kept; free space or mend the permissions, then go on with --resume."
+        )
 
     def _probe(self, rank: int) -> str:
         return f"{self._root}/.probe-of-rank-{rank}"
@@ -201,12 +189,7 @@ class CheckpointStore:
 
 
 def checkpoint_name(step: int, interrupted: bool = False) -> str:
-    """Returns the name of a run's checkpoint after so many steps.
-
-    Args:
-        step: Number of steps done.
-        interrupted: Whether only an interruption of the run has caused it.
-    """
+    """Returns the name of a run's checkpoint; ``interrupted`` where only an interruption caused it."""
     return f"step-{step:08d}{INTERRUPTED if interrupted else ''}"
 
 
@@ -216,11 +199,7 @@ def _order(name: str) -> tuple[str, bool]:
 
 
 def place_and_name(checkpoint: str) -> tuple[str, str]:
-    """Returns the folder or URL in which a checkpoint lies, and its name there.
-
-    Raises:
-        UserError: No folder can have the path.
-    """
+    """Returns the folder or URL of a checkpoint's parent, and its name there; other paths are a :class:`UserError`."""
     protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
     name = path.rpartition("/")[2]
     parent = (path if separator else str(Path(path).absolute())).rpartition("/")[0]
@@ -233,39 +212,21 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
 
 
 def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
-    """Returns the absolute path or the URL where the checkpoints of a run are.
-
-    Args:
-        run_dir: The run's folder.
-        checkpoint_dir: The run's ``train.checkpoint_dir``.
-    """
+    """Returns the absolute path or the URL of the checkpoints of a run, by its folder and ``train.checkpoint_dir``."""
     if checkpoint_dir is not None and "://" in checkpoint_dir:
         return checkpoint_dir
     return str(run_dir.absolute() / Path(checkpoint_dir or "checkpoints").expanduser())
 
 
 def checkpoint_names(place: str) -> list[str]:
-    """Returns the names of the whole checkpoints in a place, oldest first.
-
-    Raises:
-        UserError: The place cannot be used.
-        RunError: The place cannot be reached.
-    """
+    """Returns the names of the whole checkpoints in a place, oldest first."""
     store = CheckpointStore(place)
     with storage_errors(place):
         return store.names()
 
 
 def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
-    """Returns the path or URL of the newest whole checkpoint of a run.
-
-    Args:
-        run_dir: The run's folder.
-        checkpoint_dir: The run's ``train.checkpoint_dir``.
-
-    Raises:
-        UserError: The run has no whole checkpoint, or the place cannot be reached.
-    """
+    """Returns the path or URL of the newest whole checkpoint of a run, by its folder and ``train.checkpoint_dir``."""
     place = checkpoint_place(run_dir, checkpoint_dir)
     names = checkpoint_names(place)
     if not names:
@@ -276,7 +237,7 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
 
 
 def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | None, keeps_best: bool) -> str:
-    """Returns the path or URL of one of a run's whole checkpoints.
+    """Returns the path or URL of one of a run's whole checkpoints, or raises a :class:`UserError`.
 
     Args:
         run_dir: The run's folder.
@@ -284,9 +245,6 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
         choice: ``newest``, ``best``, or the number of steps after which the checkpoint was written; None for the best
             where the run keeps it and has evaluated, else the newest.
         keeps_best: The run's ``train.keep_best``.
-
-    Raises:
-        UserError: The run lacks the chosen checkpoint, or the place cannot be reached.
     """
     newest = newest_checkpoint(run_dir, checkpoint_dir)
     if choice == "newest" or (choice is None and not keeps_best):
@@ -317,11 +275,7 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL or a local path, and the path within it.
-
-    Raises:
-        UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
-    """
+    """Returns fsspec's file system for a URL or a local path, and the path within it."""
     if url.startswith(("s3://", "s3a://")):
         os.environ.setdefault("AWS_MAX_ATTEMPTS", _S3_ATTEMPTS)
     return file_system(url, "is no place for checkpoints; give a folder or a URL that fsspec knows")
@@ -343,11 +297,7 @@ def file_sizes(checkpoint: str) -> dict[str, int]:
 
 
 def read_last_file(checkpoint: str) -> dict[str, Any]:
-    """Returns the values of a checkpoint's last-written file.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Returns the values of a checkpoint's last-written file; a ValueError says that it is damaged."""
     data = read_file(checkpoint, LAST_FILE)
     try:
         contents = json.loads(data)
@@ -363,12 +313,7 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def storage_errors(place: str) -> Iterator[None]:
-    """Turns the errors of file systems within the block into errors that name the place and the remedy.
-
-    Raises:
-        UserError: A file system raised an error.
-        RunError: A file system raised an error that may pass by itself: a lost connection or a full disk.
-    """
+    """Turns errors of file systems in the block into ``RunError`` if they may pass, else ``UserError``."""
     try:
         yield
     except (UserError, RunError):

@@ -2,17 +2,16 @@
 
 ``torch.distributed.checkpoint`` writes its index, ``.metadata``, as a pickle, and a pickle may hold code. It is
 unpickled with stand-ins for the few classes that belong there, which only keep their values. Any other name is refused
-before it is looked up. Earlier versions of distembed wrote the checksum of each block into the same file.
+before it is looked up. Earlier versions of distembed wrote the checksum of each block into this file too.
 """
 
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from distembed.checkpoints.blocks import Block, DamagedFile, SavedTensor
+from distembed.checkpoints.blocks import DamagedFile, SavedBlock, SavedTensor
 
 _HOMES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _RECORDS = (
@@ -55,8 +54,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module in _HOMES and name in self._records:
             return self._records[name]
         if (module, name) in _DROPPED:
-            dropped: Callable[..., None] = lambda *values: None  # noqa: E731
-            return dropped
+            return lambda *values: None
         value = vars(torch).get(name) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
@@ -92,8 +90,8 @@ def parse_torch_index(data: bytes) -> dict[str, SavedTensor]:
     return tensors
 
 
-def _block(info: dict[str, Any], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Block:
+def _block(info: dict[str, Any], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> SavedBlock:
     if info.get("transform_descriptors"):
         raise DamagedFile("its files are transformed")
     file, start, length = info["relative_path"], info["offset"], info["length"]
-    return Block(file, start, length, info.get("checksum"), offsets, sizes, is_archive=True)
+    return SavedBlock(file, start, length, info.get("checksum"), offsets, sizes, is_archive=True)

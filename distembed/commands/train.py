@@ -153,13 +153,13 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Fit compressed tables to full ones, or write them out as full ones: a start for `distembed train --init-from`."""
-    from distembed.serving.convert.command import convert
+    from distembed.serving.convert.run_start import convert
 
     errors = convert(source, config, overrides or [], output, name or [])
     if as_json:
         print(json.dumps([error.to_json() for error in errors], indent=2))
         return
-    from distembed.serving.convert.report import error_table
+    from distembed.serving.convert.run_start import error_table
 
     console.print(error_table(errors))
     say(f"run {output}")

@@ -1,8 +1,9 @@
-"""A trained run as a Python object: predictions, vectors, evaluations, and what it is."""
+"""A trained run as a Python object: predictions, vectors, evaluations, and a description."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import os
 import threading
 import warnings
@@ -22,6 +23,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.base.names import one_of
 from distembed.base.process import silenced_loggers
 from distembed.base.ranks import choose_device
+from distembed.base.units import format_bytes
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
@@ -30,11 +32,17 @@ from distembed.data.remote import is_url
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.tables import CompositionalTables
-from distembed.serving.given_rows import given_rows
-from distembed.serving.page import described_as_html
-from distembed.serving.raw_inputs import RawInputs
-from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note, unknown_columns
-from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, bad_rows, bad_rows_text, batches_of, decode_rows
+from distembed.serving.raw_predictions import RawInputs, unknown_columns
+from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note
+from distembed.serving.row_decoder import (
+    RowDecoder,
+    TableRowDecoder,
+    bad_rows,
+    bad_rows_text,
+    batches_of,
+    decode_rows,
+    given_rows,
+)
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.config import Config
 from distembed.training.describe import describe
@@ -46,19 +54,13 @@ Predictions: TypeAlias = npt.NDArray[np.float32] | pa.Table
 """A number a row, or the columns of recommended items."""
 
 _IDS_AT_ONCE = 1 << 16
+_MOST_TABLES = 40
+"""Tables that a notebook shows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where a model was loaded from, and how: what loads it again.
-
-    Attributes:
-        run: The run's folder.
-        data: The dataset's folder, where one was given.
-        device: The device that was asked for.
-        choice: Which checkpoint was asked for.
-        checkpoint: The checkpoint; None for the one that was asked for.
-    """
+    """The arguments of :func:`load`; a pickled model is loaded again from them, by the path of its checkpoint."""
 
     run: Path
     data: str | None
@@ -67,7 +69,6 @@ class _Source:
     checkpoint: str | None = None
 
     def load(self) -> LoadedModel:
-        """Loads the model."""
         run = find_run_for_rows(self.run, self.data, self.choice)
         with silenced_loggers():
             is_fx_tracing()  # which logs a notice once a process, and else would in the first prediction
@@ -82,7 +83,7 @@ def load(
     device: str = "auto",
     checkpoint: str | int | None = None,
 ) -> LoadedModel:
-    """Loads a trained run: its best or newest checkpoint, on one device, and what its ids mean.
+    """Loads a trained run: its best or newest checkpoint, on one device, with its vocabularies.
 
     No process group is set up, and none that there is takes part::
 
@@ -96,13 +97,13 @@ def load(
     Args:
         run: Folder of a run that ``distembed train`` made.
         data: Where the run's dataset is now, or another one whose ids mean the same, for :meth:`LoadedModel.evaluate`
-            and for what users have already; nothing else needs the dataset.
+            and for the items that users have already; nothing else needs the dataset.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
-        checkpoint: Another one than the best, where the run keeps it, or the newest: ``best``, ``newest``, or the
-            number of steps after which it was written.
+        checkpoint: ``best``, ``newest``, or the number of steps after which it was written; unless given, the best
+            where the run keeps it, else the newest.
 
     Raises:
-        UserError: There is no such run, it has no such checkpoint, or there is no such device.
+        UserError: The run, the checkpoint or the device does not exist.
         DamagedCheckpoint: The checkpoint is damaged.
     """
     choice = None if checkpoint is None else str(checkpoint)
@@ -110,21 +111,16 @@ def load(
 
 
 class LoadedModel:
-    """A run's model and what its ids mean, in this process; :func:`distembed.load` makes it.
+    """A run's model with the vocabularies of its ids, in this process; :func:`distembed.load` makes it.
 
-    Predicting may go on in several threads at once. After a fork it goes on in one thread on the CPU, and is refused on
-    a GPU. Pickled, it is the run's folder, from which it is loaded again.
-
-    Args:
-        source: Where it was loaded from.
-        run: The run, and what says what its ids mean.
-        model: The model with its weights.
+    Several threads may predict at once. After a fork one thread predicts on the CPU, and a GPU is refused. Pickled, it
+    is the run's folder, from which it is loaded again.
 
     Attributes:
         config: The run's config.
         schema: The columns that the model was trained on.
-        checkpoint: Path or URL of the checkpoint that the weights are of.
-        step: Number of training steps until then.
+        checkpoint: Path or URL of the checkpoint with the weights.
+        step: Number of training steps of the checkpoint.
     """
 
     def __init__(self, source: _Source, run: TrainedRun, model: WholeModel) -> None:
@@ -143,23 +139,23 @@ class LoadedModel:
         return self._model.blueprint.device
 
     def predict(self, rows: Any, *, malformed: Literal["refuse", "null"] = "refuse") -> Predictions:
-        """Returns what the task predicts of each row: click probabilities or ratings [rows], or items for users.
+        """Returns the task's prediction of each row: click probabilities or ratings [rows], or items for users.
 
         Recommended items are an Arrow table with a row for each row: ``user`` (where rows are users), ``item_1`` to
         ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Items that users have in the
         splits before the test, or that are in a sequence, are left out where ``task.exclude_seen`` says so. Where the
-        run's dataset is gone, what users have is not known: their items are not left out, and a warning says so once.
+        run's dataset is gone, the items of users are not known and not left out, and a warning says so once.
 
-        The same rows in the same batches of up to 8,192 have the same predictions to the bit as those of
-        ``distembed predict``, where a feature has one value a row.
+        Where a feature has one value a row, predictions equal the ones of ``distembed predict`` to the bit, for equal
+        batches of up to 8,192 rows.
 
         Args:
             rows: Raw rows: a list of dictionaries, a dictionary of columns, a pandas DataFrame, or an Arrow table, with
                 the columns of the table that the run's dataset was prepared from; labels and other columns are not
                 looked at. Of rankings, ``user`` alone; of next items, ``item`` with lists. Or a batch of a
                 :class:`~distembed.data.reader.BatchReader`, without targets.
-            malformed: ``refuse`` raises an error for rows with a value that is none of its column's kind, or a user or
-                only items that the dataset has not; ``null`` predicts NaN, or null, for them.
+            malformed: ``refuse`` raises an error for rows with a value that is not of its column's kind, or with a user
+                or only items that the dataset lacks; ``null`` predicts NaN, or null, for them.
 
         Raises:
             UserError: The rows are none of these, lack a column, or are malformed.
@@ -192,7 +188,7 @@ class LoadedModel:
     def _answer(
         self, found: Sequence[Mapping[str, npt.NDArray[Any]]], is_good: npt.NDArray[np.bool_] | None
     ) -> Predictions:
-        """Returns predictions as users get them, with NaN or null for rows that are not good; None for none such."""
+        """Returns predictions as users get them, with NaN or null for malformed rows."""
         if not self._model.task.id_columns:
             numbers = np.concatenate([np.empty(0, np.float32), *(each["prediction"] for each in found)])
             if is_good is None or is_good.all():
@@ -228,13 +224,13 @@ class LoadedModel:
         The width is the table's ``embedding_dim``, times the number of partitions where each gives a vector.
 
         Args:
-            table: Name of a table, such as ``C3``.
+            table: Name of a table, for example ``C3``.
             ids: Ids as the dataset has them: the table's hash and policy apply as in training.
-            values: Raw values as the table of rows has them, which the run's vocabulary or hash makes ids of; None is a
-                missing value. Give these or ``ids``.
+            values: Raw values as the table of rows has them, which the run's vocabulary or hash turns into ids; None is
+                a missing value. Give these or ``ids``.
 
         Raises:
-            UserError: There is no such table, an id lies outside of it, or its features' raw values are not known.
+            UserError: The table does not exist, an id lies outside of it, or its features' raw values are not known.
         """
         self._require_usable()
         module, config = self._table(table)
@@ -267,8 +263,8 @@ class LoadedModel:
             max_rejected: Largest share of malformed raw rows, which are left out, that is no error.
 
         Raises:
-            UserError: The dataset is not there, or has no such split; or raw rows cannot be read, lack a column such as
-                the label, or too many are malformed, as those with a label out of its range are.
+            UserError: The dataset is not there, or has no split of this name; or raw rows cannot be read, lack the
+                label or another column, or too many are malformed, for example by a label out of its range.
         """
         self._require_usable()
         is_place = isinstance(on, str | os.PathLike) and (is_url(on) or Path(on).exists())
@@ -302,13 +298,13 @@ class LoadedModel:
 
     @staticmethod
     def _rows_of(model: WholeModel, batches: Iterable[Batch]) -> dict[str, npt.NDArray[Any]]:
-        """Returns the task's outputs of all rows of batches that it has prepared."""
+        """Returns the task's outputs of all rows of its batches."""
         outputs = [model.outputs(batch) for batch in batches]
         names = model.task.outputs
         return {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the model is, in plain values: where it is from, its task, tables, layers and parameters."""
+        """Returns the model's run, task, tables, layers and parameters in plain values."""
         config = self._model.blueprint.config
         return {
             "run": str(self._source.run),
@@ -330,18 +326,23 @@ class LoadedModel:
         )
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
-        return described_as_html(self.describe())
+        """Returns a heading, facts, and a table of the embedding tables, for a notebook."""
+        found = self.describe()
+        heading = f"{found['model']} for {found['task']}: {found['parameters']:,} parameters"
+        facts = ", ".join(f"{name} {found[name]}" for name in ("run", "step", "device", "precision"))
+        rows = [_html_row("th", ("table", "ids", "rows of id x", "composition", "dimension", "size"))]
+        for t in found["tables"][:_MOST_TABLES]:
+            cells = (t["name"], f"{t['num_embeddings']:,}", t["partitions"], t["composition"] or "", t["dim"])
+            rows.append(_html_row("td", (*cells, format_bytes(t["bytes"]))))
+        left_out = len(found["tables"]) - _MOST_TABLES
+        more = f"<p>and {left_out} more tables</p>" if left_out > 0 else ""
+        return f"<p><b>{html.escape(heading)}</b><br>{html.escape(facts)}</p><table>{''.join(rows)}</table>{more}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Source.load, (dataclasses.replace(self._source, checkpoint=self.checkpoint),)
 
     def _require_usable(self) -> None:
-        """Makes sure that the model can compute in this process, which may be a fork of the one that loaded it.
-
-        Raises:
-            RunError: The model is on a GPU, which a forked process cannot use.
-        """
+        """Raises a :class:`RunError` in a fork with a model on a GPU, which a fork cannot use."""
         if os.getpid() == self._process:
             return
         if self.device.type != "cpu":
@@ -354,12 +355,16 @@ class LoadedModel:
 
 
 def _looks_like_file(text: str, splits: Mapping[str, object]) -> bool:
-    """Returns whether a text is the path of a file rather than the name of a split, one that is not known included."""
+    """Returns whether a text is the path of a file rather than the name of a split, which may be unknown."""
     return text not in splits and (os.sep in text or bool(Path(text).suffix))
 
 
+def _html_row(cell: str, values: Sequence[Any]) -> str:
+    return "<tr>" + "".join(f"<{cell}>{html.escape(str(value))}</{cell}>" for value in values) + "</tr>"
+
+
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:
-    """Yields the batches of an evaluation: those of the task, or the rows of the split."""
+    """Yields the batches of an evaluation: the task's own, or the rows of the split."""
     own = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
     if own is not None:
         yield from own

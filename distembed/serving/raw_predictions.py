@@ -1,56 +1,147 @@
 """Predictions of raw rows, on any number of ranks: a file with a line for each line of the input, in its order.
 
-Rank 0 reads, parses and encodes the rows in a thread, and hands each rank a batch at a time; all ranks score::
+Rank 0 reads, parses and encodes the rows of files, pipes and URLs in a thread, and hands each rank a batch at a time;
+all ranks score::
 
     input     | piece | piece | piece | ...          pieces of some megabytes
     batches   |  0  |  1  |  2  |  3  | ...          8,192 well-formed rows, cut without regard to ranks
     ranks        0     1     0     1                 each step takes a batch a rank
 
-So a batch, and what a network computes of it, is the same to the bit on any number of ranks, and that of a prepared
-split if no row is malformed. Rank 0 holds two steps of rows and the pieces whose predictions are not yet there.
+So a batch, and the network's result for it, is the same to the bit on any number of ranks, and equal to that of a
+prepared split if no row is malformed. Rank 0 holds two steps of rows and the pieces whose predictions are not yet
+there. A piece accounts for every line of its input::
 
-Trade-off: one process decodes, at some hundred thousand rows a second; a pipe can be read by one only. What is to be
-scored faster than that is prepared, by several processes, and scored by ``--split``.
+    line      0    1    2         3          malformed: line 2
+    key       a    b    -         d          the key of a line that is no row is not known
+    rows      0    1              2          the rows of the piece's block
+
+Trade-off: one process decodes, at some hundred thousand rows a second; a pipe can be read by one process only. To score
+rows faster, prepare them, by several processes, and score them by ``--split``.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.base.files import whole_file
 from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.records import RecordBlock
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import USER, Schema
+from distembed.data.prepare.ingest import RejectedRows
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
 from distembed.data.reader.reader import Prefetcher
-from distembed.serving.raw_inputs import RawInputs, ScoredPiece
-from distembed.serving.requests import unknown_columns
+from distembed.data.table.blocks import RejectedRow
+from distembed.serving.row_decoder import RowDecoder, decode_rows
 from distembed.training.build import TrainingState
 from distembed.training.inference import EVALUATION_BATCH_SIZE, LoadedRun, gather_outputs, score_prepared
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
+_BLOCK_BYTES = 4 << 20
+_WHOLE = 1 << 62
 _STEPS_AHEAD = 2
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredPiece:
+    """Some lines of an input.
+
+    Attributes:
+        num_lines: Number of the lines.
+        rows: The line of each well-formed row, in order.
+        keys: The key columns of all lines, null for a line that is no row.
+        block: The well-formed rows.
+    """
+
+    num_lines: int
+    rows: NDArray[np.int64]
+    keys: pa.Table
+    block: RecordBlock
+
+
+class RawInputs:
+    """Reads inputs of raw rows once, on one process, and keeps their ``keys`` columns as they are.
+
+    ``max_rejected`` is the largest share of malformed rows that is no error; ``rejected`` counts them by reason at the
+    end.
+    """
+
+    def __init__(
+        self, source: TableSource, decoder: RowDecoder, keys: Sequence[str] = (), max_rejected: float = 0.01
+    ) -> None:
+        self._source, self._decoder = source, decoder
+        self.keys, self._max_rejected = tuple(dict.fromkeys(keys)), max_rejected
+        self.rejected: dict[str, int] = {}
+        self._key_types: dict[str, pa.DataType] = {}
+
+    def pieces(self) -> Iterator[ScoredPiece]:
+        """Yields the lines of all inputs, in order."""
+        source = self._source
+        with tempfile.TemporaryDirectory() as folder:
+            rejected = RejectedRows(
+                Path(folder), source.inputs, source.reasons, self._max_rejected, source.wanted, source.hints
+            )
+            num_lines = 0
+            for part in source.parts(_WHOLE):
+                opened, lines_before = source.open(part, _BLOCK_BYTES), 0
+                for raw in opened.raw_blocks():
+                    piece, bad = self._piece(raw.rows(source.columns))
+                    for row in bad:
+                        line = opened.header_lines + lines_before + row.line + 1
+                        rejected.add(part.source, line, row.reason, row.text)
+                    lines_before += piece.num_lines
+                    rejected.require_hope(num_lines + lines_before)
+                    yield piece
+                num_lines += lines_before
+            rejected.close()
+            self.rejected = dict(rejected.counts().by_reason)
+            if num_lines:
+                rejected.require_few(num_lines)
+
+    def _piece(self, raw: RawRows) -> tuple[ScoredPiece, Sequence[RejectedRow]]:
+        """Returns a block's lines, and the malformed ones."""
+        decoded = decode_rows(self._decoder.decode, raw)
+        places = np.full(raw.num_lines, -1, np.int64)
+        places[raw.lines] = np.arange(len(raw.lines))
+        index = pa.array(places, mask=places < 0)
+        keys = pa.table({name: self._key(name, raw.table[name]).take(index) for name in self.keys})
+        return ScoredPiece(raw.num_lines, np.flatnonzero(decoded.is_good), keys, decoded.block), decoded.rejected
+
+    def _key(self, name: str, column: pa.ChunkedArray) -> Any:
+        """Returns a key column in the type of its first values, since JSON may give each block another type."""
+        wanted = self._key_types.setdefault(name, pa.string() if pa.types.is_null(column.type) else column.type)
+        try:
+            return column.cast(wanted)
+        except pa.ArrowException as error:
+            raise UserError(
+                f"--key {name!r} has values of type {wanted}, and later ones of type {column.type} ({error}); write "
+                "all of them as texts."
+            ) from error
+
+
+def unknown_columns(run: TrainedRun) -> tuple[str, ...]:
+    """Returns the columns that predictions of raw rows lack: the label, and the user of a sequence."""
+    return ("label", USER) if run.config.task.name == "next_item" else ("label",)
 
 
 @dataclass(frozen=True)
 class PredictedRows:
-    """What was predicted.
-
-    Attributes:
-        num_lines: Number of lines of the file of predictions.
-        rejected: Number of malformed rows, whose predictions are null, by reason.
-    """
+    """The number of lines of the file of predictions, and of malformed rows, with null predictions, by reason."""
 
     num_lines: int
     rejected: dict[str, int]
@@ -58,14 +149,7 @@ class PredictedRows:
 
 @dataclass(frozen=True)
 class RawScoring:
-    """A model, and what its batches and predictions are.
-
-    Attributes:
-        state: The model with its task.
-        schema: Columns of its dataset.
-        columns: What predictions become in a file.
-        ranks: This rank among all.
-    """
+    """A model with the columns of its dataset and of its files of predictions."""
 
     state: TrainingState
     schema: Schema
@@ -74,25 +158,16 @@ class RawScoring:
 
     @classmethod
     def of_run(cls, loaded: LoadedRun, run: TrainedRun, raw_values: bool = True) -> RawScoring:
-        """Returns the scoring of a loaded run, whose predictions are of users and items as raw values or as ids."""
+        """Returns the scoring of a loaded run; predictions have users and items as raw values, or as ids."""
         task = loaded.state.task
         values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
         columns = PredictionColumns(task, values, left_out=unknown_columns(run))
         return cls(loaded.state, run.manifest.schema, columns, loaded.ranks)
 
     def write(self, make_inputs: Callable[[], RawInputs], output: Path) -> PredictedRows | None:
-        """Writes the prediction of each row of some inputs, with its keys; all ranks call it.
+        """Writes the prediction of each row of some inputs, with its keys, whole or not at all; all ranks call it.
 
-        Args:
-            make_inputs: Returns the inputs; called on rank 0 alone.
-            output: File to write, whole or not at all.
-
-        Returns:
-            What was predicted on rank 0, and None on other ranks.
-
-        Raises:
-            UserError: The inputs cannot be read, or too many rows are malformed.
-            RunError: The file cannot be written.
+        ``make_inputs`` is called on rank 0 alone, which gets the counts; other ranks get None.
         """
         collectives = Collectives.in_own_group()
         opened: list[RawInputs] = []
@@ -103,7 +178,9 @@ class RawScoring:
             return None
         with ExitStack() as resources:
             lines = resources.enter_context(_Lines.written_to(output, self.columns, opened[0].keys))
-            steps = resources.enter_context(closing(Prefetcher(_Steps(opened[0], self.ranks.world_size), _STEPS_AHEAD)))
+            steps = resources.enter_context(
+                closing(Prefetcher(partial(_steps, opened[0], self.ranks.world_size), _STEPS_AHEAD))
+            )
             for outputs in score_prepared(self.state, self._batches(_Feed(collectives, steps, lines))):
                 rows = gather_outputs(outputs, self.ranks)
                 lines.add_predictions([self.columns.table(self.state.task.predictions(own)) for own in rows])
@@ -111,11 +188,7 @@ class RawScoring:
         return PredictedRows(lines.num_lines, opened[0].rejected)
 
     def _with_free_keys(self, inputs: RawInputs) -> RawInputs:
-        """Returns the inputs, whose keys have no name of a prediction.
-
-        Raises:
-            UserError: One has.
-        """
+        """Returns the inputs, or raises a :class:`UserError` where a key has the name of a prediction."""
         for key in inputs.keys:
             if key in self.columns.schema.names:
                 raise UserError(f"--key is {key!r}, which a column of predictions is named; rename it in the input.")
@@ -132,43 +205,33 @@ class RawScoring:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the ranks score at once: a block of each, and the lines that some rows of these are the first of."""
+    """A block for each rank, and the pieces whose first rows are in these blocks."""
 
     blocks: Sequence[RecordBlock]
     pieces: Sequence[ScoredPiece]
 
 
-class _Steps:
-    """Cuts the rows of inputs into steps.
-
-    Args:
-        inputs: The inputs.
-        num_ranks: Number of blocks of a step.
-    """
-
-    def __init__(self, inputs: RawInputs, num_ranks: int) -> None:
-        self._inputs, self._num_ranks = inputs, num_ranks
-
-    def __call__(self) -> Iterator[_Step]:
-        """Yields the steps; the last one may have blocks without rows, or no blocks at all."""
-        size = EVALUATION_BATCH_SIZE * self._num_ranks
-        waiting: list[RecordBlock] = []
-        pieces: list[ScoredPiece] = []
-        for piece in self._inputs.pieces():
-            pieces.append(piece)
-            waiting.append(piece.block)
-            while sum(len(block.records) for block in waiting) >= size:
-                rows = RecordBlock.concatenate(waiting)
-                waiting = [_between(rows, size, len(rows.records))]
-                yield _Step(self._cut(rows), pieces)
-                pieces = []
-        if pieces or waiting:
+def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[_Step]:
+    """Yields the rows of inputs in steps; the last one may have blocks without rows, or no blocks at all."""
+    size = EVALUATION_BATCH_SIZE * num_ranks
+    waiting: list[RecordBlock] = []
+    pieces: list[ScoredPiece] = []
+    for piece in inputs.pieces():
+        pieces.append(piece)
+        waiting.append(piece.block)
+        while sum(len(block.records) for block in waiting) >= size:
             rows = RecordBlock.concatenate(waiting)
-            yield _Step(self._cut(rows) if len(rows.records) else [], pieces)
+            waiting = [_between(rows, size, len(rows.records))]
+            yield _Step(_cut(rows, num_ranks), pieces)
+            pieces = []
+    if pieces or waiting:
+        rows = RecordBlock.concatenate(waiting)
+        yield _Step(_cut(rows, num_ranks) if len(rows.records) else [], pieces)
 
-    def _cut(self, rows: RecordBlock) -> list[RecordBlock]:
-        bounds = [EVALUATION_BATCH_SIZE * rank for rank in range(self._num_ranks + 1)]
-        return [_between(rows, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+def _cut(rows: RecordBlock, num_ranks: int) -> list[RecordBlock]:
+    bounds = [EVALUATION_BATCH_SIZE * rank for rank in range(num_ranks + 1)]
+    return [_between(rows, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
@@ -177,13 +240,7 @@ def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
 
 
 class _Feed:
-    """Hands each rank its block of each step; all ranks call :meth:`next` equally often.
-
-    Args:
-        collectives: The ranks.
-        steps: The steps, on rank 0.
-        lines: What is told the lines of the steps, on rank 0.
-    """
+    """Hands each rank its block of each step, and ``lines`` the pieces; all ranks call :meth:`next` equally often."""
 
     def __init__(
         self, collectives: Collectives, steps: Iterator[_Step] | None = None, lines: _Lines | None = None
@@ -191,18 +248,14 @@ class _Feed:
         self._collectives, self._steps, self._lines = collectives, steps, lines
 
     def next(self) -> RecordBlock | None:
-        """Returns this rank's block of the next step; None after the last one.
-
-        Raises:
-            Exception: Rank 0 could not read the rows; all ranks raise what it does.
-        """
+        """Returns this rank's block of the next step; None after the last one. All ranks raise an error of rank 0."""
         found: Any = self._collectives.scatter(self._messages() if self._collectives.rank == 0 else None)
         if isinstance(found, Exception):
             raise found
         return found if isinstance(found, RecordBlock) else None
 
     def _messages(self) -> Sequence[RecordBlock | Exception | None]:
-        """Returns what each rank is told: a block, that there is none, or why there is none."""
+        """Returns a message for each rank: a block, None at the end, or rank 0's error."""
         assert self._steps is not None and self._lines is not None
         num_ranks = self._collectives.world_size
         try:
@@ -216,16 +269,7 @@ class _Feed:
 
 
 class _Lines:
-    """The lines of the file of predictions, written once all predictions of a piece are there.
-
-    Args:
-        open_writer: Returns the writer for lines of these columns.
-        columns: What predictions become in the file.
-        keys: Names of the key columns, which are texts in a file without lines.
-
-    Attributes:
-        num_lines: Number of lines so far.
-    """
+    """The lines of the file of predictions, written once all predictions of a piece are there."""
 
     def __init__(
         self, open_writer: Callable[[pa.Schema], Any], columns: PredictionColumns, keys: Sequence[str]
@@ -239,7 +283,7 @@ class _Lines:
     @classmethod
     @contextmanager
     def written_to(cls, output: Path, columns: PredictionColumns, keys: Sequence[str]) -> Iterator[_Lines]:
-        """Yields lines that are in a file at the end of the block, or nowhere after an error."""
+        """Yields lines that are in a file at the end of the block; an error in the block leaves no file."""
         with ExitStack() as resources:
             temporary = resources.enter_context(whole_file(output))
 
@@ -256,17 +300,13 @@ class _Lines:
             yield cls(open_writer, columns, keys)
 
     def add_pieces(self, pieces: Sequence[ScoredPiece]) -> None:
-        """Takes the lines of a step, before its predictions are there.
-
-        Raises:
-            UserError: The file cannot have such keys.
-        """
+        """Takes the lines of a step, before its predictions; a file may refuse the types of keys."""
         self._pieces.extend(pieces)
         if self._writer is None and self._pieces:
             self._open(self._pieces[0].keys.schema)
 
     def add_predictions(self, tables: Sequence[pa.Table]) -> None:
-        """Takes the predictions of the next rows, and writes the lines that are complete."""
+        """Takes the predictions of the next rows, and writes the complete lines."""
         self._predicted = pa.concat_tables([self._predicted, *tables])
         while self._pieces and len(self._pieces[0].rows) <= len(self._predicted):
             piece = self._pieces.popleft()

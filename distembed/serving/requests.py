@@ -1,4 +1,4 @@
-"""What is asked of a run with raw rows, checked before torch is loaded."""
+"""A request to score raw rows with a run, checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import USER
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
@@ -20,22 +19,15 @@ from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
 if TYPE_CHECKING:
-    from distembed.serving.raw_inputs import RawInputs
+    from distembed.serving.raw_predictions import RawInputs
     from distembed.serving.row_decoder import RowDecoder
 
 
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
-    """Finds a run to score raw rows with: what it keeps of its dataset is enough.
+    """Finds a run to score raw rows with; it needs no more than the parts of its dataset that the run keeps.
 
-    A run that ranks items for users has its dataset where that is still there: items that users have may be left out.
-
-    Args:
-        folder: The run's folder.
-        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
-        checkpoint: Which checkpoint to use, as for :func:`~distembed.training.trained_run.find_trained_run`.
-
-    Raises:
-        UserError: The folder holds no run or no such checkpoint, or the dataset is not like the run's own.
+    A run that ranks items for users takes its dataset where it is still there, to leave out items that users have.
+    ``data`` is another dataset, whose ids must stand for the same values.
     """
     if data is None:
         config = load_run_config(folder)
@@ -56,22 +48,12 @@ def seen_items_note(run: TrainedRun) -> str | None:
 
 
 def row_decoder(run: TrainedRun) -> RowDecoder:
-    """Returns what makes batches of the raw rows that a run's task predicts.
-
-    Raises:
-        UserError: The dataset was made elsewhere, or a vocabulary is missing or damaged.
-    """
-    from distembed.serving.recommender_rows import SequenceRowDecoder, UserRowDecoder
-    from distembed.serving.row_decoder import TableRowDecoder
+    """Returns the decoder of the raw rows that a run's task predicts."""
+    from distembed.serving.row_decoder import SequenceRowDecoder, TableRowDecoder, UserRowDecoder
 
     kinds: dict[str, Callable[[Path, Manifest], RowDecoder]]
     kinds = {"ranking": UserRowDecoder, "next_item": SequenceRowDecoder}
     return kinds.get(run.config.task.name, TableRowDecoder)(Path(run.dataset), run.manifest)
-
-
-def unknown_columns(run: TrainedRun) -> tuple[str, ...]:
-    """Returns the columns of a task's predictions that those of raw rows lack: the label, and whose a sequence is."""
-    return ("label", USER) if run.config.task.name == "next_item" else ("label",)
 
 
 @dataclass(frozen=True)
@@ -82,9 +64,6 @@ class RawRequest:
         inputs: Files, folders, patterns, URLs and pipes.
         keys: Names of columns to keep beside the predictions.
         max_rejected: Largest share of malformed rows that is no error.
-
-    Raises:
-        UserError: The share is none.
     """
 
     inputs: Sequence[str]
@@ -96,15 +75,7 @@ class RawRequest:
             raise UserError(f"--max-rejected is {self.max_rejected}: it is a share of the rows, between 0 and 1")
 
     def require_usable(self, manifest: Manifest, output: Path) -> None:
-        """Makes sure that the inputs are there and are raw rows of such a dataset; on the first rank.
-
-        Args:
-            manifest: The dataset's manifest.
-            output: The file of predictions, which is none of the inputs.
-
-        Raises:
-            UserError: They are not.
-        """
+        """Makes sure, on the first rank, that the inputs are there and that ``output`` is none of them."""
         if os.environ.get("RANK", "0") == "0":
             raw_schema(manifest)
             for each in find_inputs(self.inputs):
@@ -112,12 +83,8 @@ class RawRequest:
                     raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
     def open(self, run: TrainedRun) -> RawInputs:
-        """Opens the inputs.
-
-        Raises:
-            UserError: An input cannot be read or lacks a column, or a key has the name of a prediction.
-        """
-        from distembed.serving.raw_inputs import RawInputs
+        """Opens the inputs."""
+        from distembed.serving.raw_predictions import RawInputs
 
         decoder = row_decoder(run)
         label = raw_schema(run.manifest).label

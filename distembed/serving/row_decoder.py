@@ -1,10 +1,22 @@
-"""Raw rows to batches: parsed by the schema of the run's dataset, encoded by its vocabularies, malformed rows apart."""
+"""Raw rows to batches: rows of Python, JSON and Arrow as tables, parsed by the dataset's schema and encoded by its ids.
+
+::
+
+    given_rows      dictionaries, columns, pandas, Arrow  ->  RawRows: a table, and the rows that no table can hold
+    RowDecoder      a table                               ->  the dataset's columns, and the malformed rows
+    batches_of      the dataset's columns                 ->  batches of a model
+
+Rows of clicks and ratings have columns of features (:class:`TableRowDecoder`). Recommenders take users
+(:class:`UserRowDecoder`) or sequences of items (:class:`SequenceRowDecoder`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -12,9 +24,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.records import RecordBlock
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
+from distembed.data.dataset.schema import ITEM, USER, Schema
 from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
@@ -23,7 +36,8 @@ from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
 from distembed.data.table.raw_columns import TableColumns, as_lists, one_array, plain_array
 from distembed.data.table.schema import TableSchema
-from distembed.serving.given_rows import shown
+from distembed.data.table.values import given_column
+from distembed.data.table.vocabulary import FIRST_ID
 
 _REASONS = {
     "label": "is no label",
@@ -34,19 +48,19 @@ _REASONS = {
     "sequence": "has no item of the dataset",
     "value": "is no text, number or truth value, nor a list of these where the column has lists",
 }
+_KINDS = (
+    "a list of dictionaries, one a row; a dictionary of columns, each a list or an array; a pandas DataFrame; an Arrow "
+    "table or record batch; or a distembed Batch"
+)
+_MOST_NAMES = 1000
+"""Columns that an error about a missing column compares it with."""
 Extra = Literal["label", "weight"]
-"""What raw rows may have beside the columns that a model is shown."""
+"""Columns of raw rows that a model is not shown."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedRows:
-    """Rows of a table, as the columns of the dataset.
-
-    Attributes:
-        is_good: Which rows are well-formed.
-        block: These rows.
-        rejected: The others.
-    """
+    """Rows of a table: which are well-formed, these rows as the columns of the dataset, and the malformed rows."""
 
     is_good: NDArray[np.bool_]
     block: RecordBlock
@@ -56,46 +70,47 @@ class DecodedRows:
 class RowDecoder(Protocol):
     """Makes the dataset's columns of raw rows; any number of threads may use it.
 
-    Attributes:
-        schema: The columns of the tables.
-        columns: The same, and of which types each may be.
+    ``schema`` has the columns of the tables, and ``columns`` the types that each may have.
     """
 
     schema: TableSchema
     columns: TableColumns
 
     def decode(self, table: pa.Table) -> DecodedRows:
-        """Returns the rows of a table.
-
-        Raises:
-            UserError: The table lacks a column, or one is of a type that has no such values.
-        """
+        """Returns the rows of a table; a missing column or a wrong type is a :class:`UserError`."""
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature; None is a missing value.
-
-        Raises:
-            UserError: The feature has no such values, or they are not known.
-        """
+        """Returns the ids of raw values of a feature; None is a missing value."""
 
 
-class TableRowDecoder:
-    """Decodes rows of a table, of Criteo's, or of ratings.
+class _Decoder:
+    """Parses tables by a schema and encodes them by the vocabularies of a dataset, or of the copy that a run keeps."""
 
-    Args:
-        folder: Folder of the dataset, or of what a run keeps of it.
-        manifest: Its manifest.
-        extras: What the rows have beside the columns that the model is shown.
-
-    Raises:
-        UserError: The dataset was made otherwise, or a vocabulary is missing or damaged.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
-        self.schema = _with_extras(raw_schema(manifest), extras)
-        self._parser = TableParser(self.schema)
+    def __init__(self, folder: Path, manifest: Manifest, schema: TableSchema) -> None:
+        self.schema = schema
+        self._parser = TableParser(schema)
         self.columns = self._parser.columns
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
+
+    def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Returns the ids of raw values of a feature, as :meth:`RowDecoder.ids_of` says."""
+        return self._encoder.ids_of(feature, values)
+
+
+class TableRowDecoder(_Decoder):
+    """Decodes rows of a table, of Criteo's, or of ratings; ``extras`` are further columns that the rows must have."""
+
+    def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
+        schema = raw_schema(manifest)
+        schema = dataclasses.replace(
+            schema,
+            label=schema.label if "label" in extras else None,
+            weight=schema.weight if "weight" in extras else None,
+            time=None,
+            split=TableSchema.split,
+            parser="table",
+        )
+        super().__init__(folder, manifest, schema)
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
@@ -104,31 +119,98 @@ class TableRowDecoder:
         is_good[[row.line for row in parsed.rejected]] = False
         return DecodedRows(is_good, self._encoder.encode(parsed), parsed.rejected)
 
-    def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature, as :meth:`RowDecoder.ids_of` says."""
-        return self._encoder.ids_of(feature, values)
+
+class _FeatureRows(_Decoder):
+    """Decodes rows of some features of a dataset of users and items; the first feature decides which rows are good."""
+
+    _reason: str
+
+    def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str]) -> None:
+        whole = raw_schema(manifest)
+        kept = {name: each for name, each in whole.categorical.items() if name in features}
+        super().__init__(folder, manifest, dataclasses.replace(whole, label=None, dense={}, categorical=kept))
+        self._feature = features[0]
+
+    def _encoded(self, table: pa.Table) -> RecordBlock:
+        """Returns the rows of a table, with unknown items left out of its lists."""
+        parsed = self._parser.parse(table)
+        assert not parsed.rejected, "every text is a value"
+        block = self._encoder.encode(parsed)
+        lists = {}
+        for name, items in block.jagged.items():
+            is_known = items.values >= FIRST_ID
+            rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
+            lengths = np.bincount(rows, minlength=len(items.lengths))
+            lists[name] = Jagged.from_lengths(items.values[is_known], lengths)
+        return RecordBlock(block.records, lists)
+
+    def _good_and_bad(self, table: pa.Table, block: RecordBlock, is_good: NDArray[np.bool_]) -> DecodedRows:
+        texts = table[self._feature]
+        rejected = [
+            RejectedRow(row, self._reason, str(texts[row].as_py()).encode(), self._feature)
+            for row in np.flatnonzero(~is_good).tolist()
+        ]
+        return DecodedRows(is_good, block.gather(np.flatnonzero(is_good)), tuple(rejected))
 
 
-def _with_extras(schema: TableSchema, extras: Collection[Extra]) -> TableSchema:
-    """Returns the schema of rows that have these extras, and neither times nor splits."""
-    return dataclasses.replace(
-        schema,
-        label=schema.label if "label" in extras else None,
-        weight=schema.weight if "weight" in extras else None,
-        time=None,
-        split=TableSchema.split,
-        parser="table",
-    )
+class UserRowDecoder(_FeatureRows):
+    """Decodes rows with a user each; a user that the dataset does not have is malformed."""
+
+    _reason = "user"
+
+    def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str] = (USER,)) -> None:
+        super().__init__(folder, manifest, features)
+        self._place = [each.name for each in RecordLayout.from_schema(manifest.schema).single].index(USER)
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
+        block = self._encoded(table)
+        return self._good_and_bad(table, block, block.records[:, self._place] >= FIRST_ID)
+
+
+class UserItemsRowDecoder(UserRowDecoder):
+    """Decodes rows with a user each, and an optional list of items that are not to be recommended."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        features = {each.name: each for each in manifest.schema.categorical}
+        items = dataclasses.replace(features[ITEM], multi_hot=True)
+        self.batch_schema = Schema(label=None, dense=(), categorical=(features[USER], items))
+        super().__init__(folder, dataclasses.replace(manifest, schema=self.batch_schema), (USER, ITEM))
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
+        return super().decode(table if ITEM in table.column_names else table.append_column(ITEM, pa.nulls(len(table))))
+
+
+class SequenceRowDecoder(_FeatureRows):
+    """Decodes rows with a list of items each, the earliest first; columns other than the items are ignored.
+
+    Items that the dataset does not have are left out, and a row without any known item is malformed.
+
+    Raises:
+        UserError: The dataset has other values for each item, which raw rows would need too.
+    """
+
+    _reason = "sequence"
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        schema = manifest.schema
+        others = [each.name for each in schema.categorical if each.multi_hot and each.name != ITEM]
+        if others or schema.dense_sequences:
+            raise UserError(
+                f"the dataset has {', '.join((*others, *schema.dense_sequences))} beside the items of a sequence, and "
+                "raw sequences are of items alone: prepare the rows, and predict them by --split."
+            )
+        super().__init__(folder, manifest, (ITEM,))
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
+        block = self._encoded(table)
+        return self._good_and_bad(table, block, block.jagged[ITEM].lengths > 0)
 
 
 def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[Batch]:
-    """Yields decoded rows as batches, in order; the last one may have fewer rows.
-
-    Args:
-        schema: Columns of the dataset.
-        block: The rows.
-        batch_size: Rows of a batch.
-    """
+    """Yields decoded rows of a dataset's schema as batches, in order; the last one may have fewer rows."""
     assembler = BatchAssembler(schema)
     num_rows = len(block.records)
     for start in range(0, num_rows, batch_size):
@@ -138,15 +220,7 @@ def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[
 
 
 def decode_rows(decode: Callable[[pa.Table], DecodedRows], raw: RawRows) -> DecodedRows:
-    """Returns rows as the columns of the dataset; those that are no rows of the table are rejected too.
-
-    Args:
-        decode: :meth:`RowDecoder.decode`.
-        raw: The rows.
-
-    Raises:
-        UserError: The table lacks a column, or one is of a type that has no such values.
-    """
+    """Returns rows as the columns of the dataset, by :meth:`RowDecoder.decode`; ``raw.bad`` are among the rejected."""
     decoded = decode(raw.table)
     is_good = np.zeros(raw.num_lines, bool)
     is_good[raw.lines[decoded.is_good]] = True
@@ -156,13 +230,7 @@ def decode_rows(decode: Callable[[pa.Table], DecodedRows], raw: RawRows) -> Deco
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be scored.
-
-    Attributes:
-        row: Its number, from 0.
-        field: Name of the column.
-        reason: The value, and what is wrong with it.
-    """
+    """A row that cannot be scored: its number from 0, the name of a column, and its value with the problem."""
 
     row: int
     field: str
@@ -170,13 +238,7 @@ class BadRow:
 
 
 def bad_rows(raw: RawRows, rejected: Sequence[RejectedRow], columns: TableColumns) -> list[BadRow]:
-    """Returns what is wrong with rejected rows; a value is shown as its text, which does not depend on other rows.
-
-    Args:
-        raw: The rows that were decoded.
-        rejected: The rejected ones.
-        columns: The columns of their table.
-    """
+    """Describes rejected rows; a value is shown as its text, which does not depend on other rows."""
     found = []
     for row in rejected:
         value = row.text.decode(errors="replace")
@@ -188,14 +250,105 @@ def bad_rows(raw: RawRows, rejected: Sequence[RejectedRow], columns: TableColumn
 
 
 def bad_rows_text(bad: Sequence[BadRow], most: int = 5) -> str:
-    """Returns what is wrong with rows in a sentence."""
+    """Returns the problems of rows in a sentence."""
     listed = "; ".join(f"row {each.row}, column {each.field!r}: {each.reason}" for each in bad[:most])
     return listed + (f"; and {len(bad) - most} more" if len(bad) > most else "")
 
 
 def _shown_text(column: pa.ChunkedArray, name: str, columns: TableColumns) -> str:
-    """Returns the text of the one value of a column, or those of its list."""
+    """Returns the text of the one value of a column, or the texts of its list."""
     value = plain_array(one_array(column))
     if columns.takes_lists(name):
-        return shown(as_lists(value, columns.separators[name]).flatten().cast(pa.string()).drop_null().to_pylist())
-    return shown(value.cast(pa.string())[0].as_py())
+        texts = as_lists(value, columns.separators[name]).flatten().cast(pa.string())
+        return reprlib.repr(texts.drop_null().to_pylist())
+    return reprlib.repr(value.cast(pa.string())[0].as_py())
+
+
+def given_rows(rows: Any, columns: TableColumns) -> RawRows:
+    """Returns rows of Python as a table of the needed columns, and apart from it the rows that no table can hold.
+
+    Args:
+        rows: Dictionaries, one a row, which may lack values; a dictionary of columns; a pandas DataFrame; an
+            Arrow table or record batch.
+        columns: The needed columns, with the types that each may have.
+
+    Raises:
+        UserError: They are none of these, or lack a column.
+    """
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+        return RawRows(table, np.arange(len(table)), len(table))
+    if isinstance(rows, Mapping):
+        return _of_columns(rows, columns)
+    if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
+        _require_columns(rows, rows.columns)
+        if not rows.columns.is_unique:
+            repeated = rows.columns[rows.columns.duplicated()][0]
+            raise UserError(f"rows has several columns named {repeated!r}; rename them.")
+        return _of_columns({str(name): rows[name] for name in rows.columns}, columns)
+    if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
+        return _of_dictionaries(rows, columns)
+    raise UserError(f"rows is {_described(rows)}; give {_KINDS}.")
+
+
+def missing_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+    """Returns the columns that none of the rows has."""
+    first = rows[0] if rows else {}
+    return [name for name in columns if name not in first and not any(name in row for row in rows)]
+
+
+def _of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(f"row {number} is {_described(row)}; give {_KINDS}.")
+    missing = missing_columns(rows, columns.names)
+    names = [name for name in columns.names if name not in missing]
+    if missing:  # an error names the columns that are there
+        names = list(dict.fromkeys((*names, *islice((name for row in rows for name in row), _MOST_NAMES))))
+    _require_columns(rows, names)
+    return _of_columns({name: [row.get(name) for row in rows] for name in names}, columns)
+
+
+def _require_columns(rows: Sized, names: Collection[Any]) -> None:
+    """Refuses rows without any value: a table without columns would have no rows, and there would be no predictions."""
+    if len(rows) and not len(names):
+        raise UserError(f"rows has {len(rows):,} rows and not one column; give each row's values by their columns.")
+
+
+def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
+    lengths = {_name(name): _length(name, values) for name, values in given.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length:,}" for name, length in list(lengths.items())[:5])
+        raise UserError(f"the columns of rows have unequally many values ({listed}, ...); give one a row.")
+    num_rows = next(iter(lengths.values()), 0)
+    arrays = {}
+    bad: dict[int, RejectedRow] = {}
+    for name, values in given.items():
+        arrays[name], wrong = given_column(values, name, columns) if name in columns.kinds else (pa.nulls(num_rows), [])
+        own_values = list(values) if wrong else []
+        for row in wrong:
+            text = reprlib.repr(own_values[row]).encode(errors="backslashreplace")
+            bad.setdefault(row, RejectedRow(row, "value", text, name))
+    table, kept = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
+    return RawRows(table.take(kept) if bad else table, kept, num_rows, tuple(bad[row] for row in sorted(bad)))
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise UserError(f"a column is named {name!r}, {_described(name)}; names of columns are texts.")
+    return name
+
+
+def _length(name: str, values: Any) -> int:
+    if isinstance(values, str | bytes) or not isinstance(values, Sized):
+        raise UserError(
+            f"the column {name!r} of rows is {_described(values)}; give a list or an array with a value a row, and a "
+            "single row as a list of one dictionary."
+        )
+    return len(values)
+
+
+def _described(value: Any) -> str:
+    """Returns the type of a value as text, with the value where it is short."""
+    text = repr(value)
+    return f"of type {type(value).__name__}" + (f" ({text})" if len(text) < 60 else "")

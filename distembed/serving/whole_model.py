@@ -1,8 +1,7 @@
 """A run's model whole on one device, without a process group, TorchRec's sharding or optimizers.
 
-It computes what the sharded model does: tables are looked up and composed by the unsharded collections, which are what
-the sharded ones are tested against. Pooled sums of several ids may differ in the last bits, since FBGEMM adds in
-another order.
+It gives the outputs of the sharded model. The unsharded collections look tables up and compose them; the sharded ones
+are tested against them. Pooled sums of several ids may differ in the last bits, since FBGEMM adds in another order.
 
 Trade-off: a model has to fit on one device; ``distembed predict`` spreads larger ones over ranks.
 """
@@ -34,12 +33,8 @@ from distembed.training.trained_run import TrainedRun
 class WholeModel:
     """A model with its task, ready to score batches; any number of threads may use it.
 
-    Attributes:
-        blueprint: The config, schema and device that it was built for.
-        module: The model with its task, in evaluation mode.
-        task: The task, started on a dataset or on what the run keeps of one.
-        checkpoint: Path or URL of the checkpoint that its weights are of.
-        step: Number of training steps until then.
+    The module is in evaluation mode, with weights of the checkpoint after ``step`` steps. The task is started on a
+    dataset, or on the parts that the run keeps of one.
     """
 
     blueprint: Blueprint
@@ -60,24 +55,17 @@ class WholeModel:
             return {name: values.cpu().numpy() for name, values in outputs.items()}
 
     def on_dataset(self, dataset: str) -> WholeModel:
-        """Returns the same weights with a task that is started on another dataset."""
-        blueprint = dataclasses.replace(self.blueprint)  # which makes a task of its own
+        """Returns this model's weights with a task that is started on another dataset."""
+        blueprint = dataclasses.replace(self.blueprint)  # with a task of its own
         module = _task_model(blueprint, self.module.model)
         blueprint.task.start(blueprint.task_context(dataset, self.ranks))
         return dataclasses.replace(self, blueprint=blueprint, module=module, task=blueprint.task)
 
 
 def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | None = None) -> WholeModel:
-    """Builds a run's model on one device and reads its weights; nothing is initialised that is read.
+    """Builds a run's model on one device and reads its weights, without initialising them first.
 
-    Args:
-        run: The run, and the dataset that says what its ids mean.
-        device: Where the model goes.
-        checkpoint: Path or URL of a checkpoint; unless given, the best where the run keeps it, else its newest.
-
-    Raises:
-        UserError: The checkpoint is of another model, or cannot be read.
-        DamagedCheckpoint: It is damaged.
+    ``checkpoint`` is a path or URL; unless given, the best where the run keeps it, else its newest.
     """
     ranks = Ranks(0, 1, 1, device)
     blueprint = Blueprint.for_ranks(_on_kept_dataset(run), run.manifest.schema, ranks, {})
@@ -98,7 +86,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
 
 
 def _on_kept_dataset(run: TrainedRun) -> Config:
-    """Returns the run's config with what the run keeps of its dataset in the place of that."""
+    """Returns the run's config with the kept parts of its dataset in place of the dataset."""
     kept = kept_dataset(run.folder)
     data = run.config.data if kept is None else dataclasses.replace(run.config.data, path=str(kept))
     return dataclasses.replace(run.config, data=data)
@@ -109,7 +97,7 @@ def _task_model(blueprint: Blueprint, model: Any) -> TaskModel:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Moves a module to its device, with memory that is not written to for the weights on the meta device."""
+    """Moves a module to its device; weights on the meta device get uninitialised memory."""
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             memory = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)

@@ -1,7 +1,7 @@
 """Checkpoints saved under one layout on some ranks and loaded under another on others: the same numbers come back."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +24,19 @@ from tests.ranks import run_on_ranks
 STEPS = 3
 
 
-def save_all(rank: int, world_size: int, folder: Path) -> None:
-    """Every layout with every optimizer."""
-    for layout in LAYOUTS:
-        for optimizer in OPTIMIZER_NAMES:
-            save_trained(folder / f"{layout}-{optimizer}", build(layout, optimizer))
+Case = tuple[str, str, str]
+"""The layout that saves, the layout that loads, and the optimizer of the tables."""
+
+
+def cases(steps: Sequence[int], turn: int = 0) -> list[Case]:
+    """Each layout saves for the layouts that follow it by these steps, the optimizers taking turns."""
+    pairs = [(i, (i + step) % len(LAYOUTS)) for i in range(len(LAYOUTS)) for step in steps]
+    return [(LAYOUTS[i], LAYOUTS[j], OPTIMIZER_NAMES[(i + j + turn) % len(OPTIMIZER_NAMES)]) for i, j in pairs]
+
+
+def save_all(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
+    for layout, optimizer in dict.fromkeys([("table_wise", "adagrad"), *((case[0], case[2]) for case in cases)]):
+        save_trained(folder / f"{layout}-{optimizer}", build(layout, optimizer))
 
 
 def save_trained(path: Path, trained: Trained) -> None:
@@ -43,12 +51,9 @@ def save_trained(path: Path, trained: Trained) -> None:
         torch.save((saved, later), f"{path}.pt")
 
 
-def load_all(rank: int, world_size: int, folder: Path, turn: int) -> None:
-    """Every layout from every other, the optimizers taking turns."""
-    for i, before in enumerate(LAYOUTS):
-        for j, now in enumerate(LAYOUTS):
-            optimizer = OPTIMIZER_NAMES[(i + j + turn) % len(OPTIMIZER_NAMES)]
-            check_load(folder / f"{before}-{optimizer}", build(now, optimizer))
+def load_all(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
+    for before, now, optimizer in cases:
+        check_load(folder / f"{before}-{optimizer}", build(now, optimizer))
     if world_size > 1:
         check_refusals(folder)
 
@@ -140,11 +145,19 @@ def fused_leaves(optimizer: object) -> list[EmbeddingFusedOptimizer]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("saving", "loading"), [pytest.param(2, [1, 2, 4], marks=pytest.mark.slow), (2, [1]), (1, [2])]
+    ("steps", "saving", "loading"),
+    [
+        pytest.param(range(len(LAYOUTS)), 2, [1, 2, 4], marks=pytest.mark.slow, id="all"),
+        pytest.param([1, 4], 2, [1], id="2 to 1"),
+        pytest.param([1, 4], 1, [2], id="1 to 2"),
+    ],
 )
-def test_what_one_layout_saved_any_other_loads(saving: int, loading: list[int], tmp_path: Path) -> None:
-    run_on_ranks(saving, save_all, tmp_path)
-    for turn, world_size in enumerate(loading):
+def test_what_one_layout_saved_any_other_loads(
+    steps: Sequence[int], saving: int, loading: list[int], tmp_path: Path
+) -> None:
+    turns = [cases(steps, turn) for turn in range(len(loading))]
+    run_on_ranks(saving, save_all, tmp_path, [case for turn in turns for case in turn])
+    for world_size, turn in zip(loading, turns, strict=True):
         run_on_ranks(world_size, load_all, tmp_path, turn)
 
 

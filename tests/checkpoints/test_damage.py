@@ -18,12 +18,11 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from distembed.base.checksums import checksum_of, with_checksum
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.ranks import Collectives, Ranks
-from distembed.checkpoints import blocks, load_checkpoint, save_checkpoint
-from distembed.checkpoints.checkpoint import load_run
+from distembed.checkpoints import blocks, load_checkpoint, save_checkpoint, shards
+from distembed.checkpoints.checkpoint import restore_run
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import SavedCheckpoint
-from distembed.checkpoints.shards import MAX_BLOCK_BYTES
 from tests.data.test_damage import flip_a_bit
 
 
@@ -82,7 +81,7 @@ def test_an_index_that_no_checkpoint_has_is_refused(
     change_index(checkpoint, change)
     model = nn.Linear(4, 3)
     with pytest.raises(UserError, match=message):
-        load_run(str(checkpoint), model, with_optimizer(model), Collectives())
+        restore_run(str(checkpoint), model, with_optimizer(model), Collectives())
 
 
 @pytest.mark.parametrize("file", ["index.json", "progress.json", "rank-0.blocks"])
@@ -202,10 +201,10 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
 ) -> None:
     run, before = Run(tmp_path), sorted(tmp_path.iterdir())
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(blocks, "read_block", fail)
+    monkeypatch.setattr(blocks.BlockRead, "run", fail)
     with pytest.raises(RunError, match=r"step-00000003 cannot be reached \("):
         run.restore()
     assert sorted(tmp_path.iterdir()) == before
@@ -227,13 +226,16 @@ def test_keys_of_progress_may_be_numbers(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "it", nn.Linear(1, 1)) == {"best": {"2": 1.0, "10": 2.0}}
 
 
+BLOCK_BYTES = 256 << 10
+
+
 class Weights(nn.Module):
     """Weights of several types, sizes and layouts: none, one number, part of a block, several blocks."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        rows = MAX_BLOCK_BYTES // (4 * 64)
+        rows = BLOCK_BYTES // (4 * 64)
         for name, size, dtype in (
             ("several_blocks", (2 * rows + 77, 64), torch.float32),
             ("halves", (999, 65), torch.bfloat16),
@@ -250,7 +252,9 @@ class Weights(nn.Module):
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kinds") / "weights"
-    save_checkpoint(path, Weights(1), progress={"step": 7})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards, "MAX_BLOCK_BYTES", BLOCK_BYTES)
+        save_checkpoint(path, Weights(1), progress={"step": 7})
     return path
 
 

@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.ranks import Ranks
-from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint, transfer
-from distembed.checkpoints.checkpoint import load_run
+from distembed.checkpoints import checkpoint, load_checkpoint, run_checkpoints, save_checkpoint
+from distembed.checkpoints.checkpoint import restore_run
 from distembed.checkpoints.content import Progress
-from distembed.checkpoints.run_checkpoints import Checkpoints
+from distembed.checkpoints.run_checkpoints import Checkpoints, require_bytes
 from distembed.checkpoints.store import CheckpointStore, checkpoint_place, newest_checkpoint
+from distembed.commands import cli
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import KeyedHash, QuotientRemainder
 from tests.processes import start_processes
@@ -51,7 +54,7 @@ class Run:
         fresh = nn.Linear(4, 3)
         parameters = dict(fresh.named_parameters())
         optimizer = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adagrad(params))
-        step = load_run(checkpoint, fresh, optimizer, self.checkpoints._collectives).values["step"]
+        step = restore_run(checkpoint, fresh, optimizer, self.checkpoints._collectives).values["step"]
         assert (fresh.weight == step).all()
         return float(step)
 
@@ -363,7 +366,7 @@ def save_and_be_killed(number: int, folder: Path) -> None:
         remove = files.rm
         files.rm = lambda path, **how: die() if how else remove(path)
     else:
-        setattr(transfer if moment == "write_blocks" else CheckpointStore, moment, die)
+        setattr(checkpoint if moment == "write_blocks" else CheckpointStore, moment, die)
     run.save(2)
     run.checkpoints.wait()
 
@@ -382,3 +385,43 @@ def test_killed_while_writing_or_removing_it_leaves_whole_checkpoints_alone(tmp_
         run.save(3)
         run.checkpoints.wait()
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
+def test_room_is_asked_for_one_checkpoint_and_warned_of_for_all(tmp_path: Path) -> None:
+    place, said = tmp_path / "not" / "yet" / "there", list[str]()
+    free = shutil.disk_usage(tmp_path).free
+    for url in (str(place), f"file://{place}"):
+        with pytest.raises(
+            RunError, match=f"{place} would not fit.*at least .* needed.*are free; that is one checkpoint"
+        ):
+            require_bytes(url, 1, 2 * free, said.append)
+        assert not said
+        require_bytes(url, 2, free // 100, said.append)
+        assert not said
+        require_bytes(url, 2, free // 2, said.append)
+        assert f"{place} will not hold train.keep_checkpoints=2" in said.pop() and not said
+    require_bytes("memory://bucket/place", 2, 2**62, said.append)
+    assert not said and not place.exists()
+
+
+def test_a_run_without_room_for_a_checkpoint_ends_before_its_first_step(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def larger_than_the_disk(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
+        asked.append(num_bytes)
+        require_bytes(url, keep, 2**62, say)
+
+    monkeypatch.setattr("distembed.checkpoints.run_checkpoints.require_bytes", larger_than_the_disk)
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match="checkpoints would not fit on its disk: at least 4194304.00 TiB"):
+        cli.app(["train", str(config), "train.max_steps=1", "--run-dir", str(run)], standalone_mode=False)
+    assert not (run / "metrics.jsonl").read_text()
+    monkeypatch.undo()
+    cli.app(
+        ["train", str(config), "train.max_steps=1", "--run-dir", str(run), "--resume-or-start"], standalone_mode=False
+    )
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    written = sum(file.stat().st_size for file in checkpoint.glob("*.blocks"))
+    assert asked[0] <= written <= 1.5 * asked[0]

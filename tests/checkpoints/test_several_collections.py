@@ -52,7 +52,7 @@ def load_all(rank: int, world_size: int, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_vectors_and_networks_have_their_own_optimizers_whose_states_are_saved(
     saving: int, loading: int, tmp_path: Path
 ) -> None:

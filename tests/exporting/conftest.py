@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from distembed.serving.model_folder.reading import read_manifest
-from tests.server.exported_models import exported, trained_run
+from tests.server.exported_models import exported, session_model, session_run
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(tmp_path_factory.mktemp("exported"))
+    return session_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def model(run: Path) -> Path:
-    return exported(run, run.parent / "model")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return session_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,18 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.composition import COMPOSITIONS
-from distembed.serving.export.batches import made_up_batch, plain_inputs
 from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.feature_vectors import PlainFeature
+from distembed.serving.export.feature_vectors import plain_inputs
+from distembed.serving.export.parity import made_up_batch
 from distembed.serving.export.programs import ProgramInputs, compile_program, require_running, save_program
-from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.export.table_groups import ExportStorage, Materialise
 from distembed.serving.model_folder.compiled import CompiledNetwork, load_compiled, processor_name
 from distembed.serving.model_folder.manifest import CompiledProgram, ExportedProgram, ExportManifest, Parity, Precision
 from distembed.serving.model_folder.programs import load_programs
@@ -36,6 +38,10 @@ from tests.exporting.test_recommenders import (
     rows,
 )
 from tests.exporting.test_recommenders import round_tables as round_items
+from tests.server.exported_models import exported as exported_folder
+from tests.server.exported_models import json_rows, trained_run
+from tests.server.processes import serving
+from tests.small_runs import distembed as command
 from tests.small_runs import train_small, write_dataset
 
 PROCESSOR = processor_name(), torch.backends.cpu.get_cpu_capability()
@@ -59,7 +65,7 @@ def test_compiled_scores_are_those_of_the_model(
     configs = [own for own in tables(composition) if not own.name.endswith("_67")]
     model = click_model("dcn" if composition == "sum" else "dlrm", configs)
     whole = scored(model)
-    storage = TableStorage(precision, materialise)
+    storage = ExportStorage(precision, materialise)
     sample = whole.inputs(made_up_batch(schema(whole.tables), 5))
     save_program(whole.whole_program(storage), sample, tmp_path / "network.pt2")
     compile_program(tmp_path / "network.pt2", sample, tmp_path / "compiled.pt2")
@@ -93,7 +99,7 @@ def test_compiled_recommendations_are_those_of_the_model(
 ) -> None:
     model = recommender(name, scheme, composition)
     whole, sample = exported(model), inputs(exported(model), rows())
-    save_program(whole.whole_program(TableStorage(precision, "never")), sample, tmp_path / "network.pt2")
+    save_program(whole.whole_program(ExportStorage(precision, "never")), sample, tmp_path / "network.pt2")
     compile_program(tmp_path / "network.pt2", sample, tmp_path / "compiled.pt2")
     program = CompiledNetwork(tmp_path / "compiled.pt2", {"values": None, "lengths": len(whole.features)})
     round_items(model, precision)
@@ -119,8 +125,7 @@ def test_a_run_is_exported_compiled_and_loaded_where_that_is_asked_for(run: Path
     assert (made.compiled.processor, made.compiled.instructions) == PROCESSOR
     plain, compiled = load_programs(folder, manifest), load_programs(folder, manifest, compiled=True)
     batch = made_up_batch(find_trained_run(run, None).manifest.schema, 33)
-    features = [PlainFeature(each.name, each.is_list) for each in manifest.features]
-    own = list(plain_inputs(batch, features, takes_numbers=True).tensors.values())
+    own = list(plain_inputs(batch, manifest.features, takes_numbers=True).tensors.values())
     with torch.inference_mode():
         torch.testing.assert_close(compiled(*own), plain(*own), atol=1e-6, rtol=0)
     values, lengths, dense = own
@@ -193,3 +198,23 @@ def test_a_folder_without_a_compiled_program_says_so(tmp_path: Path) -> None:
         UserError, match="compiled/network.pt2 cannot be loaded: .*; export the run with --compile on this"
     ):
         load_programs(tmp_path, broken, compiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_compiled_program_is_served_where_that_is_asked_for(tmp_path: Path) -> None:
+    run = trained_run(tmp_path)
+    plain = exported_folder(run, tmp_path / "plain")
+    done = command("serve", plain, "--port", 0, "--compiled", code=2)
+    assert "has no compiled program; export the run with --compile" in done.stderr.replace("\n", " ")
+    model = exported_folder(run, tmp_path / "model", compile=True)
+    rows = json_rows(40)
+    expected = distembed.load(run).predict(rows)
+    with serving(model, tmp_path / "compiled", "--compiled") as server:
+        status, answer = server.ask({"rows": rows})
+        assert status == 200
+        np.testing.assert_allclose(answer["prediction"], expected, atol=1e-6)
+    code = model / "compiled" / "network.pt2"
+    code.write_bytes(code.read_bytes()[:-1] + b"?")
+    done = command("serve", model, "--port", 0, "--compiled", code=2)
+    assert "is damaged: its checksum differs from the recorded one" in done.stderr.replace("\n", " ")

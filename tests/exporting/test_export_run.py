@@ -23,15 +23,15 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.vocabulary import raw_values
 from distembed.serving.export import export_run as exporting
-from distembed.serving.export.batches import SplitRows
 from distembed.serving.export.export_run import ExportOptions, export_run
+from distembed.serving.export.parity import SplitRows
 from distembed.serving.export.table_groups import FloatWeight
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged, sample_inputs
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
-from tests.server.exported_models import exported, trained_run
+from tests.server.exported_models import exported, session_int8_shards, trained_run
 from tests.serving.arrow_rows import SCHEMA
 from tests.small_runs import config_values, train_small
 from tests.small_runs import distembed as command
@@ -114,19 +114,26 @@ def test_the_manifest_says_how_raw_values_become_ids_and_numbers(model: Path) ->
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_tables_in_fewer_bits(
-    precision: Any, run: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: Any,
+    run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without rows to compare on: of so few, two that change places are more of the AUC than is allowed."""
     monkeypatch.setattr(SplitRows, "find", lambda _: None)
-    folder = exported(run, tmp_path / "model", precision=precision, materialise="never")
+    if precision == "int8":
+        folder = session_int8_shards(tmp_path_factory)
+    else:
+        folder = exported(run, tmp_path / "model", precision=precision, materialise="never")
+    manifest, weights = read_manifest(folder), trained_weights(run)
     numbers = full = 0
-    for feature, table in zip(read_manifest(folder).features, read_manifest(folder).tables, strict=True):
-        weights = [weight for name, weight in trained_weights(run) if name.startswith(f"{feature.table}__p")]
-        numbers += sum(w.numel() * 2 if precision == "fp16" else w.numel() + 8 * len(w) for w in weights)
-        full += sum(w.numel() * 4 for w in weights)
+    for feature, table in zip(manifest.features, manifest.tables, strict=True):
+        own = [weight for name, weight in weights if name.startswith(f"{feature.table}__p")]
+        numbers += sum(w.numel() * 2 if precision == "fp16" else w.numel() + 8 * len(w) for w in own)
+        full += sum(w.numel() * 4 for w in own)
         assert table.form == "compositional"
-    assert sum(table.bytes for table in read_manifest(folder).tables) == numbers < full
-    parity = read_manifest(folder).parity
+    assert sum(table.bytes for table in manifest.tables) == numbers < full
+    parity = manifest.parity
     assert (parity.metric, parity.split, parity.rows) == (None, None, 256) and 0 < parity.largest_difference < 0.01
     scores(folder)
 

@@ -14,17 +14,15 @@ import torch
 import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.schema import ITEM, USER
-from distembed.serving.export.batches import SplitRows
-from distembed.serving.export.export_run import EXPORTERS, ExportOptions, export_run
-from distembed.serving.export.parity import RecommendedCheck, require_close_metric
-from distembed.serving.export.table_groups import TableStorage
+from distembed.serving.export.export_run import ExportOptions, export_run, exportable
+from distembed.serving.export.parity import RecommendedCheck, SplitRows, require_close_metric
+from distembed.serving.export.table_groups import ExportStorage
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
-from tests.interactions import prepare
-from tests.serving.test_recommender_rows import rows_of
+from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
 from tests.training.test_recommenders import write_config
 from tests.training.test_runs import call
 
@@ -32,15 +30,17 @@ BEST = 10
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs named after their kinds, some steps long."""
-    folder = tmp_path_factory.mktemp("runs")
-    datasets = {"ratings": prepare("ratings", folder, "--split", "random:0.7,0.1,0.2")}
-    datasets |= {"sequences": prepare("sequences", folder)}
-    for kind in ("ranking", "softmax", "binary"):
-        model = {"model": {"name": "sasrec", "dropout": 0.0, "tied": False}} if kind == "softmax" else {}
-        call("train", write_config(folder / f"{kind}.yaml", kind, datasets, **model), "--run-dir", folder / kind)
-    return folder
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs by their kinds; the model of sequences has a table of its own for outputs."""
+    datasets = session_datasets(tmp_path_factory)
+    folder = tmp_path_factory.mktemp("untied")
+    untied = {"model": {"name": "sasrec", "dropout": 0.0, "tied": False}}
+    call("train", write_config(folder / "untied.yaml", "softmax", datasets, **untied), "--run-dir", folder / "run")
+    return {
+        "ranking": session_run(tmp_path_factory, "ranking"),
+        "softmax": folder / "run",
+        "ratings": datasets["ratings"],
+    }
 
 
 def export(run: Path, output: Path, **options: Any) -> ExportManifest:
@@ -63,15 +63,18 @@ def recommend(program: Program, lists: list[list[list[int]]]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["softmax", pytest.param("binary", marks=pytest.mark.slow)])
-def test_exported_sequences_get_the_items_that_the_run_predicts(runs: Path, tmp_path: Path, kind: str) -> None:
-    manifest = export(runs / kind, tmp_path / "model", materialise="always")
+def test_exported_sequences_get_the_items_that_the_run_predicts(
+    runs: dict[str, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    run = runs.get(kind) or session_run(tmp_path_factory, kind)
+    manifest = export(run, tmp_path / "model", materialise="always")
     assert read_manifest(tmp_path / "model").recommends == manifest.recommends
     require_unchanged(tmp_path / "model", manifest)
     assert {table.form for table in manifest.tables} == {"materialised"}
     assert manifest.network.outputs == ("items", "scores") and manifest.recommends is not None
     assert (manifest.recommends.feature, manifest.recommends.num_best) == (ITEM, BEST)
     assert manifest.parity.metric == "ndcg@10"
-    model = distembed.load(runs / kind)
+    model = distembed.load(run)
     assert manifest.parity.trained == pytest.approx(model.evaluate("test")["ndcg@10"], abs=1e-6)
     assert manifest.parity.exported == pytest.approx(manifest.parity.trained, abs=1e-6)
     items, program = values(tmp_path / "model", manifest, ITEM), load_programs(tmp_path / "model", manifest)
@@ -85,18 +88,15 @@ def test_exported_sequences_get_the_items_that_the_run_predicts(runs: Path, tmp_
         np.testing.assert_allclose(scores[row], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_exported_users_get_the_items_that_the_run_predicts(runs: Path, tmp_path: Path) -> None:
+def test_exported_users_get_the_items_that_the_run_predicts(runs: dict[str, Path], tmp_path: Path) -> None:
     """The items that users have are given to the program, which has no rows of the dataset."""
-    manifest = export(runs / "ranking", tmp_path / "model", num_best=12)
+    manifest = export(runs["ranking"], tmp_path / "model", num_best=12)
     assert [each.name for each in manifest.features] == [USER, ITEM] and manifest.recommends is not None
     assert manifest.recommends.num_best == 12 and manifest.parity.metric == "ndcg@12"
-    model = distembed.load(runs / "ranking")
+    model = distembed.load(runs["ranking"])
     users, items = (values(tmp_path / "model", manifest, name) for name in (USER, ITEM))
     asked = [2, 9, 40]
-    has: dict[int, set[int]] = {}
-    for split in ("train", "validation"):
-        for row in rows_of(runs / "ratings", split):
-            has.setdefault(row["user"], set()).add(row["item"])
+    has = taken_items(runs["ratings"])
     found, scores = recommend(
         load_programs(tmp_path / "model", manifest), [[[each] for each in asked], [sorted(has[each]) for each in asked]]
     )
@@ -112,9 +112,9 @@ def test_exported_users_get_the_items_that_the_run_predicts(runs: Path, tmp_path
     )
 
 
-def test_tables_are_not_divided(runs: Path, tmp_path: Path) -> None:
+def test_tables_are_not_divided(runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more than --server-memory, and those of a model that recommends items are"):
-        export(runs / "ranking", tmp_path / "model", server_bytes=100)
+        export(runs["ranking"], tmp_path / "model", server_bytes=100)
     assert not (tmp_path / "model").exists()
 
 
@@ -122,15 +122,15 @@ def check_of(run: Path) -> tuple[RecommendedCheck, SplitRows]:
     """Returns the check of a run's program, and the rows to check it on."""
     found = find_trained_run(run, None)
     whole = load_whole_model(found, torch.device("cpu"))
-    model: Any = EXPORTERS[found.config.task.name].make(whole, found.manifest, BEST)
+    model: Any = exportable(whole, found.manifest, BEST)
     rows = SplitRows.find(found.config.data.require_path())
     assert rows is not None
-    return RecommendedCheck(whole, model, model.whole_program(TableStorage()), "fp32"), rows
+    return RecommendedCheck(whole, model, model.whole_program(ExportStorage()), "fp32"), rows
 
 
 @pytest.mark.parametrize("kind", ["ranking", "softmax"])
-def test_other_items_or_scores_are_found(runs: Path, kind: str) -> None:
-    check, rows = check_of(runs / kind)
+def test_other_items_or_scores_are_found(runs: dict[str, Path], kind: str) -> None:
+    check, rows = check_of(runs[kind])
     assert check.on_sample(check.sample(rows, 20)).largest_difference < 1e-5
     assert check.on_sample(check.sample(None, 20)).rows == 20
     metric, exported, trained = check.on_split(rows, 1000)

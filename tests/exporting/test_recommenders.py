@@ -25,11 +25,10 @@ from distembed.models.next_items import ItemCollections, NextItems, NextItemsWit
 from distembed.models.sasrec import CausalTransformer
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.serving.export import recommenders
-from distembed.serving.export.batches import ANY, BATCH
 from distembed.serving.export.feature_vectors import PlainFeature
-from distembed.serving.export.programs import ProgramInputs, save_program
+from distembed.serving.export.programs import ANY, BATCH, ProgramInputs, save_program
 from distembed.serving.export.recommenders import RecommendingModel
-from distembed.serving.export.table_groups import Materialise, TableStorage
+from distembed.serving.export.table_groups import ExportStorage, Materialise
 from distembed.serving.model_folder.manifest import Precision
 from distembed.serving.model_folder.programs import Program, load_program
 from tests.exporting.test_programs import partition, rounded
@@ -159,7 +158,7 @@ def require_best(found: Any, model: Model, items: list[NDArray[np.int64]], num_b
         assert len({*last}) == len(last) and set(best[row][~is_left]) <= {-1}
 
 
-def saved(model: RecommendingModel, storage: TableStorage, folder: Path) -> Program:
+def saved(model: RecommendingModel, storage: ExportStorage, folder: Path) -> Program:
     save_program(model.whole_program(storage), inputs(model, rows()), folder / "network.pt2")
     return load_program(folder / "network.pt2")
 
@@ -174,7 +173,7 @@ def recommended(program: Program, model: RecommendingModel, items: list[NDArray[
 def test_each_scheme_and_composition_recommends_what_numpy_ranks_first(scheme: str, composition: str) -> None:
     for name in MODELS:
         model = recommender(name, scheme, composition)
-        program = exported(model).whole_program(TableStorage("fp32", "never"))
+        program = exported(model).whole_program(ExportStorage("fp32", "never"))
         require_best(recommended(program, exported(model), rows()), model, rows())
 
 
@@ -201,7 +200,7 @@ def test_a_saved_program_recommends_as_the_model_with_rounded_tables(
 ) -> None:
     model = recommender(name, scheme, composition)
     whole = exported(model)
-    program = saved(whole, TableStorage(precision, materialise), tmp_path)
+    program = saved(whole, ExportStorage(precision, materialise), tmp_path)
     if materialise == "never" or precision == "fp32":
         round_tables(model, precision)
     else:  # the rounded vectors of ids are those of a full table
@@ -240,7 +239,7 @@ def test_chunks_of_any_size_recommend_alike(
     monkeypatch.setattr(recommenders, "_LEAST_CHUNK", chunk)
     for name in ("sasrec", "mf"):
         model = recommender(name)
-        program = exported(model).whole_program(TableStorage("fp32", materialise))
+        program = exported(model).whole_program(ExportStorage("fp32", materialise))
         require_best(recommended(program, exported(model), rows()), model, rows())
 
 
@@ -248,7 +247,7 @@ def test_one_item_or_all_of_them_are_recommended() -> None:
     model = recommender("gru")
     for num_best in (1, NUM_ITEMS):
         whole = exported(model, num_best)
-        program = whole.whole_program(TableStorage())
+        program = whole.whole_program(ExportStorage())
         require_best(recommended(program, whole, rows()), model, rows(), num_best)
     for num_best in (0, NUM_ITEMS + 1):
         with pytest.raises(UserError, match=f"--num-best is {num_best}.* 1 to the {NUM_ITEMS} ids of items"):
@@ -259,7 +258,7 @@ def test_of_equal_scores_the_lower_id_comes_first() -> None:
     model = recommender("mf_lists", "naive")
     for weight in model.embeddings.parameters():
         weight.data[:] = weight.data[5]
-    items, scores = recommended(exported(model).whole_program(TableStorage()), exported(model), [np.array([3, 5])])
+    items, scores = recommended(exported(model).whole_program(ExportStorage()), exported(model), [np.array([3, 5])])
     assert scores.unique().numel() == 1
     assert items[0].tolist() == sorted(items[0].tolist()) and not {0, 1, 3, 5} & set(items[0].tolist())
 
@@ -268,7 +267,7 @@ def test_of_equal_scores_the_lower_id_comes_first() -> None:
 def test_ids_outside_of_the_table_are_unknown_items_and_leave_nothing_out(materialise: Materialise) -> None:
     model = recommender("sasrec")
     whole = exported(model)
-    program = whole.whole_program(TableStorage("fp32", materialise))
+    program = whole.whole_program(ExportStorage("fp32", materialise))
     known = [np.array([4, 7, 9])]
     wild = inputs(whole, known).tensors["values"].clone()
     unknown = [np.array([4, 1, 9])]  # each table's own unknown id
@@ -282,13 +281,13 @@ def test_ids_outside_of_the_table_are_unknown_items_and_leave_nothing_out(materi
 def test_a_hash_of_ids_applies_to_histories_alone() -> None:
     """The items to choose from are the ids of the table, as the trainer ranks them."""
     model = recommender("gru", pre_hash=KeyedHash(3))
-    program = exported(model).whole_program(TableStorage())
+    program = exported(model).whole_program(ExportStorage())
     require_best(recommended(program, exported(model), rows()), model, rows())
 
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     whole = exported(recommender("mf"))
-    program = saved(whole, TableStorage(), tmp_path)
+    program = saved(whole, ExportStorage(), tmp_path)
     values, lengths = inputs(whole, rows()).tensors.values()
     assert whole.features == (PlainFeature(USER, is_list=False), PlainFeature(ITEM, is_list=True))
     two_users = lengths.clone()
@@ -302,7 +301,7 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_what_stands_beside_items_may_be_cut_to_what_the_network_sees() -> None:
     """The trainer's batches have it so, and all items of a row, which are not recommended."""
     whole = exported(recommender("gru_beside"))
-    program, items = whole.whole_program(TableStorage()), rows((3, 12, 0))
+    program, items = whole.whole_program(ExportStorage()), rows((3, 12, 0))
     kinds = [own[-MOST:] % 9 for own in items]
     values = torch.from_numpy(np.concatenate([*items, *kinds]))
     lengths = torch.tensor([[len(own) for own in each] for each in (items, kinds)])

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from distembed.base.checksums import KEY, checksum_of, with_checksum
-from distembed.base.ranks import Collectives
+from distembed.checkpoints.blocks import read_blocks
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.transfer import read_tensors
 
 
 def saved_numbers(checkpoint: str) -> dict[str, Tensor]:
@@ -23,7 +22,7 @@ def saved_numbers(checkpoint: str) -> dict[str, Tensor]:
     saved = SavedCheckpoint.read(checkpoint)
     tensors = {name: saved.empty(name) for name in saved.tensors}
     shards = {name: TensorShards.from_value(tensor) for name, tensor in tensors.items()}
-    read_tensors(checkpoint, saved.tensors, shards, Collectives())
+    read_blocks(checkpoint, saved.tensors, shards)
     return tensors
 
 

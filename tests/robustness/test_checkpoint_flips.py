@@ -12,7 +12,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
 from distembed.checkpoints import save_checkpoint
-from distembed.checkpoints.checkpoint import load_run
+from distembed.checkpoints.checkpoint import restore_run
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
 from tests.ranks import run_on_ranks
@@ -41,7 +41,7 @@ class Trained:
         return [value.clone() for value in (*self.model.state_dict().values(), *states, torch.get_rng_state())]
 
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], list[Tensor]]:
-        return load_run(str(checkpoint), self.model, self.optimizer, Collectives()).values, self.numbers()
+        return restore_run(str(checkpoint), self.model, self.optimizer, Collectives()).values, self.numbers()
 
     def spoil(self) -> None:
         """Makes every number another one, so that what is not read does not pass for what is."""

@@ -1,5 +1,7 @@
 """One trained run, its export and a server of it, for all tests of the server."""
 
+import http.client
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,18 +9,18 @@ import pytest
 
 import distembed
 from distembed import LoadedModel
-from tests.server.exported_models import exported, trained_run
+from tests.server.exported_models import session_model, session_run
 from tests.server.processes import Server, serving
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(tmp_path_factory.mktemp("served"))
+    return session_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def model(run: Path) -> Path:
-    return exported(run, run.parent / "model")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return session_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +32,8 @@ def trained(run: Path) -> LoadedModel:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(model, tmp_path_factory.mktemp("server") / "own", "--max-body", "1MiB", "--threads", 2) as started:
         yield started
+        idle = http.client.HTTPConnection("127.0.0.1", started.port)
+        idle.request("GET", "/healthz")
+        assert idle.getresponse().read()
+        assert started.end(signal.SIGINT) == 0  # a connection without a request is not waited for
         assert "Traceback" not in started.output

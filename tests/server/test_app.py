@@ -20,10 +20,9 @@ from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample
-from distembed.serving.server.app import make_app
+from distembed.serving.server.app import ARROW_TYPE, JSON_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.bodies import ARROW_TYPE, JSON_TYPE
-from distembed.serving.server.scoring import Answer, Request, Scorer
+from distembed.serving.server.scoring import RowRequest, Scorer, Scores
 from tests.server.asgi import Reply, ask, post
 from tests.server.exported_models import json_rows
 
@@ -285,10 +284,10 @@ class Held:
         self.go = threading.Event()
         self.batches: list[int] = []
 
-    def score(self, requests: Sequence[Request]) -> list[Answer]:
+    def score(self, requests: Sequence[RowRequest]) -> list[Scores]:
         self.batches.append(len(requests))
         assert self.go.wait(30)
-        return [Answer({"prediction": np.arange(len(request.rows), dtype=np.float32)}) for request in requests]
+        return [Scores({"prediction": np.arange(len(request.rows), dtype=np.float32)}) for request in requests]
 
 
 async def settled() -> None:
@@ -373,11 +372,11 @@ class Faulty:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def score(self, requests: Sequence[Request]) -> list[Answer]:
+    def score(self, requests: Sequence[RowRequest]) -> list[Scores]:
         self.batches.append(len(requests))
         if any("fail" in row for request in requests for row in request.rows):
             raise RuntimeError("a fault of ours")
-        return [Answer({"prediction": np.arange(len(request.rows), dtype=np.float32)}) for request in requests]
+        return [Scores({"prediction": np.arange(len(request.rows), dtype=np.float32)}) for request in requests]
 
 
 def test_a_fault_of_ours_fails_one_request_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from distembed.base.errors import UserError
 from distembed.data.table.values import value_text
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.raw_inputs import RawInputs, ScoredPiece
+from distembed.serving.raw_predictions import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
 from distembed.serving.row_decoder import batches_of
 from distembed.serving.server.app import make_app
@@ -212,7 +212,7 @@ def drawn_rows(draw: st.DrawFn) -> list[Row]:
     return [{**base, draw(st.sampled_from(columns)): draw(odd_values)} for _ in range(num_rows)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(rows=drawn_rows())
 def test_all_paths_give_a_row_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
     require_one_answer(paths, rows)

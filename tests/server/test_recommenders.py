@@ -12,27 +12,23 @@ import distembed
 from distembed import LoadedModel
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import make_app
+from distembed.serving.server.app import ARROW_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.bodies import ARROW_TYPE
 from distembed.serving.server.scoring import Scorer
-from tests.interactions import NUM_ITEMS, prepare
+from tests.interactions import NUM_ITEMS
 from tests.server.asgi import post
 from tests.server.exported_models import exported
-from tests.serving.test_recommender_rows import rows_of
-from tests.small_runs import distembed as command
-from tests.training.test_recommenders import write_config
+from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
 
 BEST = 6
 
 
-def served(folder: Path, kind: str, dataset: Path) -> tuple[LoadedModel, FastAPI]:
-    """Trains a run shortly, and returns it, and the application that serves its export."""
-    command("train", write_config(folder / "config.yaml", kind, {dataset.name: dataset}), "--run-dir", folder / "run")
-    model = exported(folder / "run", folder / "model", num_best=BEST)
+def served(run: Path, folder: Path) -> tuple[LoadedModel, FastAPI]:
+    """Returns a run, and the application that serves its export."""
+    model = exported(run, folder / "model", num_best=BEST)
     manifest = read_manifest(model)
     scorer = Scorer(model, manifest, load_programs(model, manifest), 4)
-    return distembed.load(folder / "run"), make_app(scorer, ServerSettings())
+    return distembed.load(run), make_app(scorer, ServerSettings())
 
 
 def recommended(predicted: pa.Table, most: int = BEST) -> dict[str, Any]:
@@ -52,8 +48,10 @@ def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_histories_are_answered_with_the_items_that_predict_names(tmp_path: Path) -> None:
-    model, app = served(tmp_path, "softmax", prepare("sequences", tmp_path))
+def test_histories_are_answered_with_the_items_that_predict_names(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model, app = served(session_run(tmp_path_factory, "softmax"), tmp_path)
     rows: list[dict[str, Any]] = [{"item": [f"i{n % NUM_ITEMS}" for n in range(size)]} for size in (1, 2, 9, 3, 12, 5)]
     reply = post(app, rows)
     require_like(reply.json(), recommended(model.predict(rows)))
@@ -69,13 +67,13 @@ def test_histories_are_answered_with_the_items_that_predict_names(tmp_path: Path
     assert post(app, [{"item": "?"}], "?malformed=null").json() == {"items": [None], "scores": [None]}
 
 
-def test_users_are_answered_without_the_items_that_they_have(tmp_path: Path) -> None:
-    model, app = served(tmp_path, "ranking", prepare("ratings", tmp_path, "--split", "random:0.7,0.1,0.2"))
-    has: dict[str, set[str]] = {}
+def test_users_are_answered_without_the_items_that_they_have(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model, app = served(session_run(tmp_path_factory, "ranking"), tmp_path)
     names = {name: raw_values(tmp_path / "model", name) for name in ("user", "item")}
-    for split in ("train", "validation"):
-        for row in rows_of(tmp_path / "ratings", split):
-            has.setdefault(names["user"][row["user"]], set()).add(names["item"][row["item"]])
+    taken = taken_items(session_datasets(tmp_path_factory)["ratings"])
+    has = {names["user"][user]: {names["item"][item] for item in items} for user, items in taken.items()}
     users = sorted(has)[:7]
     rows: list[dict[str, Any]] = [{"user": user, "item": sorted(has[user])} for user in users]
     expected = recommended(model.predict([{"user": user} for user in users]))

@@ -1,7 +1,6 @@
 """``distembed serve`` as a process: what is said over HTTP, by careless and by slow clients, and how it ends."""
 
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -20,13 +19,12 @@ from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import make_app
+from distembed.serving.server.app import ARROW_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.bodies import ARROW_TYPE
 from distembed.serving.server.scoring import Scorer
 from distembed.serving.server.serve import serve
 from tests.server.asgi import post
-from tests.server.exported_models import exported, json_rows
+from tests.server.exported_models import json_rows, session_int8_shards
 from tests.server.processes import Server, serving
 from tests.small_runs import distembed as command
 
@@ -118,9 +116,15 @@ def test_a_truncated_body_is_left_out_and_a_late_one_taken(server: Server) -> No
     assert status_of(late) == 200
 
 
-def test_sigterm_ends_it_once_what_is_scored_is_answered(model: Path, trained: LoadedModel, tmp_path: Path) -> None:
-    rows = json_rows(20, seed=5)
-    with serving(model, tmp_path / "server", "--max-wait-ms", 1500) as server:
+def test_kill_leaves_nothing_and_sigterm_waits_for_answers(model: Path, trained: LoadedModel, tmp_path: Path) -> None:
+    files, rows = sorted(path for path in model.rglob("*")), json_rows(20, seed=5)
+    with serving(model, tmp_path / "first") as server:
+        pid, port = server.pid, server.port
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        assert not any(f"\nPPid:\t{pid}\n" in status for status in statuses())
+    assert sorted(path for path in model.rglob("*")) == files
+    with serving(model, tmp_path / "second", "--port", port, "--max-wait-ms", 1500) as server:  # which is free again
+        assert server.port == port
         found: list[tuple[int, dict[str, list[float]]]] = []
         thread = threading.Thread(target=lambda: found.append(server.ask(rows)))
         thread.start()
@@ -130,22 +134,6 @@ def test_sigterm_ends_it_once_what_is_scored_is_answered(model: Path, trained: L
         assert found == [(200, {"prediction": pytest.approx(trained.predict(rows).tolist(), abs=1e-6)})]
         with pytest.raises(ConnectionRefusedError):
             server.ask(path="/healthz")
-        assert "Traceback" not in server.output
-
-
-def test_kill_leaves_nothing_and_ctrl_c_ends_it(model: Path, tmp_path: Path) -> None:
-    files = sorted(path for path in model.rglob("*"))
-    with serving(model, tmp_path / "first") as server:
-        pid, port = server.pid, server.port
-        assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        assert not any(f"\nPPid:\t{pid}\n" in status for status in statuses())
-    assert sorted(path for path in model.rglob("*")) == files
-    with serving(model, tmp_path / "second", "--port", port) as server:  # which is free again
-        assert server.port == port and server.ask(json_rows(1))[0] == 200
-        idle = http.client.HTTPConnection("127.0.0.1", server.port)
-        idle.request("GET", "/healthz")
-        assert idle.getresponse().read()
-        assert server.end(signal.SIGINT) == 0  # a connection without a request is not waited for
         assert "Traceback" not in server.output
 
 
@@ -205,20 +193,10 @@ def test_addresses_that_are_none_are_refused(model: Path) -> None:
             serve(model, host, 0, ServerSettings(), print)
 
 
-@pytest.mark.parametrize(
-    "options", [{"precision": "int8", "server_bytes": 500}, pytest.param({"precision": "fp16"}, marks=pytest.mark.slow)]
-)
-def test_other_precisions_and_shards_are_served(
-    run: Path, trained: LoadedModel, tmp_path: Path, options: dict[str, object]
-) -> None:
-    dataset = run.parent / "dataset"
-    dataset.rename(run.parent / "away")  # few rows, of which the metric would be compared
-    try:
-        folder = exported(run, tmp_path / "model", **options)
-    finally:
-        (run.parent / "away").rename(dataset)
+def test_shards_in_int8_are_served(tmp_path_factory: pytest.TempPathFactory, trained: LoadedModel) -> None:
+    folder = session_int8_shards(tmp_path_factory)
     manifest = read_manifest(folder)
-    assert (len(manifest.shards) > 1) == ("server_bytes" in options)
+    assert len(manifest.shards) > 1
     app = make_app(Scorer(folder, manifest, load_programs(folder, manifest), 32), ServerSettings())
     rows = json_rows(40, seed=6)
     reply = post(app, rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.scoring import Answer, Request, Scorer
+from distembed.serving.server.scoring import RowRequest, Scorer, Scores
 from tests.server.exported_models import json_rows
 
 VALUES: list[Any] = [
@@ -43,7 +43,7 @@ def scorer(model: Path) -> Scorer:
     return Scorer(model, read_manifest(model), probe, 64)
 
 
-def said(answer: Answer) -> list[Any]:
+def said(answer: Scores) -> list[Any]:
     """Returns each row's score, or the column and reason where it has none."""
     assert answer.problem is None
     bad = {each.row: (each.field, each.reason) for each in answer.bad}
@@ -53,7 +53,7 @@ def said(answer: Answer) -> list[Any]:
 
 
 def alone(scorer: Scorer, rows: Sequence[dict[str, Any]]) -> list[Any]:
-    return [said(scorer.score([Request([row])])[0])[0] for row in rows]
+    return [said(scorer.score([RowRequest([row])])[0])[0] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +73,17 @@ def test_rows_mean_the_same_together_and_alone(scorer: Scorer, odd_rows: list[tu
         requests, left = [], [row for row, _ in some]
         while left:
             size = rng.randint(1, len(left))
-            requests.append(Request(left[:size]))
+            requests.append(RowRequest(left[:size]))
             left = left[size:]
         found = [each for answer in scorer.score(requests) for each in said(answer)]
         assert found == [expected for _, expected in some]
 
 
-def test_one_column_at_a_time_too(scorer: Scorer) -> None:
-    base = json_rows(1)[0]
-    for name in base:
-        rows = [{**base, name: value} for value in VALUES]
-        (answer,) = scorer.score([Request(rows)])
-        assert said(answer) == alone(scorer, rows)
+def test_one_column_at_a_time_too(scorer: Scorer, odd_rows: list[tuple[dict[str, Any], Any]]) -> None:
+    for place, name in enumerate(json_rows(1)[0]):
+        own = odd_rows[place * len(VALUES) : (place + 1) * len(VALUES)]
+        (answer,) = scorer.score([RowRequest([row for row, _ in own])])
+        assert said(answer) == [expected for _, expected in own]
         assert {each.field for each in answer.bad} <= {name}
 
 
@@ -98,11 +97,11 @@ def test_missing_columns_are_named_with_what_they_may_be(scorer: Scorer) -> None
         ([{str(number): 1 for number in range(5000)}], "has no column"),
     ]
     for rows, text in cases:
-        refused, fine = scorer.score([Request(rows), Request([row])])
+        refused, fine = scorer.score([RowRequest(rows), RowRequest([row])])
         assert text in (refused.problem or "") and len(refused.problem or "") < 2000
         assert said(fine) == alone(scorer, [row])
     # of several rows, one that has a column is enough: it is missing in the others
-    (answer,) = scorer.score([Request([lacking, row])])
+    (answer,) = scorer.score([RowRequest([lacking, row])])
     assert said(answer) == alone(scorer, [{**row, "site": None}, row])
 
 
@@ -110,12 +109,12 @@ def test_columns_that_nobody_asks_for_are_not_looked_at(scorer: Scorer) -> None:
     (row,) = json_rows(1)
     others: list[Any] = [{"x": 1}, [[["a"]]], "\0", 2**100]
     for other in others:
-        assert said(scorer.score([Request([{**row, "unknown": other}])])[0]) == alone(scorer, [row])
+        assert said(scorer.score([RowRequest([{**row, "unknown": other}])])[0]) == alone(scorer, [row])
 
 
 @pytest.mark.parametrize("requests", [[], [[]], [[], []], [[], json_rows(2)]])
 def test_there_may_be_no_rows(scorer: Scorer, requests: list[list[dict[str, Any]]]) -> None:
-    answers = scorer.score([Request(rows) for rows in requests])
+    answers = scorer.score([RowRequest(rows) for rows in requests])
     assert [len(answer.outputs["prediction"]) for answer in answers] == [len(rows) for rows in requests]
 
 
@@ -126,7 +125,7 @@ def test_values_of_any_depth_are_named_in_short(scorer: Scorer, depth: int) -> N
         value = [value]
     (row,) = json_rows(1)
     for name in ("site", "price", "places"):
-        (answer,) = scorer.score([Request([{**row, name: value}, row])])
+        (answer,) = scorer.score([RowRequest([{**row, name: value}, row])])
         if (name, depth) == ("places", 1):
             assert not answer.bad
             continue

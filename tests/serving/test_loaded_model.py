@@ -28,8 +28,8 @@ from tests.small_runs import train_small
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return criteo_run(tmp_path_factory.mktemp("loaded"))
+def run(criteo: Path) -> Path:
+    return criteo / "run"
 
 
 @pytest.fixture(scope="module")

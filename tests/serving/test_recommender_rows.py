@@ -13,20 +13,39 @@ from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from tests.interactions import prepare
+from tests.server.exported_models import once
 from tests.small_runs import distembed as command
 from tests.training.test_recommenders import write_config
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs named after their kinds, two steps long."""
-    folder = tmp_path_factory.mktemp("recommenders")
-    datasets = {"ratings": prepare("ratings", folder, "--split", "random:0.7,0.1,0.2")}
-    datasets |= {"sequences": prepare("sequences", folder)}
-    for kind in ("rating", "ranking", "softmax", "binary"):
+def session_datasets(factory: pytest.TempPathFactory) -> dict[str, Path]:
+    def make() -> dict[str, Path]:
+        folder = factory.mktemp("recommenders")
+        ratings = prepare("ratings", folder, "--split", "random:0.7,0.1,0.2")
+        return {"ratings": ratings, "sequences": prepare("sequences", folder)}
+
+    return once("recommenders", make)
+
+
+def session_run(factory: pytest.TempPathFactory, kind: str) -> Path:
+    """Returns a run of a kind, two steps long."""
+    datasets = session_datasets(factory)
+    folder = datasets["ratings"].parent
+
+    def make() -> Path:
         config = write_config(folder / f"{kind}.yaml", kind, datasets)
         command("train", config, "train.max_steps=2", "--run-dir", folder / kind)
-    return folder
+        return folder / kind
+
+    return once(kind, make)
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of datasets and of runs named after their kinds."""
+    for kind in ("rating", "ranking", "softmax"):
+        session_run(tmp_path_factory, kind)
+    return session_datasets(tmp_path_factory)["ratings"].parent
 
 
 def values(dataset: Path, feature: str) -> list[str | None]:
@@ -38,6 +57,15 @@ def values(dataset: Path, feature: str) -> list[str | None]:
 def rows_of(dataset: Path, split: str) -> list[dict[str, Any]]:
     files = Manifest.load(dataset).splits[split].files
     return pa.concat_tables([pq.read_table(dataset / file.path) for file in files]).to_pylist()
+
+
+def taken_items(ratings: Path) -> dict[int, set[int]]:
+    """Returns the items of users in the splits before the test, by ids; candidates of the test are without them."""
+    taken: dict[int, set[int]] = {}
+    for split in ("train", "validation"):
+        for row in rows_of(ratings, split):
+            taken.setdefault(row["user"], set()).add(row["item"])
+    return taken
 
 
 def test_raw_pairs_are_rated_as_the_split(runs: Path, tmp_path: Path) -> None:
@@ -63,10 +91,7 @@ def scores(model: LoadedModel, queries: np.ndarray, num_items: int, bias: bool) 
 def test_users_get_the_best_items_that_they_do_not_have(runs: Path, tmp_path: Path, ranks: int) -> None:
     model, dataset = distembed.load(runs / "ranking"), runs / "ratings"
     users, items = values(dataset, "user"), values(dataset, "item")
-    has: dict[int, set[int]] = {}
-    for split in ("train", "validation"):  # which the candidates of the test split are without
-        for row in rows_of(dataset, split):
-            has.setdefault(row["user"], set()).add(row["item"])
+    has = taken_items(dataset)
     asked = [5, 2, 31]
     # the last number of a vector is the bias, of users too
     queries = model.embed("user", ids=asked).astype(np.float64)
@@ -92,10 +117,12 @@ def test_users_get_the_best_items_that_they_do_not_have(runs: Path, tmp_path: Pa
     assert model.predict([{"user": "nobody"}], malformed="null")["item_1"].to_pylist() == [None]
 
 
-@pytest.mark.parametrize("kind", ["softmax", "binary"])
-def test_sequences_get_the_items_of_the_split(runs: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["softmax", pytest.param("binary", marks=pytest.mark.slow)])
+def test_sequences_get_the_items_of_the_split(
+    runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
     """The split's rows end with the item to predict, which raw sequences have not."""
-    dataset, run = runs / "sequences", runs / kind
+    dataset, run = runs / "sequences", session_run(tmp_path_factory, kind)
     command("predict", run, "--output", tmp_path / "split.parquet")
     expected = pq.read_table(tmp_path / "split.parquet")
     items, users = values(dataset, "item"), values(dataset, "user")

@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 import distembed
 from distembed import LoadedModel
@@ -20,29 +19,14 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema
-from distembed.serving.given_rows import given_rows
-from distembed.serving.row_decoder import TableRowDecoder, batches_of
-from tests.criteo_runs import NUM_LINES, criteo_run
+from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
 from tests.serving.arrow_rows import SCHEMA, draw_rows, prepare_table
-from tests.small_runs import config_values
-from tests.small_runs import distembed as command
-
-NUM_ROWS = 500
+from tests.serving.conftest import NUM_ROWS
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    prepare_table(draw_rows(NUM_ROWS), folder / "dataset")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(folder / "dataset")))
-    command("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
-    (folder / "dataset").rename(folder / "away")  # all that is needed is in the run
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return distembed.load(folder / "run")
+def model(table: Path) -> LoadedModel:
+    return distembed.load(table / "run")
 
 
 def test_bad_values_of_a_column_are_shown_without_reading_it_once_each() -> None:
@@ -60,16 +44,14 @@ def test_bad_values_of_a_column_are_shown_without_reading_it_once_each() -> None
     assert one.times_read == many.times_read
 
 
-def test_rows_are_encoded_as_they_were_prepared(folder: Path) -> None:
-    manifest = Manifest.load(folder / "away")
-    decoder = TableRowDecoder(
-        folder / "run" / "dataset", Manifest.load(folder / "run" / "dataset"), ("label", "weight")
-    )
+def test_rows_are_encoded_as_they_were_prepared(table: Path) -> None:
+    manifest = Manifest.load(table / "away")
+    decoder = TableRowDecoder(table / "run" / "dataset", Manifest.load(table / "run" / "dataset"), ("label", "weight"))
     decoded = decoder.decode(pa.Table.from_pylist(draw_rows(NUM_ROWS)))
     assert decoded.is_good.all()
     rows = 0
     for split in ("train", "validation", "test"):
-        for written in BatchReader(folder / "away", split, BatchOrder(10_000, shuffle=False)):
+        for written in BatchReader(table / "away", split, BatchOrder(10_000, shuffle=False)):
             own = np.arange(rows, rows + written["labels"].shape[0])
             (batch,) = batches_of(manifest.schema, decoded.block.gather(own), 10_000)
             rows += len(own)
@@ -87,15 +69,15 @@ def as_texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v if v is None or isinstance(v, list) else str(v) for k, v in row.items()} for row in rows]
 
 
-def test_rows_are_scored_as_the_prepared_ones(folder: Path, model: LoadedModel) -> None:
-    (batch,) = BatchReader(folder / "away", "test", BatchOrder(8192, shuffle=False))
+def test_rows_are_scored_as_the_prepared_ones(table: Path, model: LoadedModel) -> None:
+    (batch,) = BatchReader(table / "away", "test", BatchOrder(8192, shuffle=False))
     expected = model.predict(batch)
     rows = draw_rows(NUM_ROWS)[-len(expected) :]
     found = model.predict(rows)
     assert found.dtype == np.float32 and np.array_equal(found, expected)
-    table = pa.Table.from_pylist(rows)
+    arrow = pa.Table.from_pylist(rows)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    for same in (table, table.combine_chunks().to_batches()[0], columns, tuple(rows)):
+    for same in (arrow, arrow.combine_chunks().to_batches()[0], columns, tuple(rows)):
         assert np.array_equal(model.predict(same), expected)
     without_labels = [{k: v for k, v in row.items() if k not in ("click", "importance", "unused")} for row in rows]
     assert np.array_equal(model.predict(without_labels), expected)
@@ -106,7 +88,7 @@ def test_rows_are_scored_as_the_prepared_ones(folder: Path, model: LoadedModel) 
         np.testing.assert_allclose(model.predict(some), expected[: len(some)], rtol=1e-6)
 
 
-def test_pandas_is_understood_where_there_is_one(folder: Path, model: LoadedModel) -> None:
+def test_pandas_is_understood_where_there_is_one(table: Path, model: LoadedModel) -> None:
     pandas = pytest.importorskip("pandas")
     rows = draw_rows(60, seed=4)
     assert np.array_equal(model.predict(pandas.DataFrame(rows)), model.predict(rows))
@@ -151,9 +133,9 @@ def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> 
     np.testing.assert_allclose(found[:5], model.predict(rows), rtol=1e-6)
 
 
-def test_raw_rows_with_labels_have_the_metrics_of_the_split(folder: Path, model: LoadedModel, tmp_path: Path) -> None:
+def test_raw_rows_with_labels_have_the_metrics_of_the_split(table: Path, model: LoadedModel, tmp_path: Path) -> None:
     rows = draw_rows(NUM_ROWS)[NUM_ROWS * 8 // 10 :]
-    expected = distembed.load(folder / "run", data=folder / "away").evaluate("test")
+    expected = distembed.load(table / "run", data=table / "away").evaluate("test")
     assert expected.pop("split") == "test" and expected["rows"] == len(rows)
     assert model.evaluate(rows) == expected
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -171,21 +153,18 @@ def test_raw_rows_with_labels_have_the_metrics_of_the_split(folder: Path, model:
             ask()
 
 
-def test_criteos_rows_are_scored_as_prepared(tmp_path: Path) -> None:
-    run = criteo_run(tmp_path)
-    command("predict", run, "--output", tmp_path / "predictions.parquet")
-    expected = pq.read_table(tmp_path / "predictions.parquet")["prediction"].to_numpy()
-    lines = (tmp_path / "rows.tsv").read_text().splitlines()[-len(expected) :]
+def test_criteos_rows_are_scored_as_prepared(criteo: Path) -> None:
+    expected = pq.read_table(criteo / "expected.parquet")["prediction"].to_numpy()
     names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    lines = (criteo / "many.tsv").read_text().splitlines()
     rows = [dict(zip(names, line.split("\t"), strict=True)) for line in lines]
-    model = distembed.load(run)
-    assert len(expected) == NUM_LINES // 10 and np.array_equal(model.predict(rows), expected)
+    assert np.array_equal(distembed.load(criteo / "run").predict(rows), expected)
 
 
-def test_vectors_of_raw_values_are_those_of_their_ids(folder: Path, model: LoadedModel) -> None:
-    manifest = Manifest.load(folder / "away")
+def test_vectors_of_raw_values_are_those_of_their_ids(table: Path, model: LoadedModel) -> None:
+    manifest = Manifest.load(table / "away")
     for feature in ("site", "number", "code"):
-        stored = pq.read_table(folder / "away" / manifest.vocabularies[feature].file).slice(0, 3)
+        stored = pq.read_table(table / "away" / manifest.vocabularies[feature].file).slice(0, 3)
         keys = [f"{key:x}" for key in stored["key"].to_pylist()] if feature == "code" else stored["key"].to_pylist()
         ids = [*stored["id"].to_pylist(), 1, 0]
         unknown = {"site": "?", "number": 123, "code": "ffffffff"}[feature]

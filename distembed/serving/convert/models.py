@@ -37,14 +37,13 @@ def from_stock(
 
     Args:
         model: The compositional model, not sharded, with its weights on the CPU; wrap it in
-            ``DistributedModelParallel`` afterwards. Nothing of it is changed where an error is raised before the first
-            table is fitted.
+            ``DistributedModelParallel`` afterwards. An error before the first table is fitted changes nothing of it.
         stock: The stock model's state dict with whole tensors, or the path of a checkpoint, as for
             :class:`~distembed.serving.convert.stock_checkpoint.StockCheckpoint`, which reads one table at a time. All
-            names may have a common prefix, such as ``model.``.
-        counts: How often each id occurs, by the name of the table; ids of other tables weigh the same.
-        names: What the stock model calls modules and tensors that have other names there, by their names in this model
-            with full tables, such as ``{"sparse": "embeddings.ebc"}``: a name, or the beginning of one up to a dot.
+            names may have a common prefix, for example ``model.``.
+        counts: How often each id occurs, by the name of the table; all ids of other tables have equal weights.
+        names: Names of modules and tensors in the stock model, by their names in this model with full tables,
+            for example ``{"sparse": "embeddings.ebc"}``: a name, or the beginning of one up to a dot.
 
     Returns:
         How far each compositional table is from the full one, in the order of the model's tables.
@@ -60,7 +59,7 @@ def from_stock(
     for _, table in tables.values():
         require_fit(table)
     live = {name: value for name, value in model.state_dict().items() if name not in _weights_of_tables(collections)}
-    found = stock_names([*tables, *live], source, names or {}, beside=source is not stock)
+    found = _stock_names([*tables, *live], source, names or {}, has_more=source is not stock)
     differing = [
         f"{name}: {tuple(source[found[name]].shape)} there, {tuple(value.shape)} in this model"
         for name, value in live.items()
@@ -81,10 +80,10 @@ def from_stock(
 
 @torch.no_grad()
 def to_stock(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the state dict of the stock model that a compositional model is, with full tables.
+    """Returns a compositional model's state dict with full tables, as a stock model has them.
 
-    A stock model with the same modules loads it by ``load_state_dict``, and gives the same outputs. What was a stock
-    model with full tables before is exact to the bit. All of the full tables are in memory at once.
+    A stock model with the same modules loads it by ``load_state_dict``, and gives the same outputs. A model that
+    :func:`from_stock` filled with ``naive`` partitions is exact to the bit. Memory holds all full tables at once.
 
     Args:
         model: The compositional model, not sharded, with its weights on the CPU.
@@ -103,11 +102,7 @@ def to_stock(model: nn.Module) -> dict[str, Tensor]:
 def full_table_names(
     collections: Mapping[str, EmbeddingModule],
 ) -> dict[str, tuple[str, CompositionalEmbeddingConfig]]:
-    """Returns the name that each compositional table's full weight has in a stock model, with its collection and table.
-
-    Args:
-        collections: The collections of a model by their paths; tables of TorchRec's own are copied like networks.
-    """
+    """Returns the path and table of each compositional table of a model, by its full weight's name in a stock model."""
     found = {}
     for path, module in collections.items():
         if isinstance(module, CompositionalTables):
@@ -117,19 +112,13 @@ def full_table_names(
     return found
 
 
-def stock_names(
-    wanted: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], beside: bool
+def _stock_names(
+    wanted: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], has_more: bool
 ) -> dict[str, str]:
-    """Returns what the stock model calls each tensor.
+    """Returns each tensor's name in the stock model, by its name in this model with full tables.
 
-    Args:
-        wanted: The names in this model with full tables.
-        stock: The stock model's tensors.
-        names: Other names, as for :func:`from_stock`.
-        beside: Whether other tensors than the model's may be there, in modules that this model does not have.
-
-    Raises:
-        UserError: Tensors are missing there or left over; the error names the nearest for each.
+    ``has_more`` says that ``stock`` may hold tensors of modules that this model does not have. A :class:`UserError`
+    names the nearest tensor for each that is missing there, and tensors that are left over.
     """
     _require_used(names, wanted)
     renamed = {name: _renamed(name, names) for name in wanted}
@@ -151,8 +140,8 @@ def stock_names(
     over = [
         key
         for key in set(stock).difference(found.values())
-        # beside the model, a checkpoint holds its optimizer, which a name alone does not tell from a module
-        if key.startswith(prefix) and (not beside or key.removeprefix(prefix).partition(".")[0] in modules)
+        # a checkpoint holds the optimizer too, which a name alone does not tell from a module
+        if key.startswith(prefix) and (not has_more or key.removeprefix(prefix).partition(".")[0] in modules)
     ]
     if over:
         raise UserError(
@@ -163,7 +152,7 @@ def stock_names(
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns a name with the longest beginning replaced that has another in the stock model."""
+    """Returns a name whose longest beginning among ``names`` is replaced."""
     begins = [own for own in names if name == own or name.startswith(f"{own}.")]
     if not begins:
         return name

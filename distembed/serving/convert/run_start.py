@@ -1,27 +1,30 @@
-"""Writes what another model's weights become under a config as a run that training begins with (``--init-from``).
+"""``distembed convert``: another model's weights as a run of no steps, from which training starts (``--init-from``).
 
-The folder is that of a run of no steps, so that whatever takes a run takes it: ``distembed train --init-from``,
-``evaluate``, ``predict``. Networks are copied, with their optimizer states. Full tables are fitted; where both are
-trained by Adagrad, the sums of squared gradients go over too: with none, the first steps would be as large as those of
-new tables, and undo the fit.
+All commands that take a run take the written folder: ``distembed train --init-from``, ``evaluate``, ``predict``.
+Networks are copied, with their optimizer states. Full tables are fitted; where both models train them by Adagrad, the
+sums of squared gradients are carried over too: without them the first steps would be as large as for new tables, and
+undo the fit.
 """
 
 import dataclasses
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
+from distembed.base.errors import UserError
 from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks
+from distembed.base.units import format_bytes
+from distembed.checkpoints.checkpoint import write_checkpoint
 from distembed.checkpoints.content import CheckpointContent, describe_tables, live_weights, tensors_to_save
 from distembed.checkpoints.optimizer_state import name_with_columns
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, checkpoint_place
-from distembed.checkpoints.transfer import write_checkpoint
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.embedding.modules import embedding_modules, weight_names_of_table
@@ -30,48 +33,94 @@ from distembed.models import Model
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
 from distembed.optim.tables import table_parameters
 from distembed.serving.convert.models import from_stock, full_table_names
-from distembed.serving.convert.run_source import RunAsStock, id_counts
+from distembed.serving.convert.run_source import RunAsStock, id_occurrences
 from distembed.serving.convert.tables import FitError, carried_sums
 from distembed.tasks.seen_items import decided_task
 from distembed.training.build import Blueprint
-from distembed.training.config import Config
+from distembed.training.config import Config, load_config
 from distembed.training.pipeline import TaskModel
 from distembed.training.run import run_info
-from distembed.training.run_folder.folder import RunFolder, require_new_or_resume
+from distembed.training.run_folder.folder import RunFolder, holds_run, require_new_or_resume
 from distembed.training.start import RunStart
+from distembed.training.trained_run import find_trained_run
 
-FIT_FILE = "fit.json"
-"""File in the folder with how far each table is from the full one."""
+_FIT_FILE = "fit.json"
+"""File in the folder with the error of each table."""
 _TASK_MODEL = "model."
 _ADAGRAD = "adagrad"
 
 
-def convert_to_run(
-    source: RunAsStock | Path | str,
+def convert(
+    source: Path, config_file: Path | None, overrides: Sequence[str], output: Path, names: Sequence[str] = ()
+) -> list[FitError]:
+    """Converts a run, or a stock model's checkpoint, into a run of no steps, and returns how well each table fits.
+
+    Args:
+        source: The folder of a run, or a stock checkpoint.
+        config_file: The config of the new run; unless given, the config of the converted run.
+        overrides: Settings that replace the config's, as ``dotted.key=value``.
+        output: The folder to make.
+        names: ``OURS=THEIRS`` each: a module of this model, and its name in the stock model.
+
+    Raises:
+        UserError: The source, the config or a name cannot be used, there is something in the folder, the weights do not
+            match, or a table cannot be fitted.
+        RunError: The checkpoint cannot be written.
+    """
+    renamed = dict(_pair(text) for text in names)
+    if not holds_run(source):
+        if config_file is None:
+            raise UserError(
+                f"{source} is no run, so it is taken for the checkpoint of a stock model; say with --config which "
+                "model its weights go into."
+            )
+        config = load_config(config_file, list(overrides))
+        dataset = config.data.require_path()
+        return _convert(source, config, dataset, Manifest.load(dataset), output, renamed)
+    if renamed:
+        raise UserError("--name is for checkpoints of stock models; a run's modules have the same names.")
+    run = find_trained_run(source, None)
+    config = load_config(config_file or source / "config.yaml", list(overrides))
+    own = config.data.require_path()
+    # the parts that the run keeps of its dataset are enough, but the output is easier to use with the dataset itself
+    dataset, manifest = (own, Manifest.load(own)) if Path(own).exists() else (run.dataset, run.manifest)
+    blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
+    return _convert(RunAsStock(source, run.config, blueprint), config, dataset, manifest, output, {})
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Returns both names of ``OURS=THEIRS``, or raises a :class:`UserError`."""
+    ours, equals, theirs = text.partition("=")
+    if not (ours and equals and theirs):
+        raise UserError(f"--name is {text!r}; give OURS=THEIRS, such as embeddings=sparse_arch.ebc.")
+    return ours, theirs
+
+
+def error_table(errors: Sequence[FitError]) -> Table:
+    """Returns the errors as a table for the terminal."""
+    table = Table("table", "ids", "full", "compositional", "variance left", "worst id", "its distance")
+    for error in errors:
+        table.add_row(
+            error.table,
+            f"{error.num_embeddings:,}",
+            format_bytes(error.full_bytes),
+            format_bytes(error.compositional_bytes),
+            f"{error.variance_left:.2%}",
+            f"{error.worst_id:,}",
+            f"{error.worst_distance:.3g}",
+        )
+    return table
+
+
+def _convert(
+    source: RunAsStock | Path,
     config: Config,
     dataset: str,
     manifest: Manifest,
     output: Path,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str],
 ) -> list[FitError]:
-    """Fits the model of a config to a stock model, or to a run's, and writes it as a run of no steps.
-
-    Args:
-        source: A run, or the path of a stock model's checkpoint.
-        config: The config of the run that begins with it; its dataset need not be there if ``dataset`` is.
-        dataset: The dataset's folder, or what a run keeps of it; its counts of values weigh the ids.
-        manifest: Its manifest.
-        output: The folder to make.
-        names: What the stock model calls modules that have other names there, as for
-            :func:`distembed.serving.convert.from_stock`.
-
-    Returns:
-        How far each table is from the full one.
-
-    Raises:
-        UserError: There is something in the folder, the weights do not match, or a table cannot be fitted.
-        RunError: The checkpoint cannot be written.
-    """
+    """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps."""
     require_new_or_resume(output, resume=False)
     task, seen_items = decided_task(config.task, dataset, manifest, config.data.train)
     config = dataclasses.replace(
@@ -84,7 +133,7 @@ def convert_to_run(
     blueprint = Blueprint.for_ranks(config, manifest.schema, ranks, {})
     model = _on_cpu(blueprint.build_unsharded())
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
-    counts = id_counts(dataset, manifest, tables)
+    counts = id_occurrences(dataset, manifest, tables)
     errors = from_stock(model, source, counts, names)
     states = _optimizer_states(model, config, source)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
@@ -94,13 +143,13 @@ def convert_to_run(
         steps = SavedCheckpoint.read(source.checkpoint).optimizer_steps if isinstance(source, RunAsStock) else 0
         task_model = TaskModel(model, blueprint.task, 1, ranks.device, blueprint.bf16)
         _write(output, task_model, config, states, steps)
-        write_json(output / FIT_FILE, [error.to_json() for error in errors])
+        write_json(output / _FIT_FILE, [error.to_json() for error in errors])
         folder.end("finished", facts={"steps": 0})
     return errors
 
 
 def _on_cpu(model: Model) -> Model:
-    """Gives the weights on the meta device memory, to be written to; others keep theirs."""
+    """Gives uninitialised memory to weights on the meta device."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -108,8 +157,8 @@ def _on_cpu(model: Model) -> Model:
     return model
 
 
-def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Path | str) -> dict[str, Tensor]:
-    """Returns the states that go over from a run, by ``PARAMETER.STATE`` of the converted model."""
+def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Path) -> dict[str, Tensor]:
+    """Returns the optimizer states that a run's model gives, by ``PARAMETER.STATE`` of the converted model."""
     if not isinstance(source, RunAsStock):
         return {}
     found: dict[str, Tensor] = {}
@@ -133,7 +182,7 @@ def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Pat
 
 
 def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, Tensor], steps: int) -> None:
-    """Writes the checkpoint of the model and of its optimizers, whose other states are those of a fresh start."""
+    """Writes the checkpoint of the model and of its optimizers; states that are not given are 0."""
     of_tables = {id(parameter) for parameter in table_parameters(model)}
     optimizers: dict[str, list[str]] = {}
     to_save: dict[str, TensorShards] = {}

@@ -1,7 +1,7 @@
 """The tensors of a stock model's checkpoint, read one at a time; nothing that it holds is executed.
 
-It is a folder that ``torch.distributed.checkpoint`` wrote, of any plan on any number of ranks, or a file of
-``torch.save`` with plain tensors. Checkpoints of distembed's own runs are such folders too.
+It is a folder that ``torch.distributed.checkpoint`` wrote, of any plan on any number of ranks, a file of ``torch.save``
+with plain tensors, or a checkpoint of a distembed run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError, one_line
-from distembed.base.ranks import Collectives
-from distembed.checkpoints.blocks import SavedTensor
+from distembed.checkpoints.blocks import SavedTensor, read_blocks
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import LAST_FILE, METADATA_FILE
 from distembed.checkpoints.torch_format import parse_torch_index
-from distembed.checkpoints.transfer import read_tensors
 
 
 class StockCheckpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by their names; what lies in nested dictionaries is named ``outer.inner``.
+    """The tensors of a checkpoint by their names; a tensor in nested dictionaries is named ``outer.inner``.
 
     A tensor of a folder is read when it is asked for, so that memory holds one table at a time; the tensors of a file
     are mapped into memory.
@@ -31,24 +29,20 @@ class StockCheckpoint(Mapping[str, Tensor]):
         path: A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``.
 
     Raises:
-        UserError: There is no such checkpoint, or it holds more than tensors and plain values.
+        UserError: The checkpoint does not exist, or holds more than tensors and plain values.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._saved: Mapping[str, SavedTensor] = {}
-        self._loaded: dict[str, Tensor] = {}
-        if self.path.is_dir():
-            self._saved = _read_index(self.path)
-        else:
-            self._loaded = dict(_flat(_read_file(self.path)))
+        self._saved = _read_index(self.path) if self.path.is_dir() else {}
+        self._loaded = {} if self.path.is_dir() else dict(_flat(_read_file(self.path)))
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._loaded:
             return self._loaded[name]
         saved = self._saved[name]
         tensor = torch.empty(saved.size, dtype=saved.dtype)
-        read_tensors(str(self.path), self._saved, {name: TensorShards.from_value(tensor)}, Collectives.alone())
+        read_blocks(str(self.path), self._saved, {name: TensorShards.from_value(tensor)})
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -59,11 +53,7 @@ class StockCheckpoint(Mapping[str, Tensor]):
 
 
 def _read_index(folder: Path) -> Mapping[str, SavedTensor]:
-    """Returns the tensors of a folder: of torch's own format, or of a run of distembed.
-
-    Raises:
-        UserError: The folder is no checkpoint.
-    """
+    """Returns the tensors of a folder: of torch's own format, or of a run of distembed."""
     if (folder / LAST_FILE).exists():
         return SavedCheckpoint.read(str(folder)).tensors
     try:
@@ -81,11 +71,7 @@ def _read_index(folder: Path) -> Mapping[str, SavedTensor]:
 
 
 def _read_file(file: Path) -> Any:
-    """Returns what a file of ``torch.save`` holds.
-
-    Raises:
-        UserError: It is not there, or holds more than tensors and plain values.
-    """
+    """Returns the contents of a file of ``torch.save``, which may be tensors and plain values alone."""
     if not file.exists():
         raise UserError(f"{file} is not there; give a folder of torch.distributed.checkpoint, or a file of torch.save.")
     try:

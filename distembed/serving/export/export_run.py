@@ -1,7 +1,7 @@
-"""Exports a trained run: makes its programs, writes them with their inputs' meaning, and compares their scores.
+"""Exports a trained run: makes its programs, writes them with the meaning of their inputs, and compares their scores.
 
-Memory: the trained model, its tables once more as they are stored, and once more during the comparison. Time: writing
-and reading the tables, and scoring the rows that are compared.
+Memory: the trained model, its tables once more in their stored form, and once more during the comparison. Time: writing
+and reading the tables, and scoring the compared rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from distembed.data.prepare.staging import staged_folder
 from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.models import Model
-from distembed.serving.export.batches import SplitRows, made_up_batch, plain_inputs
-from distembed.serving.export.parity import ParityCheck, RecommendedCheck, ScoreCheck
+from distembed.serving.export.feature_vectors import plain_inputs
+from distembed.serving.export.parity import ParityCheck, RecommendedCheck, ScoreCheck, SplitRows, made_up_batch
 from distembed.serving.export.programs import BATCH, ProgramInputs, compile_network, require_compiler, save_program
 from distembed.serving.export.raw_values import (
     Change,
@@ -41,7 +40,7 @@ from distembed.serving.export.raw_values import (
 )
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
-from distembed.serving.export.table_groups import Materialise, TableStorage, divide_tables
+from distembed.serving.export.table_groups import ExportStorage, Materialise, divide_tables
 from distembed.serving.model_folder.manifest import (
     MANIFEST_NAME,
     ExportedFeature,
@@ -61,48 +60,24 @@ NETWORK = "network.pt2"
 EXAMPLE_NAME = "serving_example.py"
 """A script that scores raw rows with torch alone; it is copied from this package into every exported folder."""
 SAMPLE_ROWS = 256
+_TASKS = ("click", "rating", "ranking", "next_item")
 
 Exportable = ScoredModel | RecommendingModel
 
 
-@dataclass(frozen=True)
-class Exporter:
-    """Exports models of a task.
-
-    Attributes:
-        make: Makes the form from which programs are made, of a trained model, the manifest of its dataset, and the
-            number of items to recommend for a row.
-        check: The check of a written program.
-    """
-
-    make: Callable[[WholeModel, Manifest, int], Exportable]
-    check: Callable[[WholeModel, Any, Program, Precision], ParityCheck[Any]]
+def exportable(whole: WholeModel, manifest: Manifest, num_best: int) -> Exportable:
+    """Returns a trained model in the form from which its programs are made."""
+    model, task = whole.module.model, whole.blueprint.config.task
+    if not isinstance(task, NextItemConfig | RankingConfig):
+        return ScoredModel.of(model, whole.task, manifest.schema)
+    make = RecommendingModel.of_next_items if isinstance(task, NextItemConfig) else RecommendingModel.of_rankings
+    return make(model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen)
 
 
-def _scored(whole: WholeModel, manifest: Manifest, _: int) -> ScoredModel:
-    return ScoredModel.of(whole.module.model, whole.task, manifest.schema)
-
-
-def _next_items(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
-    return RecommendingModel.of_next_items(*_recommended(whole, manifest, num_best))
-
-
-def _rankings(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
-    return RecommendingModel.of_rankings(*_recommended(whole, manifest, num_best))
-
-
-def _recommended(whole: WholeModel, manifest: Manifest, num_best: int) -> tuple[Model, tuple[int, ...], int, bool]:
-    task = whole.blueprint.config.task
-    assert isinstance(task, NextItemConfig | RankingConfig)
-    return whole.module.model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen
-
-
-EXPORTERS: dict[str, Exporter] = {
-    "click": Exporter(_scored, ScoreCheck),
-    "rating": Exporter(_scored, ScoreCheck),
-    "ranking": Exporter(_rankings, RecommendedCheck),
-    "next_item": Exporter(_next_items, RecommendedCheck),
-}
+def _check(whole: WholeModel, model: Exportable, program: Program, precision: Precision) -> ParityCheck[Any]:
+    if isinstance(model, ScoredModel):
+        return ScoreCheck(whole, model, program, precision)
+    return RecommendedCheck(whole, model, program, precision)
 
 
 @dataclass(frozen=True)
@@ -112,14 +87,11 @@ class ExportOptions:
     Attributes:
         precision: How the numbers of its tables are stored.
         materialise: Which tables are stored as the vector of each id.
-        server_bytes: Bytes of tables on one server, above which tables are divided into shards; None for no limit.
+        server_bytes: Largest bytes of tables on one server; larger ones are divided into shards. None for no limit.
         overwrite: Whether to replace an exported model in the folder.
         metric_rows: The number of a split's first rows that are scored for the metric.
         num_best: Number of items that a model of recommendations returns for a row.
         compile: Whether to compile the program too, for the processor of this machine.
-
-    Raises:
-        UserError: A name is unknown, or there is no compiler.
     """
 
     precision: Precision = "fp32"
@@ -136,11 +108,6 @@ class ExportOptions:
         if self.compile:
             require_compiler()
 
-    @property
-    def storage(self) -> TableStorage:
-        """How the tables are stored."""
-        return TableStorage(self.precision, self.materialise)
-
 
 def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str | None = None) -> ExportManifest:
     """Writes the folder of an exported model, which appears whole or not at all.
@@ -149,17 +116,17 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         run: The run.
         output: The folder.
         options: How it is exported.
-        data: The dataset on whose rows scores are compared; the run's own unless given.
+        data: The dataset whose rows are scored for the comparison; the run's own unless given.
 
     Raises:
         UserError: The run's task or model has no programs, the folder exists, or a table does not fit a server.
         RunError: The scores differ from the trained model's, or the folder cannot be written.
     """
-    exporter = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
+    one_of("task of an exported run", run.config.task.name, _TASKS)
     with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
         whole = load_whole_model(_in_float32(run), torch.device("cpu"))
-        model = exporter.make(whole, run.manifest, options.num_best)
-        storage = options.storage
+        model = exportable(whole, run.manifest, options.num_best)
+        storage = ExportStorage(options.precision, options.materialise)
         require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
         shards = _shards(model, storage, options.server_bytes)
         if shards and options.compile:
@@ -177,14 +144,16 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             network=programs[0],
             shards=programs[1:],
             features=_features(model, vocabularies, feature_changes(run.manifest)),
-            numbers=_numbers(run.manifest) if model.takes_numbers else (),
+            numbers=[ExportedNumber(*each) for each in number_changes(run.manifest).items()]
+            if model.takes_numbers
+            else (),
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
             recommends=model.recommends,
         )
-        check = exporter.check(whole, model, load_programs(folder, manifest), options.precision)
+        check = _check(whole, model, load_programs(folder, manifest), options.precision)
         rows = SplitRows.find(data or run.config.data.require_path())
         batch, parity = _compare(check, rows, options.metric_rows)
         write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
@@ -194,7 +163,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
             compiled = compile_network(folder, manifest.network, inputs)
             manifest = dataclasses.replace(manifest, compiled=compiled)
-            check = exporter.check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
+            check = _check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
             _, parity = _compare(check, rows, options.metric_rows)
             compiled = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
             manifest = dataclasses.replace(manifest, compiled=compiled)
@@ -204,17 +173,13 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
 
 
 def _in_float32(run: TrainedRun) -> TrainedRun:
-    """Returns a run whose networks compute in float32, as exported models do."""
+    """Returns a run whose networks compute in float32, the type of exported models."""
     train = dataclasses.replace(run.config.train, precision="fp32")
     return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
 
 
-def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) -> list[list[str]]:
-    """Returns the tables of each shard; no shards where one server has room for all tables.
-
-    Raises:
-        UserError: A table does not fit a server, or the model's tables cannot be divided.
-    """
+def _shards(model: Exportable, storage: ExportStorage, server_bytes: int | None) -> list[list[str]]:
+    """Returns the tables of each shard; no shards where one server has room for all tables."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
     if server_bytes is None or sum(sizes.values()) <= server_bytes:
         return []
@@ -227,7 +192,7 @@ def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) 
 
 
 def _save_programs(
-    folder: Path, model: Exportable, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
+    folder: Path, model: Exportable, storage: ExportStorage, shards: Sequence[Sequence[str]], whole: WholeModel
 ) -> list[ExportedProgram]:
     """Writes the programs, and returns the network's and the shards' programs."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
@@ -272,12 +237,8 @@ def _features(
     ]
 
 
-def _numbers(manifest: Manifest) -> list[ExportedNumber]:
-    return [ExportedNumber(name, change) for name, change in number_changes(manifest).items()]
-
-
 def _tables(
-    tables: Sequence[CompositionalEmbeddingConfig], storage: TableStorage, shards: Sequence[Sequence[str]]
+    tables: Sequence[CompositionalEmbeddingConfig], storage: ExportStorage, shards: Sequence[Sequence[str]]
 ) -> list[ExportedTable]:
     places = {name: number for number, names in enumerate(shards) for name in names}
     return [

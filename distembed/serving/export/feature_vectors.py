@@ -1,4 +1,4 @@
-"""Ids of a batch as plain tensors -> the vectors of its features, as an embedding collection gives them.
+"""Ids of a batch as plain tensors, the inputs of programs, and the vectors of its features.
 
 The ids of a batch are two tensors, feature after feature and of each row after row::
 
@@ -16,38 +16,72 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
+from distembed.data.reader import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.bag import pool
-from distembed.serving.export.table_groups import StoredTable, TableGroup, TableStorage, stored_table
+from distembed.serving.export.programs import ANY, BATCH, ProgramInputs
+from distembed.serving.export.table_groups import ExportStorage, StoredTable, TableGroup, stored_table
+from distembed.serving.model_folder.manifest import ExportedFeature
 
 
 @dataclass(frozen=True)
 class PlainFeature:
-    """A categorical feature of a batch; a row has one id of it, or any number where it is a list."""
+    """A categorical feature of a batch; a row has one id of it or, of a list, any number."""
 
     name: str
     is_list: bool
 
 
+Feature = PlainFeature | ExportedFeature
+
+
+def plain_inputs(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> ProgramInputs:
+    """Returns the ids of some features of a batch, and its numbers if asked for, as a program takes them."""
+    has_lists = any(feature.is_list for feature in features)
+    num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
+    dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}
+    dynamic |= {"dense": {0: BATCH}} if takes_numbers else {}
+    return ProgramInputs(plain_tensors(batch, features, takes_numbers), dynamic)
+
+
+def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> dict[str, Tensor]:
+    """Returns the tensors of :func:`plain_inputs` without the dimensions, in a hundredth of the time."""
+    ids = batch[SPARSE_FEATURES]
+    assert isinstance(ids, KeyedJaggedTensor)
+    names = [feature.name for feature in features]
+    if ids.keys() == names:
+        values, lengths = ids.values(), ids.lengths().view(len(names), -1)
+    else:
+        pieces = [ids[name] for name in names]
+        values = torch.cat([piece.values() for piece in pieces])
+        lengths = torch.stack([piece.lengths() for piece in pieces])
+    tensors: dict[str, Tensor] = {"values": values.long(), "lengths": lengths.long()}
+    if takes_numbers:
+        numbers = batch[DENSE_FEATURES]
+        assert isinstance(numbers, Tensor)
+        tensors["dense"] = numbers
+    return tensors
+
+
 @dataclass(frozen=True, eq=False)
-class FeatureIds:
-    """The ids of one feature, row after row, in the place of a JaggedTensor."""
+class _JaggedIds:
+    """The ids of one feature, row after row, in place of a JaggedTensor."""
 
     ids: Int64[Tensor, " ids"]
     lengths: Int64[Tensor, " batch"]
 
     def values(self) -> Int64[Tensor, " ids"]:
-        """Returns the ids."""
         return self.ids
 
 
 class PlainFeatures:
-    """The ids of a batch in the place of a KeyedJaggedTensor, for programs of plain tensors.
+    """The ids of a batch in place of a KeyedJaggedTensor, for programs of plain tensors.
 
-    The places of a feature with one id a row follow from the place of its first id, so that no shape depends on the
-    numbers in ``lengths``. A list has as many ids as ``lengths`` says.
+    A feature with one id a row is found by the place of its first id, so that no shape depends on the numbers in
+    ``lengths``. The shape of a list does.
     """
 
     def __init__(
@@ -75,13 +109,13 @@ class PlainFeatures:
         rows = torch.arange(self.lengths.shape[1])
         return self.values[self._starts[places].unsqueeze(1) + rows]
 
-    def of_list(self, name: str) -> FeatureIds:
+    def of_list(self, name: str) -> _JaggedIds:
         """Returns the ids of a list."""
         place = self._places[name]
         lengths = self.lengths[place]
         num_ids: Any = lengths.sum().item()
         torch._check(num_ids >= 0)
-        return FeatureIds(self.values[self._starts[place] + torch.arange(num_ids)], lengths)
+        return _JaggedIds(self.values[self._starts[place] + torch.arange(num_ids)], lengths)
 
     def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
         """Returns the last ``most`` ids of each row of a list; a shorter row repeats its last id.
@@ -89,7 +123,7 @@ class PlainFeatures:
         ::
 
             a b c d e     ->  c d e
-            a b           ->  a b b          a row without ids has any id        most 3
+            a b           ->  a b b          a row without ids gets any id       most 3
         """
         place = self._places[name]
         lengths = self.lengths[place]
@@ -106,29 +140,22 @@ class PlainFeatures:
         owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
         return owners % num_rows, owners // num_rows == self._places[name]
 
-    def __getitem__(self, name: str) -> FeatureIds:
+    def __getitem__(self, name: str) -> _JaggedIds:
         """Returns the ids of a feature."""
         if self._features[self._places[name]].is_list:
             return self.of_list(name)
-        return FeatureIds(self.of_single([name])[0], self.lengths[self._places[name]])
+        return _JaggedIds(self.of_single([name])[0], self.lengths[self._places[name]])
 
 
 class FeatureVectors(nn.Module):
-    """Takes the place of an embedding collection of bags, with tables as they are stored.
-
-    Args:
-        tables: The tables of the collection.
-        weights: The weights of each table's partitions, by the table's name.
-        features: The features of a batch, by name.
-        storage: How the tables are stored.
-    """
+    """Takes the place of an embedding collection of bags, with tables in their stored form."""
 
     def __init__(
         self,
         tables: Sequence[CompositionalEmbeddingBagConfig],
         weights: Mapping[str, Sequence[Tensor]],
         features: Mapping[str, PlainFeature],
-        storage: TableStorage,
+        storage: ExportStorage,
     ) -> None:
         super().__init__()
         self.tables = list(tables)
@@ -144,7 +171,15 @@ class FeatureVectors(nn.Module):
         self.groups = nn.ModuleList(
             TableGroup([stored for _, stored in own], storage.precision) for own in groups.values()
         )
-        self._lookups = [_lookups([table for table, _ in own], features) for own in groups.values()]
+        # of each group the features with one id a row, and the lists, each with the number of its table in the group
+        self._single: list[list[tuple[str, int]]] = []
+        self._lists: list[list[tuple[str, int, Any]]] = []
+        for own in groups.values():
+            tables_of_group = [table for table, _ in own]
+            read = [(name, number) for number, table in enumerate(tables_of_group) for name in table.feature_names]
+            lists = [(name, number) for name, number in read if features[name].is_list]
+            self._single.append([each for each in read if each not in lists])
+            self._lists.append([(name, number, tables_of_group[number].pooling) for name, number in lists])
 
     def forward(self, features: PlainFeatures) -> KeyedTensor:
         """Returns the vectors of all features, pooled."""
@@ -153,33 +188,12 @@ class FeatureVectors(nn.Module):
     def vectors(self, features: PlainFeatures) -> Float[Tensor, "batch columns"]:
         """Returns the pooled vectors of all features side by side, in the order of the output's keys."""
         by_feature: dict[str, Tensor] = {}
-        for group, lookups in zip(self.groups, self._lookups, strict=True):
-            if lookups.single:
-                found = group(features.of_single(lookups.single), lookups.single_tables)
-                by_feature.update(zip(lookups.single, found.unbind(0), strict=True))
-            for name, table, pooling in lookups.lists:
-                own = features.of_list(name)
-                vectors = group(own.ids.unsqueeze(0), [table])[0]
-                by_feature[name] = pool(vectors, own.lengths, pooling)
+        for group, single, lists in zip(self.groups, self._single, self._lists, strict=True):
+            if single:
+                names = [name for name, _ in single]
+                found = group(features.of_single(names), [number for _, number in single])
+                by_feature.update(zip(names, found.unbind(0), strict=True))
+            for name, number, pooling in lists:
+                ids = features.of_list(name)
+                by_feature[name] = pool(group(ids.ids.unsqueeze(0), [number])[0], ids.lengths, pooling)
         return torch.cat([by_feature[name] for name in self._order], dim=1)
-
-
-@dataclass(frozen=True)
-class _Lookups:
-    """The lookups of a group of tables; tables have their numbers within the group."""
-
-    single: list[str]  # names of the features with one id a row
-    single_tables: list[int]  # the table of each
-    lists: list[tuple[str, int, Any]]  # name, table and pooling of each list
-
-
-def _lookups(tables: Sequence[CompositionalEmbeddingBagConfig], features: Mapping[str, PlainFeature]) -> _Lookups:
-    found = _Lookups([], [], [])
-    for number, table in enumerate(tables):
-        for name in table.feature_names:
-            if features[name].is_list:
-                found.lists.append((name, number, table.pooling))
-            else:
-                found.single.append(name)
-                found.single_tables.append(number)
-    return found

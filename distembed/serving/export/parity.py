@@ -1,8 +1,8 @@
 """Whether an exported model scores as the trained one: row by row on a sample, and by the task's metric on a split.
 
-Recommended items of the trained model are found by :class:`~distembed.tasks.catalogue.CatalogueRanking`, as in its
-evaluations. Both models are judged by the NDCG of the recommended items alone, since a program does not return the
-ranks of other items. For one target a row it is the task's ``ndcg@k``.
+The trained model recommends items by :class:`~distembed.tasks.catalogue.CatalogueRanking`, as in its evaluations. Both
+models are compared by the NDCG of the recommended items alone, since a program does not return the ranks of other
+items. For one target a row it is the task's ``ndcg@k``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,9 +24,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import RunError
-from distembed.data.dataset.schema import ITEM, ITEM_TARGET, SPARSE_FEATURES
-from distembed.data.reader import Batch
-from distembed.serving.export.batches import SplitRows, made_up_batch
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, ITEM_TARGET, SPARSE_FEATURES, Schema
+from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.model_folder.manifest import Parity, Precision
@@ -37,25 +39,67 @@ from distembed.tasks.ranking_metrics import RankingMetrics
 MOST_DIFFERENCE = 1e-6
 """Largest difference of a score from the trainer's where tables are in fp32; relative to scores above 1."""
 MOST_METRIC_DIFFERENCE = 5e-4
-"""Largest difference of the headline metric, such as AUC."""
+"""Largest difference of the headline metric, for example AUC."""
+_SPLITS = ("test", "validation", "train")
+_MADE_UP_LIST = 3
 _BATCH_SIZE = 8192
 _RECOMMENDED_BATCH_SIZE = 256
 _MOST_SCORES = 1 << 32
-"""Most scores of rows and items that a metric of recommendations is computed from."""
+"""Most scores of rows and items for a metric of recommendations."""
 
 ModelT = TypeVar("ModelT", ScoredModel, RecommendingModel)
 
 
 @dataclass(frozen=True)
-class ParityCheck(ABC, Generic[ModelT]):
-    """Compares an exported model with the trained one.
+class SplitRows:
+    """The rows of a dataset's split."""
 
-    Attributes:
-        whole: The trained model, in float32.
-        model: The trained model in the form from which its programs are made.
-        program: The written program, loaded as a server loads it.
-        precision: How its tables are stored.
-    """
+    dataset: str
+    split: str
+    num_rows: int
+
+    @classmethod
+    def find(cls, dataset: str) -> SplitRows | None:
+        """Returns the rows of the test split, else of validation, else of training; None for a dataset without rows."""
+        if not Path(dataset).exists():
+            return None
+        manifest = Manifest.load(dataset)
+        if manifest.is_without_rows:
+            return None
+        found = [name for name in _SPLITS if name in manifest.splits and manifest.splits[name].num_rows]
+        return cls(dataset, found[0], manifest.splits[found[0]].num_rows) if found else None
+
+    def batches(self, batch_size: int, most_rows: int) -> Iterator[Batch]:
+        """Yields the first rows in batches of ``batch_size``; the last batch may have fewer."""
+        rows = range(min(most_rows, self.num_rows))
+        order = BatchOrder(batch_size, shuffle=False)
+        with closing(BatchReader(self.dataset, self.split, order, rows=rows)) as reader:
+            yield from reader
+
+
+def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
+    """Returns a batch of drawn ids and numbers, with labels of 0."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, lengths = [], []
+    for feature in schema.categorical:
+        most = min(feature.max_ids_per_row or _MADE_UP_LIST, _MADE_UP_LIST)
+        own = (
+            torch.randint(0, most + 1, (num_rows,), generator=generator)
+            if feature.multi_hot
+            else torch.ones(num_rows, dtype=torch.int64)
+        )
+        lengths.append(own)
+        ids.append(torch.randint(0, feature.num_embeddings, (int(own.sum()),), generator=generator))
+    features = KeyedJaggedTensor(list(schema.categorical_names), torch.cat(ids), lengths=torch.cat(lengths))
+    dense = torch.rand(num_rows, len(schema.dense), generator=generator)
+    fields = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
+    fields |= {field.name: torch.zeros(num_rows) for field in schema.fields if field.is_vector}
+    return Batch(fields, num_rows)
+
+
+@dataclass(frozen=True)
+class ParityCheck(ABC, Generic[ModelT]):
+    """Compares the program of an exported model, loaded as a server loads it, with the trained model in float32."""
 
     whole: WholeModel
     model: ModelT
@@ -72,22 +116,11 @@ class ParityCheck(ABC, Generic[ModelT]):
 
     @abstractmethod
     def on_sample(self, batch: Batch) -> Parity:
-        """Compares the outputs of a batch.
-
-        Raises:
-            RunError: They differ by more than rounding does, or are not finite.
-        """
+        """Compares the outputs of a batch; raises a :class:`RunError` where they differ by more than rounding."""
 
     @abstractmethod
     def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
-        """Compares a metric of the first ``most_rows`` rows.
-
-        Returns:
-            The name of the metric, and its values for the exported and the trained model.
-
-        Raises:
-            RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
-        """
+        """Returns the name of a metric, and its values on the first rows for the exported and the trained model."""
 
     def _run(self, batch: Batch) -> Any:
         with torch.inference_mode():
@@ -158,7 +191,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
     """Compares the items that each model recommends for a row."""
 
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
-        # sequences are whole, as raw rows are; users are the users of the split
+        # whole sequences, as in raw rows, or the users of the split
         if rows is None:
             drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
             return self.whole.task.prediction_batch(drawn)
@@ -233,11 +266,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
 
 
 def require_close_metric(heading: str, split: str, values: tuple[float, float], precision: Precision) -> None:
-    """Makes sure that a metric of the exported and of the trained model is about the same.
-
-    Raises:
-        RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
-    """
+    """Raises a :class:`RunError` where a metric of the exported and the trained model differs by too much."""
     found, wanted = values
     is_undefined = math.isnan(found) and math.isnan(wanted)  # such as the AUC of one class
     if not (is_undefined or abs(found - wanted) <= MOST_METRIC_DIFFERENCE):
@@ -248,11 +277,11 @@ def require_close_metric(heading: str, split: str, values: tuple[float, float], 
 
 
 def _differences(found: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
-    """Returns how far each exported item's score is from the trained model's score of that item.
+    """Returns the difference of each exported item's score from the trained model's score of the item.
 
-    Items may change places where their scores are equal but for rounding, so items are matched by their ids. An item
-    that the trained model does not recommend has at most its last score. Where one of the two models recommends fewer
-    items, the difference is infinite.
+    Items whose scores differ by rounding may change places, so items are matched by their ids. An item that the trained
+    model does not recommend has at most its last score. Where one of the models recommends fewer items, the difference
+    is infinite.
     """
     is_same = found.items.unsqueeze(2) == trained.items.unsqueeze(1)
     of_items = trained.scores.gather(1, is_same.int().argmax(2))
@@ -280,7 +309,7 @@ def _relevant(batch: Batch) -> JaggedTensor:
 
 
 def _ranks(best: _Best, relevant: JaggedTensor) -> Int64[Tensor, " relevant"]:
-    """Returns the place of each relevant item among the best of its row; k for an item that is not among them."""
+    """Returns the place of each relevant item among the best of its row; k for other items."""
     lengths = relevant.lengths().long()
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
     is_it = best.items[rows] == relevant.values().long().unsqueeze(1)

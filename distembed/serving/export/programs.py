@@ -33,11 +33,9 @@ COMPILED = "compiled/network.pt2"
 
 @dataclass(frozen=True, eq=False)
 class ProgramInputs:
-    """Inputs of a program, and their dimensions that differ from call to call.
+    """Inputs of a program by name, in their order, and for ``torch.export`` the dimensions that differ between calls.
 
-    Attributes:
-        tensors: The inputs by name, in their order; of at least two rows, since a size of one is taken to be constant.
-        dynamic: The dimensions of each input that differ, as ``torch.export.export`` takes them.
+    They have at least two rows, since torch takes a size of one as constant.
     """
 
     tensors: Mapping[str, Tensor]
@@ -47,15 +45,11 @@ class ProgramInputs:
 BATCH = torch.export.Dim("batch")
 """The number of rows, which all inputs share."""
 ANY = torch.export.Dim.DYNAMIC
-"""A size that no other input shares, such as the number of ids."""
+"""A size of one input alone, for example the number of ids."""
 
 
 def save_program(module: nn.Module, inputs: ProgramInputs, file: Path) -> None:
-    """Makes a program of a module by following its operations on some inputs, and saves it.
-
-    Raises:
-        RunError: The module does something that a program cannot, for example depends on the numbers in a tensor.
-    """
+    """Makes a program of a module by tracing its operations on some inputs, and saves it."""
     try:
         with torch.no_grad(), _quiet():
             is_fx_tracing()  # which logs a notice once a process
@@ -82,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns a program without values that loading would unpickle or evaluate, and without places of source code."""
+    """Returns a program without values that loading would unpickle or evaluate, and without source locations."""
     for node in program.graph.nodes:
         node.meta = {name: value for name, value in node.meta.items() if name == "val"}
     program.graph_module.meta.clear()
@@ -92,11 +86,7 @@ def _plain(program: torch.export.ExportedProgram) -> torch.export.ExportedProgra
 
 
 def require_compiler() -> None:
-    """Makes sure that there is a C++ compiler.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Raises a :class:`UserError` where there is no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -110,28 +100,14 @@ def require_compiler() -> None:
 
 
 def compile_network(folder: Path, network: ExportedProgram, inputs: ProgramInputs) -> CompiledProgram:
-    """Compiles the network of a folder and runs it; its scores are not compared with the trained model's yet.
-
-    Args:
-        folder: The folder of the exported model.
-        network: Its network.
-        inputs: Inputs of the network, of at least two rows.
-
-    Raises:
-        RunError: It cannot be compiled, or does not run.
-    """
+    """Compiles the network of a folder and runs it; its scores are not yet compared with the trained model's."""
     compile_program(folder / network.file, inputs, folder / COMPILED)
     require_running(folder / COMPILED, inputs)
     return CompiledProgram(COMPILED, processor_name(), torch.backends.cpu.get_cpu_capability(), 0.0)
 
 
 def compile_program(file: Path, inputs: ProgramInputs, output: Path) -> None:
-    """Compiles the program of a file for inputs of any sizes that it takes, and writes it to ``output``.
-
-    Raises:
-        UserError: The file has no program.
-        RunError: The program cannot be compiled.
-    """
+    """Compiles the program of a file for inputs of any sizes that it takes, and writes it to ``output``."""
     output.parent.mkdir(exist_ok=True)
     program = read_program(file)
     try:
@@ -147,11 +123,7 @@ def compile_program(file: Path, inputs: ProgramInputs, output: Path) -> None:
 
 
 def require_running(file: Path, inputs: ProgramInputs) -> None:
-    """Makes sure that a compiled program runs, in a process of its own, since faulty machine code ends its process.
-
-    Raises:
-        RunError: It does not run.
-    """
+    """Runs a compiled program in a process of its own, since faulty machine code ends its process."""
     shapes = {name: list(tensor.shape) for name, tensor in inputs.tensors.items()}
     done = subprocess.run(
         [sys.executable, "-m", "distembed.serving.model_folder.compiled", str(file), json.dumps(shapes)],

@@ -22,7 +22,7 @@ from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNum
 from distembed.serving.model_folder.reading import SAMPLE_NAME
 
 Change = Mapping[str, Any]
-"""The change of a column's raw values, in plain values; empty for datasets that distembed did not prepare."""
+"""How a column's raw values change, in plain values; empty for datasets that distembed did not prepare."""
 _VALUES_AT_ONCE = 1 << 16
 _CANDIDATES = 100
 
@@ -64,24 +64,12 @@ def _learnt(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features: Sequence[str]) -> dict[str, str]:
-    """Writes the raw values of ids as text files, for programs that have neither Arrow nor distembed.
+    """Writes the raw values of ids as text files, for programs without Arrow, and returns the file of each feature.
 
     A line is a JSON text. The first line has id 2: 0 is a missing value, and 1 any value that is not in the file::
 
         "68fd1e64"
         "05db9164"
-
-    Args:
-        folder: The folder of the exported model.
-        dataset: The dataset, or the copy that a run keeps of it.
-        manifest: Its manifest.
-        features: Names of the features.
-
-    Returns:
-        The file of each feature that has one, relative to the folder.
-
-    Raises:
-        UserError: A vocabulary is damaged.
     """
     tables = {feature.name: feature.table_name for feature in manifest.schema.categorical}
     files: dict[str, str] = {}
@@ -118,13 +106,6 @@ def write_sample(
     A row has a value for each feature and each number, by its name in the dataset. Null is a missing value. A feature
     with a vocabulary has a raw value of the vocabulary, or a value of its kind that the vocabulary lacks; bins have a
     number in the bin, and any other feature has the id. A number is a raw number that becomes the given one.
-
-    Args:
-        folder: The folder of the exported model, with its vocabularies.
-        inputs: The inputs of the program for these rows.
-        outputs: The program's outputs for each row, by name.
-        features: The features, in the order of ``lengths``.
-        numbers: The columns of numbers, in the order of ``dense``.
     """
     pieces = inputs["values"].split(inputs["lengths"].sum(1).tolist())
     rows: list[dict[str, Any]] = [{} for _ in range(inputs["lengths"].shape[1])]
@@ -163,7 +144,7 @@ def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -
 
 
 def _candidate(kind: str | None, number: int) -> str:
-    """Returns one of many values of a kind, few of which are in a vocabulary."""
+    """Returns one of many values of a kind; a vocabulary has few of them."""
     if kind == "hexadecimal":
         return f"{2**32 - 1 - number:08x}"
     if kind == "log_bins":
@@ -172,7 +153,7 @@ def _candidate(kind: str | None, number: int) -> str:
 
 
 def _raw_number(change: Change, number: float) -> float | None:
-    """Returns a raw number that becomes this one, as far as rounding allows; None for a missing number."""
+    """Returns a raw number that becomes this one, up to rounding; None for a missing number."""
     if math.isnan(number):
         return None
     if change.get("transform") == "log":
@@ -184,12 +165,7 @@ def _raw_number(change: Change, number: float) -> float | None:
 
 
 def raw_quantile(edges: Sequence[float], bin_: int) -> float:
-    """Returns a number in a bin of ``quantile_bins``: the edge at which it begins, or a number below the first edge.
-
-    Args:
-        edges: The edges, ascending.
-        bin_: The bin, from 1 on; a bin after the last one has the last one's number.
-    """
+    """Returns a number in a bin of ``quantile_bins``, from 1 on: its lower edge, or a number below the first edge."""
     if not edges:
         return 0.0
     below = float(np.nextafter(np.float32(edges[0]), np.float32(-np.inf)))
@@ -197,5 +173,5 @@ def raw_quantile(edges: Sequence[float], bin_: int) -> float:
 
 
 def raw_log(bin_: int) -> float:
-    """Returns a number in a bin of ``log_bins``: the square of its logarithm is a quarter above the bin."""
+    """Returns a number in a bin of ``log_bins``: the square of its logarithm exceeds the bin by a quarter."""
     return float(bin_) if bin_ <= 2 else math.exp(math.sqrt(bin_ + 0.25))

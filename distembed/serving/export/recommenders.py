@@ -1,23 +1,23 @@
 """The programs of models that recommend items: the next item of a sequence, and the items that a user takes.
 
 Both map plain tensors to the best items of each row and their scores. ``item`` is a list in both. For the next item it
-is the history, the earliest item first, of which the network sees the last ones; ``task.exclude_seen`` leaves its items
-out, as in the trainer's ``predict``. For a user it is the items to leave out. A list may be empty.
+is the history, the earliest item first; the network sees its last items, and ``task.exclude_seen`` leaves the history
+out of the answer, as in the trainer's ``predict``. For a user it is the items to leave out. A list may be empty.
 
-All items of the catalogue are scored for each call. Their vectors are composed chunk by chunk from the stored table, so
-that neither all vectors nor all scores are in memory at a time::
+Each call scores all items of the catalogue. Their vectors are composed chunk by chunk from the stored table, so that
+memory holds neither all vectors nor all scores::
 
     items    | chunk | chunk | chunk |      vectors of a chunk, scores [batch, chunk], the best k of it; then dropped
     best     |   k  ->   k  ->   k   |
 
-Trade-off: a catalogue of a million items of 64 numbers takes 256 MB as vectors and a quarter of that as partitions of 4
-collisions. Composing it reads and writes the 256 MB in each call, which is most of the time of a call of few rows. A
-server with the memory wants ``--materialise always``: vectors are then read in place. A tied model has one copy of the
-vectors in either form.
+Trade-off: a catalogue of a million items of 64 numbers takes 256 MB as vectors and 64 MB as partitions of 4 collisions.
+Composing it reads and writes the 256 MB in each call, which is most of the time of a call of few rows. With enough
+memory use ``--materialise always``: vectors are then read in place. A tied model has one copy of the vectors in either
+form.
 
-The best items are chosen by products in float32. Their scores are then computed in float64 and rounded, as the
-trainer's are (:mod:`distembed.tasks.catalogue.ranking`); float64 for all items would take twice the time. An item whose
-score is equal to the last chosen one but for rounding may be left out.
+The best items are chosen by products in float32. Their scores are then computed in float64 and rounded, as in the
+trainer (:mod:`distembed.tasks.catalogue.ranking`); float64 for all items would take twice the time. An item whose score
+differs from the last chosen one only by rounding may be left out.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ from distembed.models.mf import queries_of_users
 from distembed.models.next_items import NextItems, NextItemsWithNumbers
 from distembed.models.queries import Catalogue
 from distembed.models.sequences import SequenceLayout
-from distembed.serving.export.batches import plain_inputs
-from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures
+from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures, plain_inputs
 from distembed.serving.export.programs import ProgramInputs
-from distembed.serving.export.table_groups import TableGroup, TableStorage, stored_table
+from distembed.serving.export.table_groups import ExportStorage, TableGroup, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
 from distembed.tasks.catalogue.ranking import best_keys, ids_of, keys_of, scores_of
 from distembed.tasks.next_item import SEEN
@@ -55,18 +54,13 @@ Recommended = tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]
 
 
 _LEAST_CHUNK, _MOST_CHUNKS = 1 << 16, 64
-"""Items of a chunk, unless there were more chunks: each makes a program longer."""
+"""Items of a chunk, unless that makes more chunks; each chunk makes a program longer."""
 
 
 class ItemChoice(nn.Module):
-    """Maps queries to their best items and the scores ``h . u_i + b_i`` of these; equal scores are ordered by id.
+    """Maps queries to their best items and their scores ``h . u_i + b_i``; equal scores are ordered by id.
 
-    Args:
-        items: The table of items, alone in its group.
-        num_items: Number of its ids.
-        bias: The bias of each id, or None.
-        reserved: Ids that stand for no item.
-        num_best: Number of items of each query.
+    ``items`` is the table of items, alone in its group; ``reserved`` are the ids of missing and unknown items.
     """
 
     def __init__(
@@ -88,13 +82,13 @@ class ItemChoice(nn.Module):
         left_out: Int64[Tensor, " ids"],
         is_item: Bool[Tensor, " ids"],
     ) -> tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]:
-        """Returns the best items of each query and their scores; -1 and -inf where there are fewer.
+        """Returns the best items of each query and their scores, padded by -1 and -inf.
 
         Args:
             queries: The queries.
             owners: The row of each id in ``left_out``.
             left_out: Ids that are not recommended to their row.
-            is_item: Whether an id in ``left_out`` is an item; others change nothing.
+            is_item: Whether an id in ``left_out`` is an item; the rest is ignored.
         """
         chunks = [
             self._best_between(first, min(first + self._chunk, self._num_items), queries, (owners, left_out, is_item))
@@ -123,14 +117,14 @@ class ItemChoice(nn.Module):
         """Returns the vectors of a chunk."""
         if self.items.is_full:
             return self.items.vectors_between(first, stop)
-        # the compiler of torch 2.13 leaves stacked rows unwritten that depend on no tensor
+        # torch 2.13's compiler leaves stacked rows unwritten if they depend on no tensor
         ids = torch.arange(first, stop) + cast(Tensor, self.zero)
         return self.items.vectors(ids, [0])[0]
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Vectors in the place of a JaggedTensor."""
+    """Vectors in place of a JaggedTensor."""
 
     vectors: Float[Tensor, "ids dim"]
 
@@ -139,15 +133,7 @@ class _Vectors:
 
 
 class NextItemProgram(nn.Module):
-    """Maps histories to the best next items, and their scores.
-
-    Args:
-        model: The model.
-        features: The features that it looks up, items first.
-        lookups: The group of each feature's table.
-        choice: The items to choose from.
-        excludes_seen: Whether a history's items are left out.
-    """
+    """Maps histories to the best next items, and their scores; ``lookups`` has the group of each feature's table."""
 
     def __init__(
         self,
@@ -190,7 +176,7 @@ def _layout(lengths: Int64[Tensor, " batch"], most: int) -> SequenceLayout:
 class RankingProgram(nn.Module):
     """Maps users, and items to leave out, to the best other items and their scores.
 
-    The last number of a vector is a bias where ``biases`` is set.
+    With ``biases`` the last number of a vector is a bias.
     """
 
     features = (PlainFeature(USER, is_list=False), PlainFeature(ITEM, is_list=True))
@@ -219,14 +205,8 @@ def _left_out(features: PlainFeatures) -> tuple[Tensor, Tensor, Tensor]:
 class RecommendingModel:
     """A trained model that recommends items, in the form from which its program is made.
 
-    Attributes:
-        features: The features that the program takes.
-        tables: Its tables.
-        reserved: Ids that stand for no item.
-        num_best: Number of items of each row.
-        whole_program: Makes the program, with tables in a storage.
-        lists: Returns each feature's ids of the rows of a batch; ``item`` has the items that may be left out.
-        excludes_seen: Whether the items of a row are left out.
+    ``whole_program`` makes the program, with tables in a storage. ``lists`` returns each feature's ids of the rows of a
+    batch; ``item`` has the items that may be left out, and are where ``excludes_seen`` is set.
     """
 
     outputs = ("items", "scores")
@@ -236,7 +216,7 @@ class RecommendingModel:
     tables: Sequence[CompositionalEmbeddingConfig]
     reserved: Sequence[int]
     num_best: int
-    whole_program: Callable[[TableStorage], nn.Module]
+    whole_program: Callable[[ExportStorage], nn.Module]
     lists: Callable[[Batch], Mapping[str, JaggedTensor]]
     excludes_seen: bool
 
@@ -244,11 +224,7 @@ class RecommendingModel:
     def of_next_items(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of the next item.
-
-        Raises:
-            UserError: The model has a part that a program cannot have, or the catalogue has fewer items.
-        """
+        """Returns a model of the next item; parts that a program cannot have are a :class:`UserError`."""
         if not isinstance(model, NextItems):
             raise _unknown_model(model, "sasrec and gru")
         if isinstance(model, NextItemsWithNumbers):
@@ -259,7 +235,7 @@ class RecommendingModel:
         features = [PlainFeature(name, is_list=True) for name in (ITEM, *model.network.tokens.features)]
         stored = _StoredTables(model, model.network.catalogue, num_best)
 
-        def make(storage: TableStorage) -> nn.Module:
+        def make(storage: ExportStorage) -> nn.Module:
             groups = stored.groups(storage)
             lookups = [groups[stored.table_of(each.name)] for each in features]
             return NextItemProgram(model, features, lookups, stored.choice(groups, reserved), excludes_seen)
@@ -270,15 +246,12 @@ class RecommendingModel:
     def of_rankings(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of users and items; errors as :meth:`of_next_items`.
-
-        Its program leaves out the items that it is given; where seen items are candidates it is given none.
-        """
+        """Returns a model of users and items; errors as of :meth:`of_next_items`."""
         if not isinstance(model, MF):
             raise _unknown_model(model, "mf")
         stored = _StoredTables(model, model.network.catalogue, num_best)
 
-        def make(storage: TableStorage) -> nn.Module:
+        def make(storage: ExportStorage) -> nn.Module:
             groups = stored.groups(storage)
             choice = stored.choice(groups, reserved)
             return RankingProgram(groups[stored.table_of(USER)], choice, model.biases)
@@ -317,29 +290,25 @@ def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
     lists: dict[str, JaggedTensor] = ids.to_dict()
-    if SEEN not in batch.fields:  # all items of a batch that is drawn
+    if SEEN not in batch.fields:  # a drawn batch
         return lists
     seen = batch[SEEN]
     assert isinstance(seen, KeyedJaggedTensor)
     has_target = ids[ITEM_TARGET].lengths() > 0
     lists[ITEM] = seen[ITEM]
-    # rows without a target have nothing in any list
+    # the lists of rows without a target are empty
     return {name: JaggedTensor(own.values(), lengths=own.lengths()[has_target]) for name, own in lists.items()}
 
 
 def _users(batch: Batch) -> Mapping[str, JaggedTensor]:
-    """Returns the users of rows, and the items that they have, or the items of a batch that is drawn."""
+    """Returns the users of rows, and the items that they have, or the items of a drawn batch."""
     ids, taken = batch[SPARSE_FEATURES], batch.fields.get(EXCLUDED, batch[SPARSE_FEATURES])
     assert isinstance(ids, KeyedJaggedTensor) and isinstance(taken, KeyedJaggedTensor)
     return {USER: ids[USER], ITEM: taken[ITEM]}
 
 
 class _StoredTables:
-    """The tables of a model, each alone in its group, so that all items can be read in the order of their ids.
-
-    Raises:
-        UserError: The catalogue has fewer items than ``num_best``, or the model has collections of another kind.
-    """
+    """The tables of a model, each alone in its group, so that all items can be read in the order of their ids."""
 
     def __init__(self, model: Model, catalogue: Catalogue, num_best: int) -> None:
         if not 1 <= num_best <= catalogue.num_items:
@@ -357,11 +326,11 @@ class _StoredTables:
             self._modules |= {table.name: module for table in module.tables()}
 
     def table_of(self, feature: str) -> str:
-        """Returns the name of the table in which a feature is looked up."""
+        """Returns the name of a feature's table."""
         return next(table.name for table in self.tables if feature in table.feature_names)
 
-    def groups(self, storage: TableStorage) -> dict[str, TableGroup]:
-        """Returns each table as it is stored."""
+    def groups(self, storage: ExportStorage) -> dict[str, TableGroup]:
+        """Returns each table in its stored form."""
         return {
             table.name: TableGroup(
                 [stored_table(table, self._modules[table.name].weights(table.name), storage.form(table))],
@@ -371,6 +340,6 @@ class _StoredTables:
         }
 
     def choice(self, groups: dict[str, TableGroup], reserved: Sequence[int]) -> ItemChoice:
-        """Returns the items to choose from."""
+        """Returns the choice among all items of the catalogue."""
         own = self._catalogue
         return ItemChoice(groups[own.table.name], own.num_items, own.bias, reserved, self._num_best)

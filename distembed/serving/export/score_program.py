@@ -1,7 +1,7 @@
 """The programs of models that give a number for each row: clicks and ratings.
 
-A program is a copy of the run's own model, with stored tables in the place of its embedding collections, and the task's
-score at the end. It computes in float32, also where the run was trained in bf16.
+A program is a copy of the run's own model, with stored tables in place of its embedding collections, and the task's
+score at the end. It computes in float32, even if the run was trained in bf16.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from distembed.data.reader import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.modules import embedding_modules
 from distembed.models import Model
-from distembed.serving.export.batches import plain_inputs
-from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures
+from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures, plain_inputs
 from distembed.serving.export.programs import ProgramInputs
-from distembed.serving.export.table_groups import TableStorage
+from distembed.serving.export.table_groups import ExportStorage
 from distembed.tasks import Task
 
 _FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
@@ -69,7 +68,7 @@ class VectorScoreProgram(nn.Module):
 
 
 class GivenVectors(nn.Module):
-    """Takes the place of an embedding collection whose vectors come from shards, side by side in their order."""
+    """Takes the place of an embedding collection; the concatenated vectors of shards are its input."""
 
     def __init__(self, shards: Sequence[FeatureVectors]) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class GivenVectors(nn.Module):
 
 
 class ShardProgram(nn.Module):
-    """Maps the ids of a shard's features, which are in the order of ``lengths``, to their vectors [batch, columns]."""
+    """Maps the ids of a shard's features, in the order of ``lengths``, to their vectors [batch, columns]."""
 
     def __init__(self, features: Sequence[PlainFeature], vectors: FeatureVectors) -> None:
         super().__init__()
@@ -100,12 +99,7 @@ class ShardProgram(nn.Module):
 class ScoredModel:
     """A trained model that gives a number for each row, in the form from which its programs are made.
 
-    Attributes:
-        model: The model with its weights.
-        task: Its task.
-        collections: Its embedding collections, by their paths.
-        features: The features that they read, in the dataset's order.
-        takes_numbers: Whether the model takes numbers.
+    ``features`` are the features of its embedding collections, in the dataset's order.
     """
 
     outputs: ClassVar[tuple[str, ...]] = ("prediction",)
@@ -119,11 +113,7 @@ class ScoredModel:
 
     @classmethod
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
-        """Returns a model with its embedding collections and their features.
-
-        Raises:
-            UserError: The model takes other fields of a batch than ids and numbers, or has other collections.
-        """
+        """Returns a model with its collections and their features; fields or collections of other kinds are refused."""
         others = [name for name in model.batch_fields if name not in _FIELDS]
         if others:
             raise UserError(
@@ -152,7 +142,7 @@ class ScoredModel:
         """Returns the inputs of the whole program for the rows of a batch."""
         return plain_inputs(batch, self.features, self.takes_numbers)
 
-    def whole_program(self, storage: TableStorage) -> ScoreProgram:
+    def whole_program(self, storage: ExportStorage) -> ScoreProgram:
         """Returns the program that has all tables."""
         stored = {
             path: self._vectors(module, [table.name for table in module.tables()], storage)
@@ -161,13 +151,9 @@ class ScoredModel:
         return ScoreProgram(self._with_collections(stored), self.task, self.features)
 
     def sharded_programs(
-        self, shards: Sequence[Sequence[str]], storage: TableStorage
+        self, shards: Sequence[Sequence[str]], storage: ExportStorage
     ) -> tuple[VectorScoreProgram, list[ShardProgram]]:
-        """Returns the program of the network, and a program for the tables of each shard, given by their names.
-
-        Raises:
-            UserError: The model has several embedding collections.
-        """
+        """Returns the program of the network, and a program for the tables of each shard, given by their names."""
         if len(self.collections) != 1:
             raise UserError(
                 f"the model has {len(self.collections)} embedding collections ({', '.join(self.collections)}), and the "
@@ -182,13 +168,13 @@ class ScoredModel:
         return VectorScoreProgram(self._with_collections({path: GivenVectors(vectors)}), self.task), programs
 
     def _vectors(
-        self, module: CompositionalEmbeddingBagCollection, names: Sequence[str], storage: TableStorage
+        self, module: CompositionalEmbeddingBagCollection, names: Sequence[str], storage: ExportStorage
     ) -> FeatureVectors:
         tables = [table for table in module.tables() if table.name in names]
         weights = {table.name: module.weights(table.name) for table in tables}
         return FeatureVectors(tables, weights, {each.name: each for each in self.features}, storage)
 
     def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
-        """Returns a copy of the model with the given modules in the place of its collections, by their paths."""
+        """Returns a copy of the model with these modules in place of its collections, by their paths."""
         places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
         return copy.deepcopy(self.model, places).eval()

@@ -1,6 +1,6 @@
 """Tables of an exported model: how they are stored, on which server, and how tables of one kind are looked up at once.
 
-A group has one weight for each partition, in which the rows of its tables lie one after another::
+A group has one weight for each partition, which holds the rows of its tables one after another::
 
     table   C1            C2                  C3
     rows    0 ... 99      100 ... 349         350 ... 353        row r of C2 is row 100 + r of the weight
@@ -28,19 +28,14 @@ from distembed.partitions import Naive
 from distembed.serving.model_folder.manifest import Precision, TableForm
 
 Materialise = Literal["auto", "never", "always"]
-"""Which tables are stored as the vector of each id: the tables that are smaller in that form, none, or all."""
+"""Which tables are stored as the vector of each id: the ones that become smaller by it, none, or all."""
 _IDS_AT_ONCE = 1 << 16
 _BYTES_OF_SCALE_AND_OFFSET = 8
 
 
 @dataclass(frozen=True)
-class TableStorage:
-    """How tables are stored.
-
-    Attributes:
-        precision: How their numbers are stored; functions of paths stay in float32.
-        materialise: Which tables are stored as the vector of each id.
-    """
+class ExportStorage:
+    """How the tables of an export are stored; functions of paths stay in float32."""
 
     precision: Precision = "fp32"
     materialise: Materialise = "auto"
@@ -76,12 +71,7 @@ def _stored_bytes(num_rows: int, num_columns: int, precision: Precision) -> int:
 def divide_tables(table_bytes: Mapping[str, int], server_bytes: int) -> list[list[str]]:
     """Returns the names of the tables on each server: few servers of about equal loads, with whole tables.
 
-    Args:
-        table_bytes: Bytes of each table by its name.
-        server_bytes: Bytes of tables that a server has room for.
-
-    Raises:
-        UserError: A table alone is larger.
+    A table that alone has more than ``server_bytes`` is a :class:`UserError`.
     """
     largest = max(table_bytes, key=lambda name: table_bytes[name])
     if table_bytes[largest] > server_bytes:
@@ -119,10 +109,10 @@ class FloatWeight(nn.Module):
 
 
 class Int8Weight(nn.Module):
-    """A weight whose numbers are stored in 8 bits: ``number = code * scale + offset``, of each row its own.
+    """A weight whose numbers are stored in 8 bits: ``number = code * scale + offset``, with a scale and offset a row.
 
     The codes of a row span its range, as in FBGEMM's row-wise quantisation: the offset is the smallest number, and the
-    scale is the range over 255. A number is wrong by half a step at most, a 510th of its row's range.
+    scale is the range divided by 255. The error of a number is at most half a step, a 510th of its row's range.
     """
 
     def __init__(self, weight: Float[Tensor, "rows columns"]) -> None:
@@ -161,19 +151,14 @@ def _store_weight(weight: Float[Tensor, "rows columns"], precision: Precision) -
 
 @dataclass(frozen=True, eq=False)
 class StoredTable:
-    """A table in the form in which it is stored.
-
-    Attributes:
-        config: The table; a materialised table has one partition, with a row for each id.
-        weights: The weight of each partition.
-    """
+    """A table in its stored form; a materialised table has one partition, with a row for each id."""
 
     config: CompositionalEmbeddingConfig
     weights: Sequence[Tensor]
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tables must share to be looked up in one group."""
+        """Key of tables that are looked up in one group."""
         config, combine = self.config, self.config.combine
         settings = tuple(combine.setting_values().values())
         shape = tuple(weight.shape[1] for weight in self.weights)
@@ -181,7 +166,7 @@ class StoredTable:
 
 
 def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], form: TableForm) -> StoredTable:
-    """Returns a table, with the weight of each of its partitions, in the form in which it is stored."""
+    """Returns a table, given the weight of each of its partitions, in its stored form."""
     if form == "compositional":
         return StoredTable(table, weights)
     width = table.num_vectors * table.embedding_dim
@@ -196,8 +181,8 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
 class TableGroup(nn.Module):
     """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
-    An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values, as the table's settings
-    say. Where the settings make it an error, it is replaced too: a program never reads outside of its weights.
+    An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values, by the table's
+    settings. Where the settings raise an error, it is replaced too: a program never reads outside of its weights.
     """
 
     def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
@@ -216,7 +201,7 @@ class TableGroup(nn.Module):
         self._map = _id_map(first)
 
     def forward(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids; ``tables`` has the number of the table of each line."""
+        """Returns the composed vectors of ids; ``tables`` has the table's number for each line."""
         return self.vectors(self._map([self._configs[table] for table in tables], ids), tables)
 
     def vectors(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:

@@ -1,14 +1,14 @@
-"""An exported model on disk: what is in its folder, and reading it, without the trainer and without TorchRec.
+"""An exported model on disk, and reading it, without the trainer and without TorchRec.
 
 ::
 
     model/
-      manifest.json              what the model is, its inputs and outputs, tables, files with checksums (manifest.py)
+      manifest.json              the model, its inputs and outputs, tables, files with checksums (manifest.py)
       network.pt2                torch.export: ids and numbers of rows -> scores; with all tables, where they fit
       tables/shard-00000.pt2     where they do not: ids -> vectors of the features of one server, network.pt2 the rest
-      compiled/network.pt2       the same as machine code for the processor that exported it, where it was asked for
+      compiled/network.pt2       the network as machine code for the processor that exported it, where it was asked for
       vocabularies/C1.jsonl      raw values in the order of their ids, a JSON text a line, the first one has id 2
-      dataset/                   what says how raw rows become ids and numbers, as a run keeps it (for distembed)
+      dataset/                   vocabularies and statistics that turn raw rows into ids and numbers (for distembed)
       serving_example.py         scores raw rows with torch alone, and checks itself by sample.json
       sample.json                rows with their ids, numbers and scores, to check an installation by
 

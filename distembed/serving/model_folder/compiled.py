@@ -1,7 +1,7 @@
 """Compiled programs: the network of an exported model as machine code, made by AOTInductor.
 
-A compiled program is a shared library: its code can do anything that the process may which loads it. It is loaded only
-on request, by a user who trusts its maker; ``network.pt2`` is read as data
+A compiled program is a shared library: its code can do anything that the process which loads it may do. It is loaded
+only on request, by a user who trusts its maker; ``network.pt2`` is read as data
 (:mod:`~distembed.serving.model_folder.program_check`). It holds the weights, and runs only with the torch and on the
 processor that it was made with.
 """
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
-from distembed.serving.model_folder.inputs import require_same_rows
 from distembed.serving.model_folder.manifest import ExportManifest
 
 _DTYPES = {"values": torch.int64, "lengths": torch.int64, "dense": torch.float32}
+_BATCH_DIMS = {"lengths": 1, "dense": 0, "vectors": 0}
 _REMEDY = "export the run with --compile on this machine, or use the program that is not compiled"
 
 
 def processor_name() -> str:
-    """Returns the name of this machine's processor, such as ``AMD EPYC 7B13``, or of its family."""
+    """Returns the name of this machine's processor, for example ``AMD EPYC 7B13``, or of its family."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -40,11 +40,7 @@ def processor_name() -> str:
 
 
 def load_compiled(folder: Path, manifest: ExportManifest) -> Any:
-    """Returns the compiled program of a folder, which is code of whoever made it.
-
-    Raises:
-        UserError: There is none, it is of another processor or torch, or it cannot be loaded.
-    """
+    """Returns the compiled program of a folder made for this machine; it runs code of the person who made it."""
     compiled = manifest.compiled
     if compiled is None:
         raise UserError(f"{folder} has no compiled program; export the run with --compile.")
@@ -64,13 +60,10 @@ def load_compiled(folder: Path, manifest: ExportManifest) -> Any:
 
 
 class CompiledNetwork:
-    """A compiled program, called like one that is not.
+    """A compiled program, called like one that is not compiled.
 
-    Machine code takes what lies in memory for granted, so that inputs are looked at before.
-
-    Args:
-        file: The file.
-        sizes: Of each input by its name, in their order, the number of its features or numbers; None of ``values``.
+    Machine code does not check its memory accesses, so inputs are checked first. ``sizes`` has the number of features
+    or numbers of each input by its name, in their order; None for ``values``.
     """
 
     def __init__(self, file: Path, sizes: Mapping[str, int | None]) -> None:
@@ -80,11 +73,7 @@ class CompiledNetwork:
         self._sizes = sizes
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Returns the outputs of each row.
-
-        Raises:
-            ValueError: Inputs are of other types or shapes, or of different numbers of rows.
-        """
+        """Returns the outputs of each row; a ValueError names wrong types, shapes or numbers of rows."""
         named = dict(zip(self._sizes, inputs, strict=True))
         for name, size in self._sizes.items():
             _require_kind(name, named[name], size)
@@ -101,7 +90,7 @@ class CompiledNetwork:
 
 
 def _require_kind(name: str, tensor: Tensor, size: int | None) -> None:
-    """Raises a ValueError where an input is of another type or shape than the program takes."""
+    """Raises a ValueError where an input has not the type or shape that the program takes."""
     shape = {"values": (None,), "lengths": (size, None), "dense": (None, size)}[name]
     is_like = tensor.dim() == len(shape) and all(
         wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
@@ -111,6 +100,13 @@ def _require_kind(name: str, tensor: Tensor, size: int | None) -> None:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}, and the program takes {_DTYPES[name]} [{shown}]"
         )
+
+
+def require_same_rows(names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+    """Raises a ValueError where inputs have different numbers of rows, which a program does not notice by itself."""
+    rows = {name: own.shape[_BATCH_DIMS[name]] for name, own in zip(names, inputs, strict=True) if name in _BATCH_DIMS}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"the inputs have different numbers of rows: {rows}")
 
 
 def _of_one_row(name: str, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is in the folder of an exported model: ``manifest.json`` as values with types."""
+"""``manifest.json`` of an exported model as values with types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-"""Raised when a reader of the last format would misread a folder."""
+"""Raised when a reader of the earlier format would misread a folder."""
 
 Precision = Literal["fp32", "fp16", "int8"]
 """How the numbers of the tables are stored; networks keep float32."""
@@ -22,11 +22,11 @@ class ExportedFeature:
 
     Attributes:
         name: Name of the feature.
-        table: Name of the table in which it is looked up.
-        num_embeddings: The number of its ids; ids lie in ``[0, num_embeddings)``.
+        table: Name of its table.
+        num_embeddings: The number of its ids, which lie in ``[0, num_embeddings)``.
         is_list: Whether a row may have any number of ids; if not, it has one.
         vocabulary: File of its raw values; None where its ids are hashed, are bins of numbers, or have no names.
-        change: How raw values become ids: ``kind``, ``edges`` of bins, ``hash_size`` and so on, as the dataset has it.
+        change: How raw values become ids: ``kind``, ``edges`` of bins, ``hash_size`` and so on, as in the dataset.
     """
 
     name: str
@@ -39,12 +39,7 @@ class ExportedFeature:
 
 @dataclass(frozen=True)
 class ExportedNumber:
-    """A column of numbers, in the order of ``dense``.
-
-    Attributes:
-        name: Name of the column.
-        change: What was done to the raw number: ``log``, ``mean`` and ``deviation`` and so on, as the dataset has it.
-    """
+    """A column of numbers, in the order of ``dense``; ``change`` has ``log``, ``mean`` and so on of its raw numbers."""
 
     name: str
     change: Mapping[str, Any]
@@ -52,14 +47,7 @@ class ExportedNumber:
 
 @dataclass(frozen=True)
 class ExportedTable:
-    """A table.
-
-    Attributes:
-        name: Name of the table.
-        form: Whether its partitions are stored, or the composed vector of each id.
-        bytes: Bytes of its weights as they are stored.
-        shard: Number of the shard that has it; 0 where the network has all tables.
-    """
+    """A table in its stored form, with the bytes of that form, and its shard; 0 where the network has all tables."""
 
     name: str
     form: TableForm
@@ -73,10 +61,10 @@ class ExportedProgram:
 
     Attributes:
         file: Its file.
-        inputs: Names of its inputs in order: ``values lengths dense``, or ``vectors dense`` behind shards of tables.
-        outputs: Names of its outputs in order, such as ``prediction``; of a shard, ``vectors``.
+        inputs: Names of its inputs in order: ``values lengths dense``, or ``vectors dense`` after shards of tables.
+        outputs: Names of its outputs in order, for example ``prediction``; of a shard, ``vectors``.
         features: Names of the features whose ids it takes, in the order of ``lengths``.
-        bytes: Bytes of the tables within.
+        bytes: Bytes of its tables.
     """
 
     file: str
@@ -88,14 +76,14 @@ class ExportedProgram:
 
 @dataclass(frozen=True)
 class RecommendedItems:
-    """What the outputs ``items`` and ``scores`` of a model that recommends items are.
+    """The outputs ``items`` and ``scores`` of a model that recommends items.
 
     Attributes:
-        feature: The feature whose ids ``items`` are, and whose vocabulary has their raw values. The model takes it too,
-            as a list.
+        feature: The feature whose ids ``items`` are, and whose vocabulary has their raw values. It is an input too, as
+            a list.
         num_best: Number of items of each row, the best first. Where there are fewer, ids are -1 and scores -inf.
         excludes_seen: Whether the model was evaluated without the items that a user has, as ``task.exclude_seen`` says.
-            A model of next items leaves out those of the history then; a model of users leaves out those it is given.
+            A model of next items leaves out the items of the history; a model of users leaves out the given items.
     """
 
     feature: str
@@ -105,14 +93,14 @@ class RecommendedItems:
 
 @dataclass(frozen=True)
 class Parity:
-    """How the exported model's scores of the sample and of a split compare with the trainer's.
+    """Differences of the exported model's scores, in the sample and on a split, from the trained model's.
 
     Attributes:
         rows: Number of rows of the sample.
-        largest_difference: Largest difference of a score, in the sample.
+        largest_difference: Largest difference of a score in the sample.
         metric: Name of the task's headline metric.
-        exported: Its value for the exported model, on ``split``; None where no rows were there.
-        trained: Its value for the trained model, on the same rows.
+        exported: Its value for the exported model on ``split``; None without rows.
+        trained: Its value for the trained model on these rows.
         split: Name of the split.
     """
 
@@ -129,9 +117,9 @@ class CompiledProgram:
     """The network compiled by AOTInductor: machine code with the tables within, which runs where it was made.
 
     Attributes:
-        file: Its file. Its inputs and outputs are those of the network.
+        file: Its file, with the inputs and outputs of the network.
         processor: Name of the processor that it was made for and on.
-        instructions: The vector instructions that torch uses there, such as ``AVX2``.
+        instructions: The vector instructions that torch uses there, for example ``AVX2``.
         largest_difference: Largest difference of a score from the trainer's, in the sample.
     """
 
@@ -146,22 +134,16 @@ class ExportManifest:
     """All of ``manifest.json``.
 
     Attributes:
-        task: Name of the task, such as ``click``.
-        model: Name of the model, such as ``dlrm``.
+        task: Name of the task, for example ``click``.
+        model: Name of the model, for example ``dlrm``.
         step: Number of training steps of the checkpoint.
-        precision: How the tables are stored.
         network: The program that gives scores.
-        shards: The programs that give vectors, where the tables are not within the network: one for each server. The
-            network takes their outputs side by side, in this order, as ``vectors``.
-        recommends: What its outputs are, where it recommends items; None where it gives a number for each row.
-        compiled: The network by AOTInductor, where it was asked for.
-        features: The categorical features.
-        numbers: The columns of numbers.
-        tables: The tables.
-        parity: How its scores compare with the trainer's.
+        shards: The programs that give vectors, one for each server, where the tables are not within the network. The
+            network takes their concatenated outputs, in this order, as ``vectors``.
+        recommends: The meaning of its outputs, where it recommends items; None where it gives a number for each row.
+        compiled: The network compiled by AOTInductor, where it was asked for.
         versions: Versions of torch and distembed that wrote it.
         checksums: SHA-256 of each other file by its name.
-        format: The format of the folder.
     """
 
     task: str

@@ -1,17 +1,16 @@
 """Whether a program is plain: tensors and PyTorch's operations on them, so that loading runs no code of its maker.
 
-``torch.export.load`` is not safe by itself. In torch 2.13 it runs code that a crafted file brings, in each of these
-ways:
+``torch.export.load`` is not safe by itself. In torch 2.13 a crafted file makes it run code in each of these ways:
 
-- it unpickles weights that are marked so, constants, sample inputs, and all of the formats of earlier versions;
-- it loads the shared libraries of AOTInductor that lie in the archive;
+- it unpickles weights that are marked as pickles, constants, sample inputs, and all formats of earlier versions;
+- it loads shared libraries of AOTInductor from the archive;
 - it evaluates texts as Python: expressions of sizes, and guards.
 
-So an archive is read here first, by the same reader that loads it, and everything in it is compared with what
-:func:`~distembed.serving.export.programs.save_program` writes: records of these names and no others, raw tensors alone,
-operators of ATen, and names and expressions of a few characters. (Names become variables in the source of a function,
-and operators are looked up among all that is registered in the process.) What is left is not a sandbox: a program may
-still compute for long or take much memory, and the libraries that read it may have faults.
+So the archive is first read here, by torch's own reader, and compared with the output of
+:func:`~distembed.serving.export.programs.save_program`: records of known names, raw tensors, operators of ATen, and
+names and expressions of a few characters. (Names become variables in the source of a function, and operators are looked
+up among all operators of the process.) This is no sandbox: a program may still compute for long or take much memory,
+and the libraries that read it may have faults.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ _TREES = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
 
 
 def require_plain_program(file: Path) -> None:
-    """Makes sure that a program holds nothing that runs when it is loaded, and operators of PyTorch alone.
-
-    Args:
-        file: The file of a program.
+    """Makes sure that the program of a file runs no code when it is loaded, and has operators of PyTorch alone.
 
     Raises:
         UserError: It holds anything else, is damaged, or cannot be read.
@@ -77,7 +73,7 @@ def require_plain_program(file: Path) -> None:
         if reader.read_bytes(_SAMPLE_INPUTS):
             raise _Foreign("pickled sample inputs in", _SAMPLE_INPUTS)
         for name in (_MODEL, *_CONFIGS):
-            _Walk(name).check(json.loads(reader.read_bytes(name)), "")
+            _check(name, json.loads(reader.read_bytes(name)), "")
     except _Foreign as found:
         raise UserError(
             f"{file} is not loaded: it has {found}, which `distembed export` does not write and which may run code. "
@@ -88,47 +84,29 @@ def require_plain_program(file: Path) -> None:
 
 
 class _Foreign(Exception):
-    """Something that no exported model has."""
+    """A part that no exported model has."""
 
     def __init__(self, kind: str, text: object) -> None:
         shown = repr(text)
         super().__init__(f"{kind} {shown if len(shown) < 100 else shown[:100] + '...'}")
 
 
-class _Walk:
-    """Compares all values of a JSON document with what is expected under their key.
-
-    Args:
-        record: Name of the record, for errors.
-    """
-
-    def __init__(self, record: str) -> None:
-        self._record = record
-
-    def check(self, value: Any, key: str) -> None:
-        """Checks a value and all within.
-
-        Args:
-            value: The value.
-            key: The key under which it is, or under which the list is that has it.
-
-        Raises:
-            _Foreign: There is anything unexpected.
-        """
-        rule = _RULES.get(key)
-        if rule is not None:
-            if not rule(value):
-                raise _Foreign(f"the {key} in {self._record}", value)
-        elif isinstance(value, dict):
-            for name, own in value.items():
-                if name in _CODE or not _WORDS.fullmatch(name):
-                    raise _Foreign(f"in {self._record}", name)
-                self.check(own, name)
-        elif isinstance(value, list):
-            for own in value:
-                self.check(own, key)
-        elif isinstance(value, str) and not _WORDS.fullmatch(value):
-            raise _Foreign(f"the {key} in {self._record}", value)
+def _check(record: str, value: Any, key: str) -> None:
+    """Compares a value of a JSON record, and all values within, with the rule of its key; raises :class:`_Foreign`."""
+    rule = _RULES.get(key)
+    if rule is not None:
+        if not rule(value):
+            raise _Foreign(f"the {key} in {record}", value)
+    elif isinstance(value, dict):
+        for name, own in value.items():
+            if name in _CODE or not _WORDS.fullmatch(name):
+                raise _Foreign(f"in {record}", name)
+            _check(record, own, name)
+    elif isinstance(value, list):
+        for own in value:
+            _check(record, own, key)
+    elif isinstance(value, str) and not _WORDS.fullmatch(value):
+        raise _Foreign(f"the {key} in {record}", value)
 
 
 def _is_identifier(value: Any) -> bool:
@@ -140,7 +118,7 @@ def _is_expression(value: Any) -> bool:
 
 
 def _is_operator(value: Any) -> bool:
-    """Returns whether a target is an operator of ATen that has kernels, or one on numbers."""
+    """Returns whether a target is an operator of ATen with kernels, or one on numbers."""
     if not isinstance(value, str):
         return False
     if _ON_NUMBERS.fullmatch(value):
@@ -157,7 +135,7 @@ def _is_operator(value: Any) -> bool:
 
 
 def _is_tree(value: Any) -> bool:
-    """Returns whether a text describes tuples, lists and dictionaries by names, as inputs and outputs are."""
+    """Returns whether a text describes tuples, lists and dictionaries by names, the types of inputs and outputs."""
     try:
         protocol, tree = json.loads(value)
     except (TypeError, ValueError):
@@ -209,4 +187,4 @@ _RULES: Mapping[str, Callable[[Any], bool]] = {
     "use_pickle": lambda value: value is False,
     "as_string": _is_text,  # arguments such as messages, which are written as quoted texts
 }
-"""What is expected under a key; anything else is numbers, words, and lists and dictionaries of these."""
+"""The rule for the value of a key; other keys have numbers, words, and lists and dictionaries of these."""

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.export.pt2_archive._package import load_pt2
 
-from distembed.serving.model_folder.compiled import load_compiled
-from distembed.serving.model_folder.inputs import require_same_rows
+from distembed.serving.model_folder.compiled import load_compiled, require_same_rows
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.program_check import require_plain_program
 
@@ -22,9 +21,7 @@ Program = Callable[..., Any]
 
 
 def load_program(file: Path) -> Program:
-    """Returns the program of a file, which brings no code with it.
-
-    It raises ValueError for inputs of different numbers of rows.
+    """Returns the program of a file, without running any code of the file; it refuses inputs of unequal rows.
 
     Raises:
         UserError: It is damaged, or holds more than plain tensors and operators of PyTorch.
@@ -41,21 +38,18 @@ def load_program(file: Path) -> Program:
 
 
 def read_program(file: Path) -> torch.export.ExportedProgram:
-    """Returns the operations of a program, which brings no code with it; errors as of :func:`load_program`."""
+    """Returns the operations of a program; errors as of :func:`load_program`."""
     require_plain_program(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # not torch.export.load: where this fails, that goes on with formats of earlier versions, which are pickled
+        # not torch.export.load, which tries formats of earlier versions too, which are pickled
         return load_pt2(str(file)).exported_programs["model"]
 
 
 def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False) -> Program:
     """Returns the whole model of a folder: ids, lengths and numbers -> its outputs, with all shards in this process.
 
-    Args:
-        folder: The folder.
-        manifest: Its manifest.
-        compiled: Whether to take the compiled program, which is code of whoever made it.
+    ``compiled`` takes the compiled program, which runs code of the person who made it.
 
     Raises:
         UserError: A program is damaged, holds more than it may, or is not there.
@@ -71,12 +65,9 @@ def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False
 
 
 class ShardedProgram:
-    """Shards of tables and the network behind them, called like a program that has all tables.
+    """Shards of tables and the network that takes their vectors, called like a program that has all tables.
 
-    Args:
-        network: Vectors, numbers -> outputs.
-        shards: Ids and lengths of a shard's features -> their vectors.
-        features: Places of each shard's features, in the order of ``lengths``.
+    ``features`` has the positions of each shard's features in ``lengths``.
     """
 
     def __init__(self, network: Program, shards: Sequence[Program], features: Sequence[Sequence[int]]) -> None:

@@ -21,7 +21,7 @@ SAMPLE_NAME = "sample.json"
 _REMEDY = "make it with `distembed export RUN --output FOLDER`"
 _DAMAGED = "copy the folder again, or export the run again"
 _MOST_DIFFERENCE = 1e-4
-"""Largest difference of a score, or relative to one above 1, to what the machine computed that exported the model."""
+"""Largest difference of a score, relative for scores above 1, to the score on the exporting machine."""
 
 
 def read_manifest(folder: Path) -> ExportManifest:
@@ -50,11 +50,7 @@ def read_manifest(folder: Path) -> ExportManifest:
 
 
 def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
-    """Makes sure that all files are as they were written.
-
-    Raises:
-        UserError: A file is missing, or is not as it was written.
-    """
+    """Raises a :class:`UserError` where a file is missing, or has another checksum than the recorded one."""
     for name, checksum in manifest.checksums.items():
         path = folder / require_inside(name, "a checksum", folder / MANIFEST_NAME)
         try:
@@ -67,10 +63,10 @@ def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
 
 
 def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> float:
-    """Scores the sample and returns the largest difference to what the exporting machine computed.
+    """Scores the sample and returns the largest difference to the scores on the exporting machine.
 
     Raises:
-        UserError: The scores differ by more than rounding does.
+        UserError: The scores differ by more than rounding.
     """
     sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
     with torch.inference_mode():

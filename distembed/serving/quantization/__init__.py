@@ -1,7 +1,6 @@
 """Compositional collections for inference in TorchRec, with partitions in int8, int4 or half precision.
 
-``lookups.py`` holds the partitions in TorchRec's quantised collections, which FBGEMM looks up, also on CUDA; TorchRec's
-sharders divide them. ``collections.py`` maps ids to rows and composes the looked-up rows in float32.
+TorchRec's quantised collections hold the partitions, so that FBGEMM looks them up and TorchRec's sharders divide them.
 """
 
 from typing import TYPE_CHECKING

@@ -7,17 +7,37 @@
         model, torch.qint8, inplace=True,
         additional_qconfig_spec_keys=list(MODULE_MAPPING), additional_mapping=MODULE_MAPPING,
     )
+
+A partition is a plain table to TorchRec, looked up without pooling. TorchRec's quantised collection of sequences takes
+tables of one dimension only, so there is one collection for each dimension. TorchRec's sharders find these collections
+as children, and divide them by table and row, and on CUDA by column, as stock sequences.
+
+Trade-off: a divided collection sends the vectors of every partition, which are composed on arrival. Composing them
+first would send one vector for an id or, for bags, one for a bag.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
+from torch.ao.quantization import PlaceholderObserver
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.inference.modules import DEFAULT_QUANT_MAPPING
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, QuantConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.quant.embedding_modules import (
+    MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT,
+    MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
+    MODULE_ATTR_REGISTER_TBES_BOOL,
+    MODULE_ATTR_ROW_ALIGNMENT_INT,
+)
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -30,22 +50,29 @@ from distembed.embedding import (
 )
 from distembed.embedding.bag import pool
 from distembed.embedding.batches import jagged_vectors
+from distembed.embedding.config import PartitionTable
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.tables import CompositionalTables, EmbeddedFeature, refuse_torchscript
-from distembed.serving.quantization.lookups import dim_name, lookup_key, quantized_bytes, quantized_lookups
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
+_SETTINGS = (
+    MODULE_ATTR_REGISTER_TBES_BOOL,
+    MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
+    MODULE_ATTR_ROW_ALIGNMENT_INT,
+)
+"""Attributes that TorchRec's ``quant_prep_...`` functions set on a collection before it is quantised."""
+
+_COLUMNS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
+"""Columns in a byte, for dtypes of less than 8 bits."""
+
 
 class QuantizedTables(nn.Module, Generic[TableT]):
-    """Base of the quantised collections.
+    """Base of the quantised collections; the ``qconfig`` of the float collection gives dtypes of weights and outputs.
 
     Attributes:
         lookups: The quantised partitions, in a collection of TorchRec for each dimension.
         functions: The functions of path-based tables by name, in float32.
-
-    Args:
-        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
     """
 
     def __init__(self, module: CompositionalTables[TableT]) -> None:
@@ -53,7 +80,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         self._tables = module.tables()
         self._map_ids = IdMapper(self._tables)
         self._output_dtype: torch.dtype = cast(Any, module.qconfig).activation().dtype
-        self.lookups = quantized_lookups(module)
+        self.lookups = _quantized_lookups(module)
         self.functions = nn.ParameterDict(
             {
                 name: nn.Parameter(function.detach().clone(), requires_grad=False)
@@ -67,7 +94,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return cls(module)
 
     def embed(self, features: KeyedJaggedTensor, is_weighted: bool = False) -> Iterator[EmbeddedFeature[TableT]]:
-        """Yields every feature that a table reads, looked up and composed in float32, in the tables' order.
+        """Yields every feature of every table, looked up and composed in float32, in the tables' order.
 
         Raises:
             UserError: The batch lacks a feature, an id lies outside of its table, features have batch sizes of their
@@ -93,7 +120,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         vectors = self._look_up(rows, {name: lengths[places[name]] for name in rows})
         for table in self._tables:
             for name in table.feature_names:
-                looked_up = [vectors[lookup_key(part, name)] for part in table.lookup_tables()]
+                looked_up = [vectors[_lookup_key(part, name)] for part in table.lookup_tables()]
                 composed, place = self._compose(table, looked_up, rows[name]), places[name]
                 yield EmbeddedFeature(table, name, composed, ids[place], lengths[place], weights[place])
 
@@ -105,7 +132,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         for table in self._tables:
             for name in table.feature_names:
                 for j, part in enumerate(table.lookup_tables()):
-                    batches[dim_name(part.dim)].append((lookup_key(part, name), rows[name][j], lengths[name]))
+                    batches[_dim_name(part.dim)].append((_lookup_key(part, name), rows[name][j], lengths[name]))
         found: dict[str, Tensor] = {}
         for name, batch in batches.items():
             keys, own_rows, own_lengths = map(list, zip(*batch, strict=True))
@@ -119,12 +146,12 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         functions = [self.functions[part.name] for part in table.function_tables()]
         if not functions:
             return table.combine.compose(vectors)
-        # ids are grouped by function: the vectors of ids take the place of tables, in which row i is that of id i
+        # the vectors of the ids serve as tables whose row i belongs to the i-th id; functions are chosen by real rows
         order = torch.arange(rows.shape[1], device=rows.device).expand(len(vectors), -1)
         return table.combine.embed([*vectors, *functions], torch.cat([order, rows[len(vectors) :]]))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses ``torch.jit.script``, which calls this first."""
+        """Refuses ``torch.jit.script``, which calls this method first."""
         refuse_torchscript(self)
 
     def tables(self) -> list[TableT]:
@@ -136,9 +163,9 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return self._output_dtype
 
     def memory_bytes(self) -> int:
-        """Returns the bytes of quantised rows, with the padding that FBGEMM aligns them by, and of functions."""
+        """Returns the bytes of quantised rows, with FBGEMM's padding, and of functions."""
         functions = sum(function.nbytes for function in self.functions.values())
-        return functions + sum(quantized_bytes(lookups) for lookups in self.lookups.values())
+        return functions + sum(_quantized_bytes(lookups) for lookups in self.lookups.values())
 
     @property
     def device(self) -> torch.device:
@@ -165,14 +192,106 @@ def _require_place(name: str, table: CompositionalEmbeddingConfig, places: Mappi
     return places[name]
 
 
+def _lookup_key(part: PartitionTable, feature_name: str) -> str:
+    """Returns the key of a feature's rows in one partition."""
+    return f"{part.name}:{feature_name}"
+
+
+def _dim_name(dim: int) -> str:
+    """Returns the name of the collection with the partitions of a dimension."""
+    return f"dim_{dim}"
+
+
+def _quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
+    """Returns the partitions of a collection that hold vectors, quantised as its ``qconfig`` says, by dimension."""
+    _require_unpruned(module)
+    weights = {
+        part.name: weight
+        for table in module.tables()
+        for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
+    }
+    parts_by_dim: dict[int, list[tuple[CompositionalEmbeddingConfig, PartitionTable]]] = {}
+    for table in module.tables():
+        for part in table.lookup_tables():
+            parts_by_dim.setdefault(part.dim, []).append((table, part))
+    qconfig = _qconfig_by_partition(module)
+    _require_whole_bytes(qconfig, [part for parts in parts_by_dim.values() for _, part in parts])
+    lookups = nn.ModuleDict()
+    for dim, parts in parts_by_dim.items():
+        configs = [
+            EmbeddingConfig(
+                name=part.name,
+                num_embeddings=part.num_rows,
+                embedding_dim=part.dim,
+                feature_names=[_lookup_key(part, name) for name in table.feature_names],  # rows in place of ids
+                data_type=DataType.FP32,
+            )
+            for table, part in parts
+        ]
+        stock = EmbeddingCollection(configs, device=torch.device("meta"))
+        for name, embedding in stock.embeddings.items():
+            weight = weights[name].detach()  # without a copy of dtypes that TorchRec quantises
+            weight = weight.float() if weight.dtype == torch.bfloat16 else weight
+            embedding.weight = nn.Parameter(weight, requires_grad=False)
+        for setting in _SETTINGS:
+            if hasattr(module, setting):
+                setattr(stock, setting, getattr(module, setting))
+        stock.qconfig = qconfig
+        lookups[_dim_name(dim)] = QuantEmbeddingCollection.from_float(stock)
+    return lookups
+
+
+def _quantized_bytes(lookups: nn.Module) -> int:
+    """Returns the bytes of the rows in a quantised collection of TorchRec, or in its sharded form, with padding."""
+    if isinstance(lookups, ShardedQuantEmbeddingCollection):
+        tables = list(lookups.tbes_configs())
+    else:
+        assert isinstance(lookups, QuantEmbeddingCollection)
+        tables = lookups._emb_modules
+    return sum(
+        weight.nbytes for table in tables for weight, _ in table.split_embedding_weights(split_scale_shifts=False)
+    )
+
+
+def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
+    """Returns a collection's ``qconfig`` with each table's dtype for its partitions, and float32 outputs."""
+    qconfig: Any = module.qconfig
+    dtypes = getattr(qconfig, "per_table_weight_dtype", None) or {}
+    by_partition = {
+        part.name: dtypes[table.name]
+        for table in module.tables()
+        if table.name in dtypes
+        for part in table.lookup_tables()
+    }
+    return QuantConfig(PlaceholderObserver.with_args(dtype=torch.float32), qconfig.weight, by_partition)
+
+
+def _require_unpruned(module: CompositionalTables[Any]) -> None:
+    asked = getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {})
+    for table in module.tables():
+        if table.name in asked:
+            raise UserError(
+                f"set_pruning_data asks for {asked[table.name]} rows of table {table.name!r}, but ids share the rows "
+                "of a compositional table, so that none of them can go; leave the table out."
+            )
+
+
+def _require_whole_bytes(qconfig: QuantConfig, parts: Sequence[PartitionTable]) -> None:
+    by_partition = qconfig.per_table_weight_dtype or {}
+    for part in parts:
+        dtype = by_partition.get(part.name, qconfig.weight().dtype)
+        columns = _COLUMNS_PER_BYTE.get(dtype, 1)
+        if part.dim % columns:
+            raise UserError(
+                f"partition {part.name!r} has {part.dim} columns, and {columns} of {dtype} share a byte; give its "
+                "table torch.qint8 in per_table_weight_dtype, or a dimension that this number divides."
+            )
+
+
 class QuantizedCompositionalEmbeddingBagCollection(
     QuantizedTables[CompositionalEmbeddingBagConfig], EmbeddingBagCollectionInterface
 ):
-    """Takes the place of a :class:`CompositionalEmbeddingBagCollection` for inference; keys and shapes are the same.
-
-    Args:
-        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
-    """
+    """Takes the place of a :class:`CompositionalEmbeddingBagCollection` for inference; keys and shapes are the same."""
 
     def __init__(self, module: CompositionalEmbeddingBagCollection) -> None:
         super().__init__(module)
@@ -203,11 +322,7 @@ class QuantizedCompositionalEmbeddingBagCollection(
 class QuantizedCompositionalEmbeddingCollection(
     QuantizedTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface
 ):
-    """Takes the place of a :class:`CompositionalEmbeddingCollection` for inference; keys and shapes are the same.
-
-    Args:
-        module: The float collection, whose ``qconfig`` gives dtypes of weights and outputs.
-    """
+    """Takes the place of a :class:`CompositionalEmbeddingCollection` for inference; keys and shapes are the same."""
 
     def __init__(self, module: CompositionalEmbeddingCollection) -> None:
         super().__init__(module)

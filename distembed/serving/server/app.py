@@ -1,30 +1,39 @@
-"""The endpoints of a server: scores of rows, whether it is alive and ready, its counts, and the model's manifest."""
+"""The endpoints of a server: scores of rows, whether it is alive and ready, its counts, and the model's manifest.
+
+Bodies of requests and answers are JSON, or streams of Arrow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import reprlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import orjson
+import pyarrow as pa
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from distembed.data.table.values import json_values
 from distembed.serving.server.batching import Batcher, ServerSettings
-from distembed.serving.server.bodies import ARROW_TYPE, JSON_TYPE, read_rows, write_arrow, write_json
-from distembed.serving.server.scoring import Answer, Scorer
+from distembed.serving.server.scoring import Outputs, RowRequest, Scorer, Scores
 
+JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
+# orjson makes a float of an integer of more than 64 bits, so bodies with a long number are read by Python's own parser
+_LONG_NUMBER = re.compile(rb"[0-9]{20}|-[0-9]{19}")
 _MOST_BAD_ROWS = 100
 """Bad rows that an answer lists."""
 _CLIENT_GONE = 499
-"""Status under which a request is counted whose client has gone."""
+"""Status that counts a request whose client has gone."""
 _RETRY = {"retry-after": "1"}
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
@@ -133,16 +142,16 @@ class _Predictor:
             text = f"{len(listed)} rows cannot be scored; mend them, or ask with ?malformed=null"
             return _json(422, {"error": text, "rows": listed[:_MOST_BAD_ROWS]})
         self._metrics.rows.inc(len(next(iter(answer.outputs.values()))) - len(answer.bad))
-        write = write_arrow if content_type == ARROW_TYPE else write_json
+        write = _arrow_body if content_type == ARROW_TYPE else _json_body
         return Response(write(answer.outputs), media_type=content_type)
 
-    async def _answer(self, request: Request, content_type: str) -> Answer:
+    async def _answer(self, request: Request, content_type: str) -> Scores:
         """Reads the rows of a request and returns their answer, within the time of a request."""
         settings, body = self._settings, None
         try:
             async with asyncio.timeout(settings.timeout_seconds):
                 body = await _read_body(request, settings.most_body_bytes)
-                rows = read_rows(body, content_type, settings.most_rows)
+                rows = _request_rows(body, content_type, settings.most_rows)
                 answer = asyncio.ensure_future(self._batcher.answer(rows))
                 gone = asyncio.ensure_future(request.receive())  # the message after the whole body: the client has gone
                 try:
@@ -183,3 +192,85 @@ def _refusal(error: HTTPException) -> Response:
 
 def _json(status: int, values: dict[str, Any], headers: Any = None) -> Response:
     return Response(orjson.dumps(values), status, headers, JSON_TYPE)
+
+
+def _request_rows(body: bytes, content_type: str, most_rows: int) -> RowRequest:
+    """Returns the rows of a body; errors are 400 for one that is not of its type, and 413 for too many rows."""
+    request = _arrow_rows(body, most_rows) if content_type == ARROW_TYPE else _json_rows(body)
+    _require_rows(request.num_rows, most_rows)
+    return request
+
+
+def _json_body(outputs: Outputs) -> bytes:
+    plain = {name: values.to_pylist() if isinstance(values, pa.Array) else values for name, values in outputs.items()}
+    return orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _arrow_body(outputs: Outputs) -> bytes:
+    columns = {
+        name: values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
+        for name, values in outputs.items()
+    }
+    table = pa.table(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    written: bytes = sink.getvalue().to_pybytes()
+    return written
+
+
+def _require_rows(num_rows: int, most_rows: int) -> None:
+    if num_rows > most_rows:
+        text = f"the body has {num_rows:,} rows, and a request may have {most_rows:,}; send several requests"
+        raise HTTPException(413, text)
+
+
+def _json_rows(body: bytes) -> RowRequest:
+    try:
+        values = _json_values(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is no JSON: {error}") from error
+    if isinstance(values, dict) and isinstance(values.get("columns"), dict) and "rows" not in values:
+        return RowRequest(_rows_of_columns(values["columns"]))
+    rows = values.get("rows") if isinstance(values, dict) else values
+    if not isinstance(rows, list):
+        text = 'give {"rows": [{"COLUMN": VALUE, ...}, ...]}, or {"columns": {"COLUMN": [VALUE, ...], ...}}'
+        raise HTTPException(400, text)
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise HTTPException(400, f"row {number} is {reprlib.repr(row)} and no object of values by their columns")
+    return RowRequest(rows)
+
+
+def _json_values(body: bytes) -> Any:
+    if not _LONG_NUMBER.search(body):
+        with suppress(orjson.JSONDecodeError):
+            return orjson.loads(body)
+    return json_values(body)
+
+
+def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    num_rows: int | None = None
+    for name, values in columns.items():
+        if not isinstance(values, list):
+            raise HTTPException(400, f"column {name!r} is {reprlib.repr(values)} and no list of values")
+        if num_rows is not None and len(values) != num_rows:
+            text = f"column {name!r} has {len(values):,} values, and the columns before it have {num_rows:,}"
+            raise HTTPException(400, text)
+        num_rows = len(values)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _arrow_rows(body: bytes, most_rows: int) -> RowRequest:
+    try:
+        batches, num_rows = [], 0
+        with pa.ipc.open_stream(body) as reader:
+            for batch in reader:
+                num_rows += batch.num_rows
+                _require_rows(num_rows, most_rows)  # columns of nulls take no byte for any number of rows
+                batches.append(batch)
+            table = pa.Table.from_batches(batches, reader.schema)
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"the body is no stream of Arrow: {error}") from error
+    return RowRequest(table=table)

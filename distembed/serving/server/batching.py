@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from distembed.serving.server.scoring import Answer, Request
+from distembed.serving.server.scoring import RowRequest, Scores
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,16 @@ class ServerSettings:
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    request: Request
-    answer: asyncio.Future[Answer]
+    request: RowRequest
+    answer: asyncio.Future[Scores]
 
 
 class Batcher:
-    """Scores requests in batches; all of its methods are called within one event loop.
-
-    Args:
-        score: Scores requests, in a thread.
-        settings: The server's settings.
-        on_batch: Called with the number of rows of each batch.
-    """
+    """Scores requests in batches; all of its methods are called within one event loop."""
 
     def __init__(
         self,
-        score: Callable[[Sequence[Request]], list[Answer]],
+        score: Callable[[Sequence[RowRequest]], list[Scores]],
         settings: ServerSettings,
         on_batch: Callable[[int], None],
     ) -> None:
@@ -70,12 +64,8 @@ class Batcher:
         """The number of waiting requests."""
         return len(self._queue)
 
-    async def answer(self, request: Request) -> Answer:
-        """Returns the answer to a request; a cancelled request leaves the queue.
-
-        Raises:
-            asyncio.QueueFull: The queue is full.
-        """
+    async def answer(self, request: RowRequest) -> Scores:
+        """Returns the scores of a request; raises asyncio.QueueFull. A cancelled request leaves the queue."""
         if len(self._queue) >= self._settings.most_waiting:
             raise asyncio.QueueFull
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())

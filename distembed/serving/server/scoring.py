@@ -1,4 +1,4 @@
-"""Scores the rows of several requests at once: raw values -> ids and numbers -> the program -> an answer a request."""
+"""Scores the rows of several requests at once: raw values -> ids and numbers -> the program -> scores a request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.table.vocabulary import FIRST_ID
-from distembed.serving.export.batches import plain_tensors
-from distembed.serving.export.feature_vectors import PlainFeature
-from distembed.serving.given_rows import given_rows, missing_columns
+from distembed.serving.export.feature_vectors import plain_tensors
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program
-from distembed.serving.recommender_rows import SequenceRowDecoder, UserItemsRowDecoder
-from distembed.serving.row_decoder import BadRow, RowDecoder, TableRowDecoder, bad_rows, batches_of, decode_rows
+from distembed.serving.row_decoder import (
+    BadRow,
+    RowDecoder,
+    SequenceRowDecoder,
+    TableRowDecoder,
+    UserItemsRowDecoder,
+    bad_rows,
+    batches_of,
+    decode_rows,
+    given_rows,
+    missing_columns,
+)
 
 Outputs = Mapping[str, NDArray[Any] | pa.Array]
 """A column for each output by its name: float32, NaN for a bad row; or a list for each row, null for a bad one."""
@@ -34,7 +42,7 @@ _ITEMS = "items"
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """The rows of a request: JSON's rows, each with its values by column, or a table."""
 
     rows: Sequence[dict[str, Any]] = ()
@@ -47,14 +55,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to a request.
-
-    Attributes:
-        outputs: A column for each output of the model, with a value for each row.
-        bad: The rows that cannot be scored.
-        problem: Why the whole request cannot be scored, for example a missing column; None where it can.
-    """
+class Scores:
+    """The scores of a request: a column for each output, the malformed rows, or a problem of the whole request."""
 
     outputs: Outputs = field(default_factory=dict)
     bad: Sequence[BadRow] = ()
@@ -62,17 +64,7 @@ class Answer:
 
 
 class Scorer:
-    """Scores requests; any number of threads may use it.
-
-    Args:
-        folder: Folder of the exported model.
-        manifest: Its manifest.
-        program: Its program.
-        most_rows: Most rows that the program is given at once.
-
-    Raises:
-        UserError: Raw rows cannot be decoded, since the dataset was not prepared by distembed.
-    """
+    """Scores requests, at most ``most_rows`` rows at once; any number of threads may use it."""
 
     def __init__(self, folder: Path, manifest: ExportManifest, program: Program, most_rows: int) -> None:
         self.manifest = manifest
@@ -81,21 +73,20 @@ class Scorer:
         self._decoder = _decoder(folder / _DATASET_FOLDER, dataset, manifest.task)
         self._schema = getattr(self._decoder, "batch_schema", dataset.schema)
         self._needed = [USER] if manifest.task == "ranking" else list(self._decoder.columns.kinds)
-        self._features = [PlainFeature(feature.name, feature.is_list) for feature in manifest.features]
         self._takes_numbers = "dense" in manifest.network.inputs
         vocabularies = {feature.name: feature.vocabulary for feature in manifest.features}
         self._recommends = _ITEMS in manifest.network.outputs
         file = vocabularies.get(ITEM) if self._recommends else None
         self._items = None if file is None else _raw_values(folder / file)
 
-    def score(self, requests: Sequence[Request]) -> list[Answer]:
-        """Returns an answer for each request; a fault in one changes nothing for the others.
+    def score(self, requests: Sequence[RowRequest]) -> list[Scores]:
+        """Returns the scores of each request; a fault in one request does not change the scores of another.
 
         Rows of JSON are decoded and scored together. A table is scored alone, since its columns have types; so is a
         request that lacks a column, whose error names the columns that are there.
         """
         joined = [place for place, request in enumerate(requests) if self._can_be_joined(request)]
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Scores] = {}
         if joined:
             found = self._score_rows([row for place in joined for row in requests[place].rows])
             start = 0
@@ -104,34 +95,30 @@ class Scorer:
                 start += requests[place].num_rows
         return [answers.get(place) or self._score_alone(request) for place, request in enumerate(requests)]
 
-    def _can_be_joined(self, request: Request) -> bool:
+    def _can_be_joined(self, request: RowRequest) -> bool:
         return len(request.rows) > 0 and not missing_columns(request.rows, self._needed)
 
-    def _score_alone(self, request: Request) -> Answer:
+    def _score_alone(self, request: RowRequest) -> Scores:
         if not request.num_rows:
-            return Answer(self._columns({}, np.empty(0, bool)))
+            return Scores(self._columns({}, np.empty(0, bool)))
         try:
             return self._score_rows(request.rows if request.table is None else request.table)
         except UserError as error:
-            return Answer(problem=str(error))
+            return Scores(problem=str(error))
 
-    def _score_rows(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Answer:
-        """Returns the answer to rows.
-
-        Raises:
-            UserError: The rows lack a column, or a table has a column of a type that the schema does not take.
-        """
+    def _score_rows(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Scores:
+        """Returns the scores of rows; a :class:`UserError` names a column that is missing or of a wrong type."""
         raw = given_rows(rows, self._decoder.columns)
         decoded = decode_rows(self._decoder.decode, raw)
         outputs = self._run(decoded.block)
-        return Answer(self._columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._decoder.columns))
+        return Scores(self._columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._decoder.columns))
 
     def _run(self, block: RecordBlock) -> dict[str, NDArray[Any]]:
         """Returns the program's outputs for decoded rows; nothing where there are no rows."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches_of(self._schema, block, self._most_rows):
-                outputs = self._program(*plain_tensors(batch, self._features, self._takes_numbers).values())
+                outputs = self._program(*plain_tensors(batch, self.manifest.features, self._takes_numbers).values())
                 found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
             name: torch.cat([outputs[place] for outputs in found]).numpy()
@@ -147,7 +134,7 @@ class Scorer:
         if values is None:
             ids = pa.int64() if self._items is None else pa.string()
             return pa.nulls(len(is_good), pa.list_(ids if name == _ITEMS else pa.float32()))
-        # where there are fewer items than are recommended, ids are -1 and scores -inf
+        # a row with fewer items than num_best has ids of -1 and scores of -inf
         is_none = values < 0 if name == _ITEMS else ~np.isfinite(values)
         flat = pa.array(values.reshape(-1), mask=is_none.reshape(-1))
         if name == _ITEMS and self._items is not None:
@@ -172,14 +159,14 @@ def _number_column(_: str, values: NDArray[Any] | None, is_good: NDArray[np.bool
     return spread
 
 
-def _part(answer: Answer, start: int, num_rows: int) -> Answer:
-    """Returns the answer to one of the requests whose rows were scored together."""
+def _part(answer: Scores, start: int, num_rows: int) -> Scores:
+    """Returns the scores of one of the requests whose rows were scored together."""
     rows = range(start, start + num_rows)
     bad = [BadRow(each.row - start, each.field, each.reason) for each in answer.bad if each.row in rows]
-    return Answer({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
+    return Scores({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
 
 
 def _raw_values(file: Path) -> pa.Array:
-    """Returns raw values by their ids; null for the ids that stand for no value."""
+    """Returns raw values by their ids; null for ids of missing and unknown values."""
     with file.open(encoding="utf-8") as lines:
         return pa.array([*[None] * FIRST_ID, *(str(json.loads(line)) for line in lines)], pa.string())

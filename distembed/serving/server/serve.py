@@ -30,15 +30,15 @@ def serve(
 ) -> None:
     """Loads a model, makes sure that its sample scores as it did at the export, and serves it.
 
-    SIGTERM and Ctrl-C end the server after the requests that it has are answered; a second one ends it at once.
+    SIGTERM and Ctrl-C end the server after it has answered the waiting requests; a second one ends it at once.
 
     Args:
         folder: Folder of the exported model.
         host: The address to listen on.
         port: The port; 0 for any free one.
         settings: How it is served.
-        say: Takes a line for the user.
-        compiled: Whether to run the compiled program, which is code of whoever exported the model.
+        say: Prints a line for the user.
+        compiled: Whether to run the compiled program, which is code of the person who exported the model.
 
     Raises:
         UserError: The model is damaged, its sample has other scores, raw rows cannot be decoded, or the port is in use.
@@ -73,7 +73,7 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that has an address and does not listen yet: a model that is not loaded takes no connection."""
+    """Returns a socket with an address that does not listen yet: clients connect after the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets made with IPPROTO_TCP; without it answers wait for 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -96,9 +96,9 @@ def _address_errors(host: str, port: int) -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it takes signals, and whose process ends with exit code 0 after one.
+    """A server that prints when it takes signals, and whose process ends with exit code 0 after one.
 
-    uvicorn's own handler raises the signal again when the server has ended, so that the process would end by it.
+    uvicorn's own handler raises the signal again when the server has ended, which would end the process.
     """
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:

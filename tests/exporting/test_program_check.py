@@ -5,6 +5,8 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,6 @@ def edited(records: Records, name: str, edit: Callable[[Any], None]) -> None:
     records[name] = json.dumps(value).encode()
 
 
-def last_node(model: Any) -> Any:
-    return model["graph_module"]["graph"]["nodes"][-1]
-
-
 def expression(canary: Path) -> str:
     return f"Integer.__add__.__globals__['__builtins__']['open']({str(canary)!r}, 'w').fileno()"
 
@@ -97,14 +95,6 @@ def evaluated_size(records: Records, canary: Path) -> None:
     def edit(model: Any) -> None:
         sizes = model["graph_module"]["graph"]["tensor_values"]["dense"]["sizes"]
         sizes[0]["as_expr"]["expr_str"] = expression(canary)
-
-    edited(records, MODEL, edit)
-
-
-def operator_of_the_system(records: Records, canary: Path) -> None:
-    def edit(model: Any) -> None:
-        argument = {"name": "", "arg": {"as_string": f"touch '{canary}'"}, "kind": 1}
-        last_node(model).update(target="torch.os.system", inputs=[argument])
 
     edited(records, MODEL, edit)
 
@@ -138,67 +128,28 @@ if not PROGRAMS_HOLD_OPAQUE_CONSTANTS:
     RUN_CODE.remove(opaque_constant)
 
 
-def library(records: Records, canary: Path) -> None:
-    records["data/aotinductor/model/library.so"] = b"\x7fELF"
+GRAPH = ["graph_module", "graph"]
+LAST_NODE = [*GRAPH, "nodes", -1]
+SIGNATURE = ["graph_module", "signature", "input_specs", 0, "parameter"]
+TREE = '[1, {"type": "collections.defaultdict", "context": "null", "children_spec": []}]'
 
 
-def name_of_a_variable(records: Records, canary: Path) -> None:
-    def edit(model: Any) -> None:
-        graph = model["graph_module"]["graph"]
-        last_node(model)["outputs"][0]["as_tensor"]["name"] = "it = open('x'); it"
-        graph["tensor_values"]["it"] = dict(graph["tensor_values"]["dense"])
-
-    edited(records, MODEL, edit)
+def argument(**kind: Any) -> dict[str, Any]:
+    return {"name": "", "arg": kind, "kind": 1}
 
 
-def name_of_a_weight(records: Records, canary: Path) -> None:
-    def edit(model: Any) -> None:
-        model["graph_module"]["signature"]["input_specs"][0]["parameter"]["parameter_name"] = 'a", print("b'
-
-    edited(records, MODEL, edit)
-
-
-def file_as_a_tensor(records: Records, canary: Path) -> None:
-    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.aten.from_file.default"))
-
-
-def operator_without_kernels(records: Records, canary: Path) -> None:
-    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.aten.save.default"))
-
-
-def operator_of_a_library(records: Records, canary: Path) -> None:
-    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.fbgemm.pack_segments.default"))
-
-
-def inner_graph(records: Records, canary: Path) -> None:
-    argument = {"name": "", "arg": {"as_graph": {"name": "it", "graph": {}}}, "kind": 1}
-    edited(records, MODEL, lambda model: last_node(model)["inputs"].append(argument))
-
-
-def class_of_inputs(records: Records, canary: Path) -> None:
-    def edit(model: Any) -> None:
-        tree = '[1, {"type": "collections.defaultdict", "context": "null", "children_spec": []}]'
-        model["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = tree
-
-    edited(records, MODEL, edit)
-
-
-def notes(records: Records, canary: Path) -> None:
-    edited(records, MODEL, lambda model: last_node(model)["metadata"].update(stack_trace="\nopen('x')"))
-
-
-OTHERS = [
-    library,
-    operator_of_the_system,
-    name_of_a_variable,
-    name_of_a_weight,
-    file_as_a_tensor,
-    operator_without_kernels,
-    operator_of_a_library,
-    inner_graph,
-    class_of_inputs,
-    notes,
-]
+OTHERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "an operator of the system": (LAST_NODE, {"target": "torch.os.system", "inputs": [argument(as_string="touch x")]}),
+    "the name of a variable": ([*LAST_NODE, "outputs", 0, "as_tensor"], {"name": "it = open('x'); it"}),
+    "the name of a weight": (SIGNATURE, {"parameter_name": 'a", print("b'}),
+    "a file as a tensor": (LAST_NODE, {"target": "torch.ops.aten.from_file.default"}),
+    "an operator without kernels": (LAST_NODE, {"target": "torch.ops.aten.save.default"}),
+    "an operator of a library": (LAST_NODE, {"target": "torch.ops.fbgemm.pack_segments.default"}),
+    "an inner graph": (LAST_NODE, {"inputs": [argument(as_graph={"name": "it", "graph": {}})]}),
+    "a class of inputs": (["graph_module", "module_call_graph", 0, "signature"], {"in_spec": TREE}),
+    "notes": ([*LAST_NODE, "metadata"], {"stack_trace": "\nopen('x')"}),
+}
+"""Where in the model which values are others."""
 
 
 def crafted(program: Path, file: Path, craft: Callable[[Records, Path], None], canary: Path) -> Path:
@@ -228,8 +179,22 @@ def test_code_that_torch_runs_is_not_run(craft: Callable[..., None], program: Pa
     assert canary.exists(), "the guard is no longer needed, or this test no longer shows that it is"
 
 
-@pytest.mark.parametrize("craft", OTHERS)
-def test_what_is_not_written_is_not_loaded(craft: Callable[..., None], program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_written_is_not_loaded(name: str, program: Path, tmp_path: Path) -> None:
+    path, values = OTHERS[name]
+
+    def craft(records: Records, _: Path) -> None:
+        edited(records, MODEL, lambda model: reduce(getitem, path, model).update(values))
+
+    file = crafted(program, tmp_path / "network.pt2", craft, tmp_path)
+    with pytest.raises(UserError, match="network.pt2 is not loaded: it has .* may run code"):
+        require_plain_program(file)
+
+
+def test_a_library_in_the_archive_is_not_loaded(program: Path, tmp_path: Path) -> None:
+    def craft(records: Records, _: Path) -> None:
+        records["data/aotinductor/model/library.so"] = b"\x7fELF"
+
     file = crafted(program, tmp_path / "network.pt2", craft, tmp_path)
     with pytest.raises(UserError, match="network.pt2 is not loaded: it has .* may run code"):
         require_plain_program(file)
