@@ -35,9 +35,8 @@ from distembed.embedding import (
 from distembed.embedding.config import DataType
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
 from distembed.optim.replicated import ReplicatedOptimizer
-from distembed.optim.tables import table_parameters
 from distembed.partitions import ChineseRemainder, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 

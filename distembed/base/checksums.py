@@ -25,13 +25,11 @@ class Verification:
 
     Attributes:
         problems: A sentence for each problem, with the file and the remedy.
-        has_checksums: Whether there were checksums; else only sizes, numbers of rows and decoding were checked.
     """
 
     problems: list[str] = field(default_factory=list)
     num_files: int = 0
     num_bytes: int = 0
-    has_checksums: bool = True
 
     def add(self, problems: Iterable[str], file: Path) -> None:
         """Adds the problems of a file, and counts the file and its bytes."""

@@ -35,7 +35,7 @@ from distembed.base.checksums import checksum_of
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.checkpoints.shards import AddedShard, TensorShards
 from distembed.checkpoints.store import CheckpointStore, open_file_system
-from distembed.optim.local_shards import LocalShard
+from distembed.optim.live_state import LocalShard
 
 _MOST_THREADS = 4
 

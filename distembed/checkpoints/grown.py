@@ -22,8 +22,7 @@ from distembed.checkpoints.content import all_optimizer_names, describe_tables, 
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.tables import CompositionalTables
-from distembed.optim.live_state import set_step_count
-from distembed.optim.local_shards import LocalShard
+from distembed.optim.live_state import LocalShard, set_step_count
 
 _MOST_SHOWN = 10
 

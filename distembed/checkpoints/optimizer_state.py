@@ -26,8 +26,7 @@ from collections.abc import Iterable
 
 from distembed.checkpoints.shards import AddedShard, TensorShards
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
-from distembed.optim.live_state import ParameterState
-from distembed.optim.local_shards import LocalShard
+from distembed.optim.live_state import LocalShard, ParameterState
 
 
 def named_states(parameter: ParameterState, weight: TensorShards) -> dict[str, TensorShards]:

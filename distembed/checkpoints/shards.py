@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from distembed.optim.local_shards import LocalShard, local_shards
+from distembed.optim.live_state import LocalShard, local_shards
 
 MAX_BLOCK_BYTES = 8 << 20
 

@@ -70,9 +70,8 @@ def check_command(
     for checked in check(path):
         found = checked.found
         state = f"damaged in {len(found.problems)} place(s)" if found.problems else "whole"
-        lacking = "" if found.has_checksums else "; it is of an early version and carries no checksums"
         size = format_bytes(found.num_bytes)
-        say(f"{checked.kind} {checked.path}: {state}, {found.num_files:,} files, {size}{lacking}")
+        say(f"{checked.kind} {checked.path}: {state}, {found.num_files:,} files, {size}")
         problems += found.problems
     if problems:
         raise UserError(f"{path} is damaged:{enumerate_lines(problems, most=100)}")

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ConcatSettings(SchemeSettings):
-    """The settings of ``concat``.
+    """The settings of ``concat``."""
 
-    Attributes:
-        dims: The dimension of each partition's vectors; equal shares unless given.
-    """
-
-    dims: Widths | None = None
+    dims: Widths | None = None  # the dimension of each partition's vectors; equal shares unless given
 
 
 class Concat(Composition):

@@ -39,18 +39,12 @@ class Groups:
     """Ids grouped by bucket, in chunks of one size.
 
     The *slots* are the places of all chunks, one after another.
-
-    Attributes:
-        buckets: The bucket of each chunk.
-        ids: The index of the input in each slot.
-        is_own: False where an id is repeated to fill its bucket's last chunk.
-        slots: The slot of each id, not counting repetitions.
     """
 
-    buckets: Int64[Tensor, " chunks"]
-    ids: Int64[Tensor, "chunks size"]
-    is_own: Bool[Tensor, "chunks size 1"]
-    slots: Int64[Tensor, " ids"]
+    buckets: Int64[Tensor, " chunks"]  # the bucket of each chunk
+    ids: Int64[Tensor, "chunks size"]  # the index of the input in each slot
+    is_own: Bool[Tensor, "chunks size 1"]  # false where an id is repeated to fill its bucket's last chunk
+    slots: Int64[Tensor, " ids"]  # the slot of each id, not counting repetitions
 
 
 class ChunkSize(NamedTuple):

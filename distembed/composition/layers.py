@@ -153,11 +153,7 @@ def _quadrature() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
 
 
 def second_moment(activation: Activation, variance: float, offset: float = 0.0) -> float:
-    """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64.
-
-    Raises:
-        UserError: The moment is not positive and finite, so that no weights after the activation give a variance.
-    """
+    """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64."""
     nodes, weights = _quadrature()
     values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
     moment = float(weights @ values**2 / weights.sum())

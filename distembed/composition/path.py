@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class PathMLPSettings(SchemeSettings):
-    """The settings of ``path_mlp``.
+    """The settings of ``path_mlp``."""
 
-    Attributes:
-        hidden: The hidden sizes of each function.
-        activation: The activation between the layers of a function.
-    """
-
-    hidden: Widths = field(default_factory=lambda: [64])
-    activation: str = "relu"
+    hidden: Widths = field(default_factory=lambda: [64])  # the hidden sizes of each function
+    activation: str = "relu"  # the activation between the layers of a function
 
     @field_validator("activation")
     @classmethod
@@ -101,13 +96,7 @@ class PathComposition(Composition):
         return (Uniform(variance), *functions)
 
     def _initial_function(self, variance: float, embedding_dim: int) -> Distribution:
-        """Returns the distribution of a function whose outputs have the variance of its inputs.
-
-        A sum of n products has n times the variance of a weight times the second moment of its inputs. A hidden layer
-        preserves the variance before its activation f, and the second moment of f(z) - f(0) is taken for normal z of
-        that variance: exact for relu, within a tenth for all activations where the variance is at most 1. Biases
-        subtract f(0): else sigmoid, nearly constant at these small values, would give all ids of a function one vector.
-        """
+        """Returns the distribution of a function whose outputs have the variance of its inputs."""
         offset = removable_offset(self._layers.activation, variance)
         variances, moment = [], variance
         layers = self._layers.layers(embedding_dim)

@@ -174,9 +174,6 @@ def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None 
 
     Returns:
         The vector of each bag, float [batch, width].
-
-    Raises:
-        UserError: The pooling is ``max`` and weights are given.
     """
     if weights is not None:
         if pooling == "max":
@@ -195,8 +192,7 @@ def _max(vectors: Tensor, lengths: Tensor) -> Tensor:
     """Returns the elementwise maximum of each bag."""
     offsets = nn.functional.pad(lengths.long().cumsum(0), [1, 0])
     order = torch.arange(vectors.shape[0], device=vectors.device)
-    pooled: Tensor = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
-    return pooled
+    return nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
 
 
 def _bag_lengths(

@@ -1,8 +1,8 @@
 """Batches: a check that a batch is whole, and batches in which features have unequal numbers of bags.
 
 TorchRec checks the first batch of a sharded collection of bags and no later one. FBGEMM's kernels then read and write
-outside of their memory where a length is negative. :func:`require_whole` checks every batch, in two passes over its
-lengths.
+outside of their memory where a length is negative. :func:`require_whole_batch` checks every batch, in two passes over
+its lengths.
 
 A *variable batch* (TorchRec's VBE) holds a bag once that many rows share, as candidates share the features of a user.
 *Inverse indices* name the bag of each row::
@@ -32,14 +32,10 @@ _REFUSED = "lengths, offsets and inverse indices do not divide the ids into bags
 _OTHER_WEIGHTS = "The batch has another number of weights than ids; give one weight an id."
 
 
-def require_whole(features: KeyedJaggedTensor) -> None:
+def require_whole_batch(features: KeyedJaggedTensor) -> None:
     """Raises unless every feature is in a batch once, and its bags hold all its ids.
 
     On a GPU, the values of lengths and offsets are checked asynchronously, and fail as a device-side assertion.
-
-    Raises:
-        UserError: The batch has a feature twice, another number of ids or weights than its lengths say, a negative
-            length, offsets that contradict the lengths, or rows with bags that do not exist.
     """
     _require_numbers_of_bags(features)
     _require_shapes(features)
@@ -240,7 +236,7 @@ def with_ids(
 
 
 def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch whose elements lie side by side, as collectives and operators read them; a copy where not."""
+    """Returns a batch without gaps between elements, as collectives and operators read them; a copy if necessary."""
     given = (
         features.values(),
         features.weights_or_none(),
@@ -299,18 +295,12 @@ def jagged_vectors(
 ) -> dict[str, JaggedTensor]:
     """Returns the output of a feature of sequences: each row's vectors, under a key for each ``dim`` columns.
 
-    Args:
-        keys: Keys of the output.
-        dim: Number of columns of each.
-        vectors: Vector of each id, bag after bag.
-        lengths: Number of ids of each bag.
-        ids: The ids, which the output carries as weights, or None.
-        bags: The bag of each row; bag i is that of row i unless given.
+    The output carries the ``ids``, if given, as weights. Row i has bag ``bags[i]``, or bag i unless ``bags`` is given.
     """
     if bags is not None:
         lengths, places = _places_for_rows(lengths, bags)
         vectors, ids = vectors.index_select(0, places), None if ids is None else ids.index_select(0, places)
-    # torch.fx traces it, for which a split has no known number of parts
+    # narrow: torch.fx does not know the number of parts of a split
     parts = [vectors.narrow(1, i * dim, dim) for i in range(len(keys))]
     return {key: JaggedTensor(own, lengths=lengths, weights=ids) for key, own in zip(keys, parts, strict=True)}
 
@@ -321,6 +311,6 @@ def _places_for_rows(
     """Returns the length of each row's bag, and the places of all rows' ids among the ids of the bags."""
     repeated = lengths[bags]
     starts = lengths.cumsum(0) - lengths
-    # from a place among the rows' ids to the id's place in its bag
+    # from a place among the rows' ids to the place among the bags' ids
     shifts = (starts[bags] - (repeated.cumsum(0) - repeated)).repeat_interleave(repeated)
     return repeated, torch.arange(len(shifts), device=shifts.device) + shifts

@@ -1,13 +1,12 @@
 """Builds the tables of a dataset's features as the ``embedding`` section of a config sets them, and lets them grow.
 
-New ids are appended to a vocabulary, so that known ids keep their numbers, and the schemes of
-:mod:`distembed.partitions` grow so that known ids keep their rows. A setting that a scheme computes from the number of
-ids, as the buckets of ``quotient_remainder``, is therefore pinned when a table grows::
+New ids are appended to a vocabulary, so that known ids keep their numbers, and schemes grow so that known ids keep
+their rows. A setting that a scheme computes from the number of ids is therefore pinned when a table grows::
 
     before   1,000 ids   {partition: quotient_remainder, collisions: 4}       250 remainders, 4 quotients
     now      1,300 ids   {partition: quotient_remainder, num_buckets: 250}    250 remainders, 6 quotients
 
-A full table stays full, however many ids it has now, and a compressed one stays compressed.
+A full table stays full, and a compressed one stays compressed.
 """
 
 import dataclasses
@@ -32,10 +31,7 @@ _MOST_SHOWN = 10
 
 
 def build_tables(
-    features: Sequence[CategoricalFeature],
-    config: EmbeddingConfig,
-    seed: int = 0,
-    sse: Mapping[str, SSE] | None = None,
+    features: Sequence[CategoricalFeature], config: EmbeddingConfig, seed: int = 0, sse: Mapping[str, SSE] | None = None
 ) -> list[CompositionalEmbeddingBagConfig]:
     """Returns one table for each feature that has one of its own, with that feature's name.
 
@@ -74,7 +70,7 @@ def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> s
 
 
 def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) -> CompositionalEmbeddingBagConfig:
-    """Returns a feature's table, which is full where there is a reason for it to stay so."""
+    """Returns a feature's table, full where it has a reason to stay so."""
     if reason_to_stay_full(feature, settings) is None:
         return _table(feature, settings, _make_partition(feature, settings), seed)
     return _table(feature, settings, Naive(feature.num_embeddings), seed)
@@ -115,16 +111,10 @@ def grown_embedding(
     now: EmbeddingConfig,
     features: Sequence[CategoricalFeature],
 ) -> EmbeddingConfig:
-    """Returns the settings of tables that start from an earlier run's: each known id has the rows that it had.
+    """Returns the settings of tables that start from an earlier run's: each known id keeps its rows.
 
-    Args:
-        before: The settings of the tables as they are.
-        features_before: The features whose tables they are.
-        now: The settings that are asked for, whose ``id_policy``, files of assignments and ``output_dtype`` are taken.
-        features: The same features, with as many ids or more.
-
-    Raises:
-        UserError: A feature is new, is gone or has fewer ids, or a table cannot grow; the error names it.
+    ``now`` gives the ``id_policy``, the files of assignments and the ``output_dtype``; all other settings are those
+    before, and ``features`` have as many ids as ``features_before`` or more.
     """
     own = {feature.name: feature for feature in features if feature.table is None}
     own_before = {feature.name: feature for feature in features_before if feature.table is None}
@@ -134,8 +124,7 @@ def grown_embedding(
     tables = {}
     for name, feature in own.items():
         settings = dataclasses.replace(
-            before.for_table(name),
-            **{key: getattr(now.for_table(name), key) for key in _WITHOUT_EFFECT_ON_WEIGHTS},
+            before.for_table(name), **{key: getattr(now.for_table(name), key) for key in _WITHOUT_EFFECT_ON_WEIGHTS}
         )
         tables[name] = _grown_table(own_before[name], before.for_table(name), feature, settings)
     default = dataclasses.replace(before.default, id_policy=now.default.id_policy, assignments=now.default.assignments)
@@ -146,17 +135,7 @@ def grown_embedding(
 def require_same_settings(
     before: EmbeddingConfig, now: EmbeddingConfig, features: Sequence[CategoricalFeature], run: str
 ) -> None:
-    """Raises unless the tables have the settings of an earlier run.
-
-    Args:
-        before: The settings that the earlier run was given.
-        now: The settings that are given now.
-        features: The features.
-        run: The earlier run, for the error.
-
-    Raises:
-        UserError: Settings differ that change the meaning of a table's weights; the error lists them.
-    """
+    """Raises unless the tables have the settings of an earlier ``run``."""
     differences = []
     for feature in features:
         if feature.table is not None:

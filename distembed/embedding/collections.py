@@ -1,16 +1,22 @@
 """The unsharded modules: KeyedJaggedTensor of ids -> pooled vectors of bags, or a vector for each id of sequences.
 
 They are the reference for everything sharded: plain autograd, one table after another. They also declare the parameters
-that sharders place, on the meta device too: ``embedding_bags.<table>__p<j>.weight``, and ``embeddings.`` of sequences.
+that sharders place: ``embedding_bags.<table>__p<j>.weight``, and ``embeddings.`` of sequences.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -20,6 +26,7 @@ from distembed.embedding.bag import pool
 from distembed.embedding.batches import bags_of_rows, jagged_vectors, require_bags_for_rows
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
+from distembed.partitions import Naive
 
 
 class CompositionalEmbeddingBagCollection(
@@ -193,7 +200,7 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
 
 
 def _has_one_id_a_bag(features: KeyedJaggedTensor) -> bool:
-    """Returns whether each bag has one id, whose vector is that of the bag; on a GPU, which would be waited for, no."""
+    """Returns whether each bag is known to have one id; False on a GPU, which would be waited for."""
     lengths, values = features.lengths_or_none(), features.values()
     if lengths is None or is_traced() or lengths.device.type != "cpu":
         return False
@@ -215,3 +222,57 @@ def _embedding(weight: Tensor) -> nn.Module:
     """Returns a module that holds the vectors of one partition."""
     num_rows, dim = weight.shape
     return nn.Embedding(num_rows, dim, _weight=weight)
+
+
+EmbeddingModule: TypeAlias = CompositionalTables[Any] | EmbeddingBagCollection | EmbeddingCollection
+
+
+def embedding_modules(model: nn.Module) -> dict[str, EmbeddingModule]:
+    """Returns the unsharded embedding collections of a model by their path, in the order of its modules."""
+    kinds = (CompositionalTables, EmbeddingBagCollection, EmbeddingCollection)
+    found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+    paths: dict[str, str] = {}
+    for path, module in found.items():
+        for table in table_configs(module):
+            if table.name in paths:
+                raise UserError(
+                    f"the table {table.name!r} is in {paths[table.name]} and in {path}; give tables of different "
+                    "collections different names."
+                )
+            paths[table.name] = path
+    return found
+
+
+def table_configs(module: EmbeddingModule) -> Sequence[CompositionalEmbeddingConfig]:
+    """Returns the tables of a collection; TorchRec's tables are described as full tables."""
+    if isinstance(module, CompositionalTables):
+        return module.tables()
+    is_bag = isinstance(module, EmbeddingBagCollection)
+    configs = module.embedding_bag_configs() if is_bag else module.embedding_configs()
+    return [_full_table(config) for config in configs]
+
+
+def weight_names_of_table(module: EmbeddingModule, table: CompositionalEmbeddingConfig) -> list[str]:
+    """Returns the names of a table's weights in its collection's state dict, partition by partition."""
+    prefix = "embedding_bags" if isinstance(module, EmbeddingBagCollectionInterface) else "embeddings"
+    if not isinstance(module, CompositionalTables):
+        return [f"{prefix}.{table.name}.weight"]
+    return [
+        f"functions.{part.name}" if part.is_function else f"{prefix}.{part.name}.weight"
+        for part in table.partition_tables()
+    ]
+
+
+def _full_table(config: BaseEmbeddingConfig) -> CompositionalEmbeddingConfig:
+    """Returns the config of a full table that equals one of TorchRec's."""
+    fields = {
+        "name": config.name,
+        "num_embeddings": config.num_embeddings,
+        "embedding_dim": config.embedding_dim,
+        "feature_names": list(config.feature_names),
+        "partition": Naive(config.num_embeddings),
+        "data_type": config.data_type,
+    }
+    if isinstance(config, EmbeddingBagConfig):
+        return CompositionalEmbeddingBagConfig(**fields, pooling=config.pooling.value.lower())
+    return CompositionalEmbeddingConfig(**fields)

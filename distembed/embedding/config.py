@@ -32,23 +32,14 @@ _BYTES_PER_FUNCTION_PARAMETER = 4
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """The parameters of one partition of a table.
+    """The parameters of one partition of a table."""
 
-    Attributes:
-        name: ``<table>__p<j>``, where j is the partition's number.
-        number: The number j.
-        num_rows: The number of rows.
-        dim: How many numbers make a row.
-        init: Fills the weight with its initial values.
-        is_function: Whether a row is the packed weights of a function (path-based compositions) instead of a vector.
-    """
-
-    name: str
-    number: int
-    num_rows: int
-    dim: int
-    init: SeededInit
-    is_function: bool
+    name: str  # ``<table>__p<j>``, where j is the partition's number
+    number: int  # the number j
+    num_rows: int  # the number of rows
+    dim: int  # how many numbers make a row
+    init: SeededInit  # fills the weight with its initial values
+    is_function: bool  # whether a row is the packed weights of a function (path-based compositions) instead of a vector
 
     @property
     def num_parameters(self) -> int:
@@ -299,12 +290,7 @@ def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
 
 
 def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> "FeaturePerturbation":
-    """Returns the module that replaces the ids of these tables' features in training.
-
-    Args:
-        tables: Tables; ids of a table without an ``sse`` are not replaced.
-        rank: This process's rank; unless given, that in the default process group.
-    """
+    """Returns the module that replaces the ids of these tables' features in training."""
     from distembed.sse import FeaturePerturbation
 
     streams = [

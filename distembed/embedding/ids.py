@@ -8,19 +8,19 @@ All returned ids have one dtype, which the tables' settings decide (``id_dtype``
 own batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Int, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_traced, require_in_program
-from distembed.embedding.batches import require_integers, require_whole, with_ids
+from distembed.embedding.batches import require_integers, require_whole_batch, with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
 
 _LARGEST_UNSIGNED = 2**64 - 1
@@ -29,16 +29,11 @@ _REFUSED_ON_DEVICE = "an id lies outside its table; run the batch on the CPU to 
 
 
 class IdMapper:
-    """Maps the raw ids of a batch to ids that lie in their tables; features that no table reads are not looked at.
+    """Maps the raw ids of a batch to ids that lie in their tables; features that no table reads are ignored.
 
     On the CPU an id that is refused raises a :class:`UserError` that names table, feature, position and value. On a GPU
-    the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion.
-
-    Attributes:
-        dtype: The dtype of all ids that it returns: the widest ``id_dtype`` of the tables.
-
-    Args:
-        tables: Tables; no two read the same feature.
+    the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion. Returned ids have
+    the widest ``id_dtype`` of the tables.
     """
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
@@ -47,13 +42,8 @@ class IdMapper:
         self._layout: _Layout | None = None
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the same object where neither an id nor the dtype has to change, else a copy with other ids.
-
-        Raises:
-            UserError: An id is refused, the ids are no integers, or the batch is not whole, as
-                :func:`distembed.embedding.batches.require_whole` says.
-        """
-        require_whole(features)
+        """Returns the batch with mapped ids; the batch itself where neither an id nor the dtype changes."""
+        require_whole_batch(features)
         values = features.values()
         if values.is_meta:
             return features
@@ -71,7 +61,7 @@ class IdMapper:
         return self._with_ids(features, self._map(features, ids, changed) if changed else ids)
 
     def _find_layout(self, features: KeyedJaggedTensor) -> "_Layout":
-        """Returns the layout of a batch: the last one where keys, dtype and device are the same, else a new one."""
+        """Returns the layout of a batch: the last one while keys, dtype and device stay, else a new one."""
         keys, values = features.keys(), features.values()
         layout = self._layout
         if layout is None or (layout.keys, layout.dtype, layout.device) != (keys, values.dtype, values.device):
@@ -80,7 +70,7 @@ class IdMapper:
         return layout
 
     def _map(self, features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], changed: Sequence[int]) -> Tensor:
-        """Returns a batch's ids; the features with the indices ``changed`` are mapped."""
+        """Returns a batch's ids, mapping the features with the indices ``changed``."""
         keys, counts = features.keys(), features.length_per_key()
         raw, pieces = features.values().split(counts), list(ids.split(counts))
         for i in changed:
@@ -99,10 +89,7 @@ class IdMapper:
 
     @staticmethod
     def _with_ids(features: KeyedJaggedTensor, ids: Int[Tensor, " ids"]) -> KeyedJaggedTensor:
-        """Returns a batch with other ids, and the batch itself where they are its own."""
-        if ids is features.values():
-            return features
-        return with_ids(features, ids, features.weights_or_none())
+        return features if ids is features.values() else with_ids(features, ids, features.weights_or_none())
 
 
 def map_ids(
@@ -115,43 +102,30 @@ def map_ids(
         ids: Tensor of any integers.
         where: The place of the ids, for the error: ``feature 'C1'``.
         first_position: The position of the first of ``ids`` in that place.
-
-    Raises:
-        UserError: The ids are no integers; or, on the CPU and where the policy is ``error``, one lies outside of the
-            table.
     """
     require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
 
-    def refuse(ids: Tensor, outside: Tensor) -> Tensor:
-        if is_traced():
-            require_in_program(
-                ~outside.any(),
-                f"table {table.name!r}, {where}: an id lies outside of 0 to {table.num_embeddings - 1} "
-                f"(num_embeddings={table.num_embeddings}); run the batch uncompiled to see which.",
-            )
-        elif ids.device.type != "cpu":
-            torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
-        elif outside.any():
-            position = int(outside.nonzero()[0])
-            raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
-        return ids
-
-    return apply_policy(table, ids.long(), refuse)
-
-
-def apply_policy(
-    table: CompositionalEmbeddingConfig, ids: Int64[Tensor, "*shape"], refuse: Callable[[Tensor, Tensor], Tensor]
-) -> Int64[Tensor, "*shape"]:
-    """Returns ids as a table's hash and policy map them: the one home of the policies."""
+    ids, num_ids = ids.long(), table.num_embeddings
     if table.pre_hash is not None:
-        return table.pre_hash.ids_of_int64(ids, table.num_embeddings)
+        return table.pre_hash.ids_of_int64(ids, num_ids)
     if table.id_policy == "modulo":
-        return ids % table.num_embeddings
-    outside = ids.clamp(0, table.num_embeddings - 1).ne(ids)
+        return ids % num_ids
+    outside = ids.clamp(0, num_ids - 1).ne(ids)
     if table.id_policy == "clip_to_oov":
         assert table.oov_id is not None
         return ids.masked_fill(outside, table.oov_id)
-    return refuse(ids, outside)
+    if is_traced():
+        require_in_program(
+            ~outside.any(),
+            f"table {table.name!r}, {where}: an id lies outside of 0 to {num_ids - 1} (num_embeddings={num_ids}); run "
+            "the batch uncompiled to see which.",
+        )
+    elif ids.device.type != "cpu":
+        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
+    elif outside.any():
+        position = int(outside.nonzero()[0])
+        raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
+    return ids
 
 
 def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
@@ -178,12 +152,8 @@ class _Layout:
 
 
 def _make_layout(
-    keys: Sequence[str],
-    tables: Sequence[CompositionalEmbeddingConfig | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    keys: Sequence[str], tables: Sequence[CompositionalEmbeddingConfig | None], dtype: torch.dtype, device: torch.device
 ) -> _Layout:
-    """Computes a layout."""
     last_ids = np.full(len(keys), _LARGEST_UNSIGNED, dtype=np.uint64)
     bounds = last_ids.copy()
     hashed, mapped = [], []
@@ -194,7 +164,7 @@ def _make_layout(
         if table.pre_hash is not None:
             hashed.append(i)
         else:
-            # beyond the dtype's own maximum its negative numbers begin
+            # read as unsigned, negative ids lie beyond the dtype's own maximum
             last_ids[i] = min(table.num_embeddings - 1, torch.iinfo(dtype).max)
         if table.pre_hash is not None or table.id_policy != "error":
             mapped.append(i)
@@ -210,7 +180,7 @@ def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64])
     counts = np.array(features.length_per_key())
     starts = counts.cumsum() - counts
     filled = counts.nonzero()[0]
-    if len(filled) < len(counts):  # reduceat takes an empty range for one of a single element
+    if len(filled) < len(counts):  # reduceat takes an empty range for a single element
         starts, last_ids = starts[filled], last_ids[filled]
     outside = np.maximum.reduceat(values.view(f"u{values.itemsize}"), starts) > last_ids
     return filled[outside].tolist() if outside.any() else []
@@ -226,68 +196,3 @@ def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " k
         bounds = device_bounds.repeat_interleave(features.stride())
     bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())
     torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any(), _REFUSED_ON_DEVICE)
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureIds:
-    """One feature of a batch."""
-
-    ids: Int[Tensor, " ids"]  # raw, bag after bag
-    mapped: Int64[Tensor, " ids"]  # within the feature's table
-    lengths: Int[Tensor, " batch"]
-    weights: Float[Tensor, " ids"] | None
-
-
-def trace_features(
-    features: KeyedJaggedTensor, tables: Sequence[CompositionalEmbeddingConfig], is_weighted: bool
-) -> dict[str, FeatureIds]:
-    """Returns the features of tables of a batch that torch.fx traces, by name, as calls of the functions below.
-
-    A trace has no batch yet. It checks ids feature by feature, and its errors name no positions.
-    """
-    found = {}
-    for table in tables:
-        for name in table.feature_names:
-            where, ids = f"table {table.name!r}, feature {name!r}", feature_ids(features, name)
-            text = f"{where}: ids lie between 0 and {table.num_embeddings - 1}"
-            whole = whole_ids(ids, f"{where}: the ids are no integers")
-            mapped = apply_policy(table, whole, lambda ids, outside, text=text: ids_inside(ids, outside, text))  # type: ignore[misc]
-            weights = feature_weights(features, name) if is_weighted else None
-            found[name] = FeatureIds(ids, mapped, feature_lengths(features, name), weights)
-    return found
-
-
-@torch.fx.wrap
-def feature_ids(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """Returns the raw ids of a feature."""
-    return features[name].values()
-
-
-@torch.fx.wrap
-def feature_lengths(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """Returns the number of ids of each of a feature's bags."""
-    return features[name].lengths()
-
-
-@torch.fx.wrap
-def feature_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """Returns the weight of each id of a feature; a batch without weights is an error of TorchRec's."""
-    return features[name].weights()
-
-
-@torch.fx.wrap
-def whole_ids(ids: Tensor, refusal: str) -> Tensor:
-    """Returns ids as int64, or raises an error with this text where they are no integers."""
-    if ids.is_floating_point():
-        raise ValueError(refusal)
-    return ids.long()
-
-
-@torch.fx.wrap
-def ids_inside(ids: Tensor, outside: Tensor, refusal: str) -> Tensor:
-    """Returns the ids, or raises an error with this text where one is outside; on a GPU, a device-side assertion."""
-    if ids.device.type != "cpu":
-        torch._assert_async(~outside.any())
-    elif bool(outside.any()):
-        raise ValueError(refusal)
-    return ids

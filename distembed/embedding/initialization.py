@@ -1,8 +1,8 @@
 """Initial weights of a table, which are a function of the seed and the table's name alone.
 
-Neither the number of ranks, nor where a table's rows and columns lie, nor the order in which tables are made changes a
-table's first weights, so that runs on one and on many ranks start from the same model. Rows are drawn block by block,
-each block from a generator of its own, so that a rank draws little more than the rows that it holds::
+The number of ranks, the placement of rows and columns, and the order of tables do not change a table's first weights,
+so that runs on one and on many ranks start from the same model. Rows are drawn block by block, each block from a
+generator of its own, so that a rank draws little more than the rows that it holds::
 
     weight     | block 0 | block 1 | block 2 | block 3 |
     this rank        |  rows 1.5 to 3.2  |               draws blocks 1 to 3
@@ -27,21 +27,13 @@ _NUMBERS_PER_BLOCK = 2**22
 
 @dataclass(frozen=True)
 class SeededInit:
-    """Fills a weight in place with random numbers that depend on seed and name; it can be TorchRec's ``init_fn``.
+    """Fills a weight in place with random numbers that depend on seed and name; it can be TorchRec's ``init_fn``."""
 
-    Attributes:
-        distribution: The distribution of the numbers.
-        seed: The seed of the random numbers, with the name.
-        name: The name of the partition's weight.
-        num_rows: The number of rows of the whole weight.
-        dim: The number of columns of the whole weight.
-    """
-
-    distribution: Distribution
-    seed: int
-    name: str
-    num_rows: int
-    dim: int
+    distribution: Distribution  # the distribution of the numbers
+    seed: int  # the seed of the random numbers, with the name
+    name: str  # the name of the partition's weight
+    num_rows: int  # the number of rows of the whole weight
+    dim: int  # the number of columns of the whole weight
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Fills the whole weight and returns it."""

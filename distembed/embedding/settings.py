@@ -1,10 +1,16 @@
-"""The ``embedding`` section of a config, read and checked without torch."""
+"""The ``embedding`` section of a config and the precision of exchanged vectors, read and checked without torch.
+
+Two settings round the vectors that ranks exchange. ``embedding.output_dtype`` has lookups give vectors of half
+precision, which are sent as they are, and so are their gradients. ``train.quantized_comms`` leaves lookups in float32
+and has TorchRec's codecs round the sent numbers, each way by itself. The codecs take float32, so only one of the two
+may be set.
+"""
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, cast
 
@@ -17,7 +23,6 @@ from distembed.base.validation import Width
 from distembed.composition import COMPOSITIONS
 from distembed.composition.concat import ConcatSettings
 from distembed.composition.path import PathMLPSettings
-from distembed.embedding.exchange import OutputDtype
 from distembed.partitions import PARTITIONS
 from distembed.partitions.explicit import ExplicitSettings
 from distembed.partitions.moduli import ModuliSettings
@@ -30,6 +35,12 @@ Pooling = Literal["sum", "mean", "max"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
 LookupKernel = Literal["auto", "fused", "fbgemm"]
 KERNELS: tuple[LookupKernel, ...] = ("auto", "fused", "fbgemm")
+OutputDtype = Literal["fp32", "fp16", "bf16"]
+CommPrecision = Literal["fp32", "fp16", "bf16", "int8"]
+INT8_NUMBERS = 32
+"""Numbers that FBGEMM rounds to int8 together: each rank gets a multiple of it."""
+_INT8_BYTES = INT8_NUMBERS + 8  # with their scale and their bias, in float32
+_ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -59,13 +70,7 @@ class _CompositionName:
 # a dataclass has the fields of its last base first: this is the order in which configs are written
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableConfig(
-    PathMLPSettings,
-    ConcatSettings,
-    _CompositionName,
-    ExplicitSettings,
-    ModuliSettings,
-    BucketSettings,
-    _PartitionName,
+    PathMLPSettings, ConcatSettings, _CompositionName, ExplicitSettings, ModuliSettings, BucketSettings, _PartitionName
 ):
     """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore the settings of others.
 
@@ -166,22 +171,17 @@ _OF_EVERY_TABLE = frozenset(setting_names(TableConfig)) - _OF_SCHEMES
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class EmbeddingConfig:
-    """The ``embedding`` section.
+    """The ``embedding`` section."""
 
-    Attributes:
-        default: The settings of every table.
-        tables: Exceptions by the feature's name; in a file an exception has only the keys that differ from ``default``.
-        output_dtype: Dtype to which ranks round composed vectors after their lookup, and in which vectors and gradients
-            are sent: ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel tables are not
-            rounded.
-        kernel: How tables are looked up: ``fused``, in one pass; ``fbgemm``, by one of FBGEMM's lookups for each
-            partition; or ``auto``, by the one that was measured to be faster on the kind of device. A table that cannot
-            be looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
-    """
-
-    default: TableSection = field(default_factory=TableConfig)
+    default: TableSection = field(default_factory=TableConfig)  # the settings of every table
+    # exceptions by the feature's name; in a file an exception has only the keys that differ from ``default``
     tables: dict[str, TableSection] = field(default_factory=dict)
+    # Dtype to which ranks round composed vectors after their lookup, and in which vectors and gradients are sent:
+    # ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel tables are not rounded.
     output_dtype: OutputDtype = "fp32"
+    # How tables are looked up: ``fused``, in one pass; ``fbgemm``, by one of FBGEMM's lookups for each partition;
+    # or ``auto``, by the one that was measured to be faster on the kind of device. A table that cannot be looked
+    # up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
     kernel: LookupKernel = "auto"
 
     @model_validator(mode="before")
@@ -218,9 +218,6 @@ def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
     """Returns the SHA-256 of every Parquet file that an explicit scheme reads, by its path.
 
     The files are as much part of a model as its config.
-
-    Raises:
-        UserError: A file cannot be read.
     """
     settings = [config.default, *config.tables.values()]
     paths = sorted({s.assignments for s in settings if s.partition == "explicit" and s.assignments is not None})
@@ -232,3 +229,61 @@ def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
         except OSError as error:
             raise UserError(f"embedding: the assignments {path} cannot be read: {error}") from error
     return checksums
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class QuantizedCommsConfig:
+    """The precisions in which TorchRec's codecs send vectors (its ``QCommsConfig``); ``fp32`` leaves them.
+
+    Precisions are ``fp32``, ``fp16``, ``bf16`` and ``int8``; the last has a scale for each 32 numbers and goes with
+    tables that are not summed up over ranks (``table_wise``, ``column_wise``, ``data_parallel``).
+    """
+
+    forward_precision: CommPrecision = "fp32"  # precision of the vectors
+    backward_precision: CommPrecision = "fp32"  # precision of their gradients
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is rounded."""
+        return (self.forward_precision, self.backward_precision) != ("fp32", "fp32")
+
+
+@dataclass(frozen=True)
+class VectorExchange:
+    """How composed vectors and their gradients are sent between ranks."""
+
+    output_dtype: OutputDtype = "fp32"  # dtype to which lookups round composed vectors
+    comms: QuantizedCommsConfig = QuantizedCommsConfig()  # precisions in which codecs send them
+
+    @property
+    def output_itemsize(self) -> int:
+        """Bytes of a number of the vectors that lookups give, and of the gradients that come back to them."""
+        return _ITEMSIZE[self.output_dtype]
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether numbers are sent in int8, in either direction."""
+        return "int8" in (self.comms.forward_precision, self.comms.backward_precision)
+
+    def vector_bytes(self, num_numbers: float) -> float:
+        """Returns the bytes in which so many numbers of vectors are sent."""
+        return self._sent_bytes(num_numbers, self.comms.forward_precision)
+
+    def gradient_bytes(self, num_numbers: float) -> float:
+        """Returns the bytes in which so many numbers of gradients are sent."""
+        return self._sent_bytes(num_numbers, self.comms.backward_precision)
+
+    def _sent_bytes(self, num_numbers: float, precision: CommPrecision) -> float:
+        if not self.comms.is_used:
+            return num_numbers * self.output_itemsize
+        if precision == "int8":
+            return num_numbers * _INT8_BYTES / INT8_NUMBERS
+        return num_numbers * _ITEMSIZE[precision]
+
+    def as_json(self) -> dict[str, str]:
+        """Returns the settings in plain values."""
+        return {
+            "output_dtype": self.output_dtype,
+            "forward_precision": self.comms.forward_precision,
+            "backward_precision": self.comms.backward_precision,
+        }

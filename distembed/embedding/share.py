@@ -1,7 +1,7 @@
 """The vectors of all ids of a table, each composed on one rank, for a softmax over a catalogue and for rankings.
 
-Every id of a table is in the share of exactly one rank. A rank goes through its share chunk by chunk, so that neither
-the composed vectors of a compositional table nor the scores of all ids are ever in memory at once::
+Every id of a table is in the share of exactly one rank. A rank goes through its share chunk by chunk, so that memory
+never holds all composed vectors of a table or the scores of all ids::
 
     ids       0 ................................ num_embeddings
     rank 0    | chunk 0 | chunk 1 | chunk 2 |
@@ -34,46 +34,27 @@ class VectorChunk:
 
 @dataclass(frozen=True)
 class ShareWeight:
-    """A weight, or columns and rows of one, that vectors of a share are composed from.
+    """A weight, or columns and rows of one, that vectors of a share are composed from."""
 
-    Attributes:
-        partition: Number of the partition.
-        weight: The rows that lie on this rank.
-        first_row: Number of the first of them in the partition.
-        is_function: Whether a row holds a function in place of a vector.
-        is_replicated: Whether all ranks have the weight, so that its gradient is averaged over them.
-    """
-
-    partition: int
-    weight: Float[Tensor, "rows dim_j"]
-    first_row: int = 0
-    is_function: bool = False
-    is_replicated: bool = False
+    partition: int  # number of the partition
+    weight: Float[Tensor, "rows dim_j"]  # the rows that lie on this rank
+    first_row: int = 0  # number of the first of these rows in the partition
+    is_function: bool = False  # whether a row holds a function in place of a vector
+    is_replicated: bool = False  # whether all ranks have the weight, so that its gradient is averaged over them
 
 
 @dataclass(frozen=True)
 class ShareColumns:
-    """Columns ``[start, stop)`` of a table's vectors, and the weights from which this rank composes them.
+    """Columns ``[start, stop)`` of a table's vectors, and the weights from which this rank composes them."""
 
-    Attributes:
-        start: The first column.
-        stop: The column behind the last.
-        weights: The weights in the order of their partitions, of all partitions that take part in these columns.
-    """
-
-    start: int
-    stop: int
+    start: int  # the first column
+    stop: int  # the last column + 1
+    # the weights in the order of their partitions, of all partitions that take part in these columns
     weights: Sequence[ShareWeight]
 
 
 class ShareIds:
-    """The ids whose vectors a rank has in the end: a range, or a list.
-
-    Args:
-        first: The first id of the range.
-        stop: The id behind its last.
-        listed: The ids in ascending order, where they are no range.
-    """
+    """The ids of a rank's share: ``[first, stop)``, or a list in ascending order."""
 
     def __init__(self, first: int, stop: int, listed: Int64[Tensor, " ids"] | None = None) -> None:
         self._first, self._stop, self._listed = first, max(first, stop), listed
@@ -82,7 +63,7 @@ class ShareIds:
         return self._stop - self._first if self._listed is None else len(self._listed)
 
     def between(self, start: int, stop: int, device: torch.device) -> "ChunkIds":
-        """Returns the ids from the ``start``-th up to the ``stop``-th, without that; fewer where there are no more."""
+        """Returns the ids from the ``start``-th to the one before the ``stop``-th, as far as there are so many."""
         if self._listed is not None:
             return ChunkIds(self._listed[start:stop].long(), None)
         first, last = min(self._first + start, self._stop), min(self._first + stop, self._stop)
@@ -97,10 +78,7 @@ class ChunkIds:
     first: int | None  # the first id, where ids follow each other without gaps
 
     def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
-        """Returns the places of other ids in the chunk, and whether the chunk has them.
-
-        The place of an id that is not there is any of the chunk's.
-        """
+        """Returns the places of other ids in the chunk, and whether the chunk has them; else the place is arbitrary."""
         last = len(self.ids) - 1
         if self.first is not None:
             places = ids - self.first
@@ -111,19 +89,14 @@ class ChunkIds:
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """A chunk of a share that was read, maybe to go back from.
+    """A chunk of a share that was read, with the graph of its vectors if gradients are wanted."""
 
-    Attributes:
-        chunk_ids: The ids of the chunk.
-        vectors: The composed vector of each; their gradients go to :meth:`TableShare.add_gradients`.
-        parts: Vectors that this rank composed from leaves, for each of its ranges of columns; none without gradients.
-        ids_by_rank: How many ids each rank has of the chunk, where ranks compose columns for one another.
-    """
-
-    chunk_ids: ChunkIds
+    chunk_ids: ChunkIds  # the ids of the chunk
+    # the composed vector of each; their gradients go to :meth:`TableShare.add_gradients`
     vectors: Float[Tensor, "ids dim"]
+    # vectors that this rank composed from leaves, for each of its ranges of columns; none without gradients
     parts: "Sequence[_ComposedPart]" = ()
-    ids_by_rank: Sequence[int] = ()
+    ids_by_rank: Sequence[int] = ()  # number of ids of each rank, where ranks compose columns for one another
 
 
 @dataclass(frozen=True)
@@ -150,9 +123,6 @@ class TableShare:
         columns: The ranges of columns that this rank composes, of vectors of its ids.
         device: Device of the weights.
         group: The process group over which the ids are shared; None for this process alone.
-
-    Raises:
-        UserError: An id of the table has several vectors.
     """
 
     def __init__(
@@ -185,11 +155,7 @@ class TableShare:
         return -(-self._most_ids // most_ids)
 
     def chunks(self, most_ids: int) -> Iterator[VectorChunk]:
-        """Yields this rank's ids with their vectors; all ranks call it, and get equally many chunks.
-
-        Args:
-            most_ids: Most ids of a chunk, 1 or more.
-        """
+        """Yields this rank's ids with their vectors; all ranks call it, and get equally many chunks."""
         with torch.no_grad():
             for number in range(self.num_chunks(most_ids)):
                 chunk = self.read(number, most_ids)
@@ -206,13 +172,7 @@ class TableShare:
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
     ) -> None:
-        """Adds the gradients of the weights' rows, from the gradients of a chunk's vectors; all ranks call it.
-
-        Args:
-            chunk: A chunk that was read with gradients.
-            gradients: Gradients of its vectors.
-            totals: A tensor for each of :attr:`weights`, of its shape, to which is added.
-        """
+        """Adds the gradients of the weights' rows, from the gradients of a chunk's vectors; all ranks call it."""
         self._add(chunk.parts, [gradients] if chunk.parts else [], totals)
 
     def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedPart]":
@@ -252,7 +212,7 @@ class TableShare:
 
 
 def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, num_ids: int) -> "Tensor | slice":
-    """Returns where in a weight the leaves of some ids lie; ``first`` of the ids is looked at without ``rows``."""
+    """Returns the places of ids' leaves in a weight; without ``rows``, the ids follow each other from ``first`` on."""
     if own.is_function:
         return slice(None)
     if rows is None:

@@ -27,23 +27,15 @@ TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
 @dataclass(frozen=True)
 class EmbeddedFeature(Generic[TableT]):
-    """One feature of a batch, looked up and composed.
+    """One feature of a batch, looked up and composed."""
 
-    Attributes:
-        table: The table in which it was looked up.
-        name: The feature's name.
-        vectors: The composed vector of each id; where each partition gives a vector, these stand side by side.
-        ids: The raw ids, bag after bag.
-        lengths: The number of ids of each bag.
-        weights: The weight of each id, or None where the batch has none.
-    """
-
-    table: TableT
-    name: str
+    table: TableT  # the table in which it was looked up
+    name: str  # the feature's name
+    # the composed vector of each id; with feature generation the partitions' vectors side by side
     vectors: Float[Tensor, "ids width"]
-    ids: Int[Tensor, " ids"]
-    lengths: Int[Tensor, " batch"]
-    weights: Float[Tensor, " ids"] | None
+    ids: Int[Tensor, " ids"]  # the raw ids, bag after bag
+    lengths: Int[Tensor, " batch"]  # the number of ids of each bag
+    weights: Float[Tensor, " ids"] | None  # the weight of each id, or None where the batch has none
 
 
 class CompositionalTables(KnowsTorchRec, Generic[TableT]):
@@ -52,10 +44,6 @@ class CompositionalTables(KnowsTorchRec, Generic[TableT]):
     Attributes:
         functions: The functions of path-based tables by name, ``<table>__p<j>``: float32, with a row for each function.
         sse: The module that replaces ids in training, for the tables that have a rule.
-
-    Args:
-        tables: At least one table; names and features must be unique.
-        device: The device of the weights.
     """
 
     def __init__(self, tables: Sequence[TableT], device: torch.device | str | None) -> None:
@@ -103,11 +91,7 @@ class CompositionalTables(KnowsTorchRec, Generic[TableT]):
         ]
 
     def share(self, table_name: str) -> TableShare:
-        """Returns a table's ids and vectors as the share of this process, which is all of them.
-
-        Raises:
-            UserError: The collection has no table of this name, or its ids have several vectors each.
-        """
+        """Returns all ids and vectors of a table as the share of this process."""
         tables = {table.name: table for table in self._tables}
         table = tables[one_of("table of a collection", table_name, tables)]
         weights = [
@@ -118,28 +102,16 @@ class CompositionalTables(KnowsTorchRec, Generic[TableT]):
         return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self.device)
 
     def map_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns a batch whose ids lie in their tables; in training, ids are replaced where a table has a rule for it.
-
-        Raises:
-            UserError: An id lies outside of its table, or the batch is not whole.
-        """
+        """Checks a batch's ids, and in training replaces ids of tables with SSE."""
         if is_traced():
-            # unless a program may depend on a batch's numbers (fullgraph=True), it ends here: once, and in no loop
+            # a program that must not depend on a batch's numbers (fullgraph=False) breaks here once, not in a loop
             features.length_per_key()
         if self.training and self.sse.replaces_ids:
             require_forward_pass()
         return self.sse(self._map_ids(features))
 
     def embed(self, features: KeyedJaggedTensor, mapped: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
-        """Yields every feature that a table reads, looked up and composed, in the tables' order.
-
-        Args:
-            features: The batch.
-            mapped: The same with the ids that are looked up, as :meth:`map_ids` returns it.
-
-        Raises:
-            UserError: The batch lacks a feature.
-        """
+        """Yields every feature that a table reads, looked up and composed, in the tables' order."""
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
         lengths = lengths_by_feature(features)

@@ -1,9 +1,9 @@
 """Errors in place of silence where TorchRec shards or quantises a model without knowing compositional collections.
 
-``DistributedModelParallel`` leaves a module without a sharder to DDP, and ``shard_modules`` leaves it as it is: all of
-its tables would be on every rank. ``quantize_embeddings`` would leave it in float32. These functions never call the
-collection for that, so the collection looks at its callers: both sharding functions ask an unsharded module for its
-children, TorchRec's own sharders ask for parameters and configs, and quantising sets ``qconfig``.
+``DistributedModelParallel`` and ``shard_modules`` put all tables of a module without a sharder on every rank, and
+``quantize_embeddings`` leaves it in float32. The collection is not told, so it looks at the callers of its methods:
+both sharding functions ask for its children, TorchRec's own sharders for parameters and configs, and quantising sets
+``qconfig``.
 """
 
 import sys
@@ -29,11 +29,7 @@ class KnowsTorchRec(nn.Module):
     """A collection that raises where TorchRec would replicate it or leave it unquantised without a word."""
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields child modules by their names.
-
-        Raises:
-            UserError: TorchRec shards the model over several ranks and was given no sharder for this collection.
-        """
+        """Yields child modules by their names."""
         caller = sys._getframe(1)
         if caller.f_code.co_name == _WALKING_FUNCTIONS.get(caller.f_globals.get("__name__", "")):
             _require_sharder(self, caller)
@@ -45,11 +41,7 @@ class KnowsTorchRec(nn.Module):
 
     @property
     def qconfig(self) -> Any:
-        """The dtypes of weights and outputs that ``torch.ao.quantization`` has set, or None.
-
-        Raises:
-            AttributeError: It has set nothing.
-        """
+        """The dtypes of weights and outputs that ``torch.ao.quantization`` has set, or None."""
         try:
             return self.__dict__["_qconfig"]
         except KeyError:
@@ -57,7 +49,7 @@ class KnowsTorchRec(nn.Module):
 
     @qconfig.setter
     def qconfig(self, value: Any) -> None:
-        # of other types than it was told, quantize_embeddings sets None; so may others, which leave tables deliberately
+        # quantize_embeddings sets None for types that it does not know; other callers set None deliberately
         if value is None and _is_quantizing_embeddings():
             raise UserError(
                 f"TorchRec's functions that quantise know its own collections, and would leave {type(self).__name__} "
@@ -77,11 +69,7 @@ class LookupModules(nn.ModuleDict):
     """The modules that hold the partitions' vectors; TorchRec's planner asks it for parameters."""
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters by their names.
-
-        Raises:
-            UserError: TorchRec's sharder of its own collections shows them to a planner.
-        """
+        """Yields parameters by their names."""
         caller = sys._getframe(1)
         if caller.f_code.co_name == "shardable_parameters":
             _refuse_stock_sharder(caller)
@@ -103,10 +91,7 @@ def _refuse_stock_sharder(caller: FrameType) -> None:
 
 
 def _require_sharder(module: nn.Module, caller: FrameType) -> None:
-    """Raises unless TorchRec was given a sharder for a module, or need not shard it.
-
-    A single rank, copies for inference without a process group, and modules within DDP or FSDP need no sharder.
-    """
+    """Raises unless TorchRec was given a sharder for a module, or need not shard it."""
     given = caller.f_locals
     if "self" in given:
         envs, sharders, entry = given["self"]._env, given["self"]._sharder_map, "DistributedModelParallel"

@@ -1,22 +1,21 @@
-"""A knowledge graph over the ids of one table, with the neighbours of every id at hand in constant time.
+"""A knowledge graph over the ids of one table, in compressed sparse rows: an id's neighbours are one slice.
 
-It is stored in compressed sparse rows. The neighbours of node v are ``neighbors[starts[v] : starts[v + 1]]``; in a
-weighted graph ``keep`` and ``alias`` at the same positions draw one of them in proportion to its weight
-(``alias_method.py``)::
+The neighbours of node v are ``neighbors[starts[v] : starts[v + 1]]``; in a weighted graph ``keep`` and ``alias`` at the
+same positions draw one of them in proportion to its weight (``rows.py``)::
 
     edges 0-1 1-2 1-4        starts     0 1     4 5 5 6
     (undirected, 5 nodes)    neighbors  1 0 2 4 1   1
                              node       0 1     2 3 4
 
-A graph is built in memory from arrays, or mapped from a folder that ``distembed prepare graph`` made: then only what
-is read of it takes memory, which the processes of one machine share.
+A graph is built in memory from arrays, or mapped from a folder that ``distembed prepare graph`` made: only the pages
+that are read take memory, and the processes of one machine share them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +24,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distembed.base.checksums import Verification
 from distembed.base.errors import UserError
-from distembed.graph.alias_method import alias_tables, row_blocks
-from distembed.graph.edges import Edges, merge_equal, require_num_nodes, sort_edges, stored_edges
-from distembed.graph.folder import ArrayWriter, GraphDescription, array_types, fingerprint, map_array, require_checksum
+from distembed.graph.folder import (
+    GRAPH_FILE,
+    REMEDY,
+    ArrayWriter,
+    GraphDescription,
+    array_types,
+    fingerprint,
+    map_array,
+)
+from distembed.graph.rows import alias_tables, merge_equal, require_num_nodes, row_blocks, sort_edges, stored_edges
 
 _PIECE = 2**20
 
@@ -49,17 +56,14 @@ class Graph:
     alias: NDArray[np.integer[Any]] | None = None
     directed: bool = False  # whether edges were stored one way only
     folder: Path | None = None  # folder that the graph is mapped from; None for a graph in memory
-    description: GraphDescription | None = None  # what ``graph.json`` says in that folder
+    description: GraphDescription | None = None  # content of ``graph.json`` in that folder
 
     def __eq__(self, other: object) -> bool:
         """Returns whether another graph has the same ids, neighbours and weights, wherever it is kept."""
         if not isinstance(other, Graph):
             return NotImplemented
-        if self is other:
-            return True
-        same = (self.num_nodes, self.directed) == (other.num_nodes, other.directed)
-        arrays = ("starts", "neighbors", "keep", "alias")
-        return same and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays)
+        arrays = ("num_nodes", "directed", "starts", "neighbors", "keep", "alias")
+        return self is other or all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays)
 
     def __hash__(self) -> int:
         return hash((self.num_nodes, len(self.neighbors)))
@@ -74,12 +78,11 @@ class Graph:
             num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
             sources: One end of each edge: integers, as an array, a tensor or a list.
             targets: The other end of each edge.
-            weights: Weight of each edge, finite and above 0; those of an edge given several times are added up.
+            weights: Weight of each edge, finite and above 0; an edge given several times weighs the sum.
             directed: Whether the target is a neighbour of the source, and not the other way round.
 
         Raises:
-            UserError: An id or weight cannot be (the error says which), or there is no edge but self-loops, which are
-                dropped.
+            UserError: An id or weight is invalid, or every edge is a self-loop, which are dropped.
         """
         num_nodes = require_num_nodes("num_nodes", num_nodes)
         source_ids, target_ids = _ids("sources", sources, num_nodes), _ids("targets", targets, num_nodes)
@@ -95,10 +98,6 @@ class Graph:
                 f"the graph has no edge: {len(source_ids)} were given, and those from a node to itself are dropped. "
                 "Give edges between distinct ids."
             )
-        return cls._from_sorted(num_nodes, edges, directed)
-
-    @classmethod
-    def _from_sorted(cls, num_nodes: int, edges: Edges, directed: bool) -> Graph:
         sources = edges.keys // num_nodes
         neighbors = (edges.keys - sources * num_nodes).astype(array_types(num_nodes, False)["neighbors"])
         starts = np.zeros(num_nodes + 1, np.int64)
@@ -112,20 +111,20 @@ class Graph:
 
         Args:
             path: The folder.
-            verified: Whether all files are held against their checksums first, which reads them whole.
+            verified: Whether all files are compared with their checksums first, which reads them whole.
 
         Raises:
             UserError: The folder is no graph, or a file is missing, damaged or cut short.
         """
         folder = Path(path)
         description = GraphDescription.load(folder)
-        for stored in description.arrays.values() if verified else ():
-            require_checksum(folder, stored)
         arrays = {name: map_array(folder, stored) for name, stored in description.arrays.items()}
-        if arrays["starts"][0] != 0 or arrays["starts"][-1] != description.num_edges:
-            raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
         num_nodes, directed = description.num_nodes, description.directed
         graph = cls(num_nodes, **arrays, directed=directed, folder=folder, description=description)
+        if verified:
+            graph.verify()
+        if graph.starts[0] != 0 or graph.starts[-1] != description.num_edges:
+            raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
         if verified:
             graph.require_own_ids()
         return graph
@@ -151,11 +150,11 @@ class Graph:
         GraphDescription(*counts, self.directed, self.weighted, stored, self.details).save(folder)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        """Returns the graph itself, which nothing changes."""
+        """Returns the graph itself: a graph never changes."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickles a graph in a folder as its path alone; it was held against its checksums here already."""
+        """Pickles a graph in a folder as its path alone; its checksums were compared here already."""
         if self.folder is not None:
             return Graph.open, (self.folder, False)
         return super().__reduce__()
@@ -177,7 +176,7 @@ class Graph:
 
     @property
     def details(self) -> Mapping[str, Any]:
-        """What ``graph.json`` says about how the graph was prepared; empty for a graph that was built in memory."""
+        """How the graph was prepared, from ``graph.json``; empty for a graph that was built in memory."""
         return {} if self.description is None else self.description.details
 
     @cached_property
@@ -189,11 +188,7 @@ class Graph:
         return fingerprint(self.num_nodes, checksums)
 
     def neighbors_of(self, node: int) -> NDArray[np.integer[Any]]:
-        """Returns the neighbours of a node, ascending, as a view.
-
-        Raises:
-            UserError: There is no such node.
-        """
+        """Returns the neighbours of a node, ascending, as a view; a UserError where the graph lacks the node."""
         if not 0 <= node < self.num_nodes:
             raise UserError(f"node is {node}; the graph has the nodes 0 to {self.num_nodes - 1}.")
         return self.neighbors[self.starts[node] : self.starts[node + 1]]
@@ -203,22 +198,21 @@ class Graph:
         return np.diff(self.starts)
 
     def verify(self) -> None:
-        """Compares every file of the folder with its checksum, which reads them whole.
-
-        For a graph in memory there is nothing to compare.
+        """Compares every file of the folder with its checksum; a graph in memory has none to compare.
 
         Raises:
-            UserError: A file is not as it was written.
+            UserError: A file differs from its checksum.
         """
         if self.folder is not None and self.description is not None:
             for stored in self.description.arrays.values():
-                require_checksum(self.folder, stored)
+                if (problem := stored.problem(self.folder)) is not None:
+                    raise UserError(f"{problem}; {REMEDY}.")
 
     def require_own_ids(self) -> None:
-        """Makes sure that neighbours are ids of the graph, since what training draws is looked up unchecked.
+        """Makes sure that neighbours are ids of the graph: training looks drawn neighbours up unchecked.
 
         Raises:
-            UserError: They are not, which the checksums of a graph that someone made so do not tell.
+            UserError: A neighbour is no id; checksums do not tell where someone wrote the graph so.
         """
         place = "the graph" if self.folder is None else self.folder
         for begin in range(0, self.num_nodes, _PIECE):
@@ -287,3 +281,27 @@ def _array(name: str, values: Any) -> NDArray[Any]:
     if array.ndim != 1:
         raise UserError(f"{name} have the shape {array.shape}; give one number an edge.")
     return array
+
+
+def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
+    """Compares every file of a graph with its checksum, in constant memory, and returns all problems.
+
+    Args:
+        folder: Folder that ``distembed prepare graph`` made.
+        progress: Function that is called now and then with the number of bytes read so far.
+    """
+    folder = Path(folder)
+    description = GraphDescription.load(folder)
+    found = Verification()
+    found.add((), folder / GRAPH_FILE)
+    for stored in description.arrays.values():
+        problem = stored.problem(folder)
+        found.add([] if problem is None else [f"{problem}; {REMEDY}."], folder / stored.file)
+        if progress is not None:
+            progress(found.num_bytes)
+    if not found.problems:
+        try:
+            Graph.open(folder, verified=False).require_own_ids()
+        except UserError as error:
+            found.problems.append(str(error))
+    return found

@@ -2,15 +2,14 @@
 
 ::
 
-    GRAPH/graph.json     nodes, edges, checksums, and what the graph was made of
-    GRAPH/starts.bin     int64 [num_nodes + 1]: where the row of each node begins in the others
+    GRAPH/graph.json     nodes, edges, checksums, and how the graph was prepared
+    GRAPH/starts.bin     int64 [num_nodes + 1]: where the row of each node begins in the arrays below
     GRAPH/neighbors.bin  int32 [num_edges], or int64 with more than 2^31 nodes
-    GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see alias_method.py
-    GRAPH/alias.bin      int32 [num_edges], the same
+    GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see rows.py
+    GRAPH/alias.bin      int32 [num_edges], weighted graphs only
 
 ``graph.json`` is written last: a folder without it is no graph. It carries its own checksum and two of each array:
-XXH3, against which a graph is held at the speed of memory when it is opened, and SHA-256, which says which graph it is.
-Graphs of version 1 have only the latter, and are held against it at about 1.5 GB/s.
+XXH3, which is compared at the speed of memory when a graph is opened, and SHA-256, which identifies the graph.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from distembed.base.checksums import KEY, FileChecksum, checksum_differs, runnin
 from distembed.base.errors import UserError
 from distembed.base.files import read_folder_json, require_inside, write_text
 from distembed.base.version import __version__
-from distembed.graph.alias_method import alias_tables, row_blocks
-from distembed.graph.edges import Edges
+from distembed.graph.rows import Edges, alias_tables, row_blocks
 
 GRAPH_FILE = "graph.json"
 FORMAT = "distembed graph"
 GRAPH_VERSION = 2
-_WITHOUT_OWN_CHECKSUM = 1
 
 _PIECE = 2**20
 _WEIGHTS = ".weights"
@@ -62,22 +59,11 @@ class StoredArray:
     dtype: str  # type of the numbers, as numpy writes it
     bytes: int  # size of the file
     sha256: str  # cryptographic checksum of the file, of which the graph's fingerprint is made
-    checksum: str | None = None  # fast checksum of the file; None in a graph of version 1
+    checksum: str  # fast checksum of the file
 
     def problem(self, folder: Path) -> str | None:
-        """Returns what is wrong with the file, without the remedy, once all of it was read; None where nothing is."""
-        path = folder / self.file
-        if self.checksum is not None:
-            return FileChecksum(self.bytes, self.checksum).problem(path)
-        try:
-            if not path.is_file():
-                return f"{path} is missing"
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
-                    return f"{path} is damaged: its checksum differs from the recorded one"
-        except OSError as error:
-            return f"{path} cannot be read ({error})"
-        return None
+        """Reads the file and returns a description of its damage, without the remedy; None for an undamaged file."""
+        return FileChecksum(self.bytes, self.checksum).problem(folder / self.file)
 
 
 @dataclass(frozen=True)
@@ -90,12 +76,6 @@ class GraphDescription:
     weighted: bool  # whether neighbours are drawn in proportion to weights
     arrays: Mapping[str, StoredArray]  # arrays by name
     details: Mapping[str, Any] = field(default_factory=dict)  # how the graph was prepared, in plain JSON values
-    format_version: int = GRAPH_VERSION  # version of the folder's format
-
-    @property
-    def has_own_checksum(self) -> bool:
-        """Whether the description carries a checksum of itself."""
-        return self.format_version > _WITHOUT_OWN_CHECKSUM
 
     @property
     def fingerprint(self) -> str:
@@ -126,18 +106,17 @@ class GraphDescription:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"{path} does not describe a graph of distembed's; {REMEDY}.")
         version = value.get("format_version")
-        if version not in (GRAPH_VERSION, _WITHOUT_OWN_CHECKSUM):
+        if version != GRAPH_VERSION:
             raise UserError(
                 f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
-                f"distembed reads {_WITHOUT_OWN_CHECKSUM} and {GRAPH_VERSION}: {REMEDY}."
+                f"distembed reads {GRAPH_VERSION}: {REMEDY}."
             )
-        # what says that it is old and has a checksum is damaged where it says how old it is
-        if (KEY in value) == (version == _WITHOUT_OWN_CHECKSUM) or checksum_differs(value):
+        if KEY not in value or checksum_differs(value):
             raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {REMEDY}.")
         try:
             arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}
             counts = int(value["num_nodes"]), int(value["num_edges"])
-            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"], version)
+            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"])
             found._require_consistent()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}.") from error
@@ -148,12 +127,10 @@ class GraphDescription:
         return found
 
     def _require_consistent(self) -> None:
-        """Makes sure that the arrays are those of such a graph."""
+        """Raises ValueError where an array is missing or has another type or size than the graph's."""
         types = array_types(self.num_nodes, self.weighted)
         if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
             raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
-        if self.has_own_checksum and any(array.checksum is None for array in self.arrays.values()):
-            raise ValueError("an array has no checksum")
         for name, dtype in types.items():
             length = self.num_nodes + 1 if name == "starts" else self.num_edges
             if self.arrays[name].bytes != length * dtype.itemsize:
@@ -168,15 +145,8 @@ def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
     size = path.stat().st_size
     if size != stored.bytes:
         raise UserError(f"{path} has {size:,} bytes where {GRAPH_FILE} says {stored.bytes:,}: it is damaged; {REMEDY}.")
-    # torch takes no arrays that are read-only; what is written to this one never reaches the file
+    # torch refuses read-only arrays; writes to this one would never reach the file
     return np.memmap(path, np.dtype(stored.dtype), "c")
-
-
-def require_checksum(folder: Path, stored: StoredArray) -> None:
-    """Makes sure that a file's contents are those that were written; it reads the whole file."""
-    problem = stored.problem(folder)
-    if problem is not None:
-        raise UserError(f"{problem}; {REMEDY}.")
 
 
 class ArrayWriter:
@@ -188,7 +158,7 @@ class ArrayWriter:
         self._bytes = 0
 
     def append(self, values: NDArray[Any]) -> None:
-        """Writes these numbers next."""
+        """Writes numbers at the end of the file."""
         content = np.ascontiguousarray(values, self._dtype).data.cast("B")
         _append(self._path, content)
         self._sha256.update(content)
@@ -196,7 +166,7 @@ class ArrayWriter:
         self._bytes += len(content)
 
     def finish(self) -> StoredArray:
-        """Returns the description of what was written."""
+        """Returns the description of the file."""
         checksums = self._sha256.hexdigest(), self._checksum.hexdigest()
         return StoredArray(self._path.name, self._dtype.str, self._bytes, *checksums)
 
@@ -204,8 +174,8 @@ class ArrayWriter:
 class GraphWriter:
     """Writes a graph from its edges, which come in ascending order, into an empty folder.
 
-    Memory is needed for the edges that are appended at a time; for a weighted graph also for its longest row. Once the
-    graph is finished, ``num_connected`` is the number of nodes that have neighbours, and ``largest_degree`` the most.
+    Memory holds the edges of one call, and for a weighted graph its longest row. Once the graph is finished,
+    ``num_connected`` is the number of nodes with neighbours, and ``largest_degree`` the largest number of neighbours.
     """
 
     def __init__(self, folder: Path, num_nodes: int, weighted: bool) -> None:
@@ -216,7 +186,7 @@ class GraphWriter:
         self._next_node = self._last_start = 0
 
     def append(self, edges: Edges) -> None:
-        """Writes edges, each once and in the order of their keys, all beyond those before; a row may span calls."""
+        """Writes distinct edges in ascending order of their keys over all calls; a row may span calls."""
         if not len(edges):
             return
         sources = edges.keys // self._num_nodes
@@ -227,7 +197,7 @@ class GraphWriter:
         self.num_edges += len(edges)
 
     def _write_starts(self, sources: NDArray[np.int64], end: int) -> None:
-        """Writes where the rows of nodes before ``end`` begin, as far as that is not written."""
+        """Writes the starts of the rows of nodes before ``end``, as far as they are not written."""
         while self._next_node < end:
             nodes = np.arange(self._next_node, min(end, self._next_node + _PIECE))
             starts = self.num_edges + np.searchsorted(sources, nodes)
@@ -238,7 +208,7 @@ class GraphWriter:
             self._next_node, self._last_start = int(nodes[-1]) + 1, int(starts[-1])
 
     def finish(self) -> dict[str, StoredArray]:
-        """Writes what remains but ``graph.json``, and returns the arrays to describe there."""
+        """Writes all remaining arrays, and returns their descriptions for ``graph.json``."""
         self._write_starts(np.zeros(0, np.int64), self._num_nodes + 1)
         if self._weighted:
             self._write_alias_tables()

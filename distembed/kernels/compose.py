@@ -8,27 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distembed.kernels.layout import (
-    BLOCK_IDS,
-    COLUMN_START,
-    FIRST_BAG,
-    IDS,
-    IS_HALF,
-    IS_PRODUCT,
-    NUM_BAGS,
-    NUM_COLUMNS,
-    NUM_FEATURES,
-    NUM_PARTITIONS,
-    OFFSETS,
-    ROW_BYTES,
-    STRIDE,
-    VECTOR_START,
-    VECTORS,
-    WEIGHT_ADDRESS,
-    WEIGHT_START,
-    WEIGHTS,
-    WIDTH,
-)
+from distembed.kernels import layout
 from distembed.kernels.rows import (
     ask_for,
     clear,
@@ -37,8 +17,8 @@ from distembed.kernels.rows import (
     feature_block,
     field,
     inline,
+    is_half,
     is_outside,
-    last_row,
     part_block,
     partition_block,
     read,
@@ -46,7 +26,7 @@ from distembed.kernels.rows import (
 )
 from distembed.kernels.simd import (
     lanes_of,
-    load,
+    load_floats,
     multiply_add,
     read_float,
     read_long,
@@ -61,14 +41,14 @@ from distembed.kernels.simd import (
 
 @compiled
 def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> Any:
-    num_features, most_bags = field(job, NUM_FEATURES), 0
+    num_features, most_bags = field(job, layout.NUM_FEATURES), 0
     for feature in range(num_features):
-        most_bags = max(most_bags, field(feature_block(job, feature), NUM_BAGS))
+        most_bags = max(most_bags, field(feature_block(job, feature), layout.NUM_BAGS))
     first, last = most_bags * share // num_shares, most_bags * (share + 1) // num_shares
     # vectors of one bag lie side by side: all features of some bags are written before those of the next
-    for start in range(first, last, BLOCK_IDS):
+    for start in range(first, last, layout.BLOCK_IDS):
         for feature in range(num_features):
-            stop = min(start + BLOCK_IDS, last, field(feature_block(job, feature), NUM_BAGS))
+            stop = min(start + layout.BLOCK_IDS, last, field(feature_block(job, feature), layout.NUM_BAGS))
             if start < stop and not _compose_bags(job, feature, start, stop, scratch, zeros):
                 return 1 + feature
     return 0
@@ -77,18 +57,14 @@ def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros
 @inline
 def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> Any:
     """Composes the bags of a feature from ``first`` until ``last``; returns whether all rows were inside."""
-    own, stride, width, weights = (
-        feature_block(job, feature),
-        field(job, STRIDE),
-        field(job, WIDTH),
-        field(job, WEIGHTS),
-    )
-    ends = field(job, OFFSETS) + 8 * field(own, FIRST_BAG)
+    own, stride = feature_block(job, feature), field(job, layout.STRIDE)
+    width, weights = field(job, layout.WIDTH), field(job, layout.WEIGHTS)
+    ends = field(job, layout.OFFSETS) + 8 * field(own, layout.FIRST_BAG)
     start, end = read_long(ends + 8 * first), read_long(ends + 8 * last)
     bag_end, ends = start, ends + 8 * first
-    target = field(job, VECTORS) + field(own, VECTOR_START) + (first - 1) * stride
+    target = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) + (first - 1) * stride
     while start < end:
-        stop = min(start + BLOCK_IDS, end)
+        stop = min(start + layout.BLOCK_IDS, end)
         if not _find_rows(job, feature, start, stop, rows):
             return False
         i = start
@@ -101,7 +77,7 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 if i >= bag_end:
                     clear(target, width, zeros)
             own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
-            # the number of ids of longer bags has to be read before the next bag is begun; of single ids it is guessed
+            # longer bags have to read their number of ids before the next bag begins; single ids have it predicted
             if is_first and bag_end == i + 1:
                 _compose_one(job, target, own_rows, own_weights, zeros)
                 i += 1
@@ -110,7 +86,7 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 _compose_ids(job, target, own_rows, num_ids, own_weights, is_first, zeros)
                 i += num_ids
         start = stop
-    final = field(job, VECTORS) + field(own, VECTOR_START) + last * stride
+    final = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) + last * stride
     target += stride
     while target < final:
         clear(target, width, zeros)
@@ -120,17 +96,13 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
 
 @inline
 def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
-    """Writes the address of each id's row in every partition, and asks for the row.
-
-    Returns:
-        Whether this rank has all of the rows. If not, none may be read.
-    """
-    ids, outside = field(job, IDS), 0
-    for j in range(field(job, NUM_PARTITIONS)):
+    """Writes the address of each id's row in every partition, and asks for the row."""
+    ids, outside = field(job, layout.IDS), 0
+    for j in range(field(job, layout.NUM_PARTITIONS)):
         part, partition = part_block(job, feature, j), partition_block(job, j)
-        row_bytes = field(partition, ROW_BYTES)
-        base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
-        place, last = rows + 8 * BLOCK_IDS * j, last_row(part)
+        row_bytes = field(partition, layout.ROW_BYTES)
+        base = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
+        place, last = rows + 8 * layout.BLOCK_IDS * j, field(part, layout.NUM_ROWS) - 1
         for i in range(start, stop):
             row = row_of(read_long(ids + 8 * i), part)
             outside |= is_outside(row, last)
@@ -149,19 +121,18 @@ def _weight(weights: Any, i: Any, zeros: Any) -> Any:
 
 @inline
 def _num_common(job: Any) -> Any:
-    """Returns how many partitions have their columns in common: all, or one where each has columns of its own."""
-    num_partitions = field(job, NUM_PARTITIONS)
-    return num_partitions if field(partition_block(job, num_partitions - 1), COLUMN_START) == 0 else 1
+    """Returns the number of partitions that share columns: all, or one where each has columns of its own."""
+    num_partitions = field(job, layout.NUM_PARTITIONS)
+    return num_partitions if field(partition_block(job, num_partitions - 1), layout.COLUMN_START) == 0 else 1
 
 
 @inline
 def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
     """Returns numbers of an id's composed vector, from partition ``j`` and the partitions that share its columns."""
-    vector = read(read_long(rows + 8 * BLOCK_IDS * j), column, field(partition_block(job, j), IS_HALF), zeros)
+    vector = read(read_long(rows + 8 * layout.BLOCK_IDS * j), column, is_half(job, j), zeros)
     for other in range(j + 1, j + num_common):
-        row, is_half = read_long(rows + 8 * BLOCK_IDS * other), field(partition_block(job, other), IS_HALF)
-        own = read(row, column, is_half, zeros)
-        vector = vector * own if field(job, IS_PRODUCT) else vector + own
+        own = read(read_long(rows + 8 * layout.BLOCK_IDS * other), column, is_half(job, other), zeros)
+        vector = vector * own if field(job, layout.IS_PRODUCT) else vector + own
     return vector
 
 
@@ -169,34 +140,22 @@ def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zer
 def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
     """Writes the composed vector of the only id of a bag, times its weight; arguments as of :func:`_compose_ids`."""
     num_common, factor = _num_common(job), _weight(weights, 0, zeros)
-    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+    for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)
-        place = target + 4 * field(partition, COLUMN_START)
-        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+        place = target + 4 * field(partition, layout.COLUMN_START)
+        for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
             store(place + 4 * column, _compose_rows(job, rows, j, num_common, column, zeros) * factor)
 
 
 @inline
 def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
-    """Adds up the composed vectors of ids of one bag, each times its weight, and writes them or adds them to the bag's.
-
-    A bag may go on in the next block of ids; its sum is in the order of the ids wherever that begins.
-
-    Args:
-        job: Address of the job.
-        target: Address of the bag's vector.
-        rows: Addresses of the ids' rows in the first partition; other partitions follow, block by block.
-        num_ids: How many ids.
-        weights: Address of their weights; 0 for none.
-        is_first: Whether they are the first of their bag.
-        zeros: Zeros of all lanes.
-    """
+    """Sums the weighted composed vectors of ids of one bag, and writes the sum or adds it to the bag's vector."""
     num_common = _num_common(job)
-    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+    for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)
-        place = target + 4 * field(partition, COLUMN_START)
-        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
-            summed = zeros if is_first else load(place + 4 * column, zeros)
+        place = target + 4 * field(partition, layout.COLUMN_START)
+        for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
+            summed = zeros if is_first else load_floats(place + 4 * column, zeros)
             for i in range(num_ids):
                 vector = _compose_rows(job, rows + 8 * i, j, num_common, column, zeros)
                 summed = multiply_add(vector, _weight(weights, i, zeros), summed)
@@ -213,7 +172,7 @@ def compose_16(job: int, share: int, num_shares: int, scratch: int) -> int:
         job: Address of the job.
         share: Which share.
         num_shares: How many shares there are.
-        scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
+        scratch: Address of 8 bytes for each partition and each id of a block, ``layout.BLOCK_IDS``.
 
     Returns:
         0, or 1 + the number of a feature with an id whose row is not on this rank; no row is read then.

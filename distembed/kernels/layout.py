@@ -1,8 +1,8 @@
-"""How a step's lookup is described to the CPU kernels: blocks of 64-bit numbers, with a name for the place of each.
+"""The description of a step's lookup for the CPU kernels: blocks of 64-bit numbers, with a name for each place.
 
 Kernels are compiled once for all groups of tables, so that all differences between groups are data. They take the
-address of one block, the *job*, and find everything else from there. (Arrays would be counted as references in every
-function that they go through, which takes longer than a short row.)
+address of one block, the *job*, and find everything else from there. (Numba would count references to arrays in every
+function that takes one, which takes longer than a short row.)
 """
 
 # the job: addresses of arrays and blocks, and what holds for all tables
@@ -53,11 +53,11 @@ VECTOR_START = 2  # bytes from the address of all vectors to the feature's first
 FEATURE_FIELDS = 3
 
 BLOCK_IDS = 64
-"""How many ids are mapped, and their rows asked for, before the first of them is composed."""
+"""Number of ids that are mapped, and whose rows are prefetched, before the first of them is composed."""
 
 
 def place_bits(num_rows: int, num_ids: int) -> int:
-    """Returns the logarithm to base 2 of the number of places of the hash table in which a batch's rows are found."""
+    """Returns the binary logarithm of the size of the hash table for a batch's rows."""
     num_bits, needed = 1, min(num_rows, 2 * num_ids)
     while (1 << num_bits) < needed:
         num_bits += 1

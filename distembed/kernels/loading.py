@@ -1,19 +1,14 @@
-"""Whether the CPU kernels can be had on this machine, and their compilation, once for all processes.
+"""Compiles the CPU kernels once for all processes of a machine, and says why where that is impossible.
 
-Numba compiles a kernel when it is first needed, in a few seconds, and keeps it in a file beside the module or, where
-that cannot be written, in the user's cache folder. Ranks of one machine that need it at the same time wait for the one
-that compiles it.
+Numba compiles a kernel at its first use, in a few seconds, and keeps it in a file next to the module or, where that
+folder is read-only, in the user's cache folder. Ranks that need it at the same time compile it side by side.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
-import os
 import platform
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -25,8 +20,6 @@ from distembed.base.errors import UserError
 _log = logging.getLogger(__name__)
 
 INSTALL = "pip install numba"
-_LONGEST_WAIT = 180.0
-"""Seconds that a process waits for another one to compile, which takes a few."""
 _ONE_THREAD = threading.Lock()
 """Held by the thread that compiles, since numba's settings are global."""
 _NOT_COMPILED = ("__init__", "operation", "tables", "triton")
@@ -34,21 +27,17 @@ _NOT_COMPILED = ("__init__", "operation", "tables", "triton")
 
 
 class Kernels(NamedTuple):
-    """The two passes, compiled.
+    """The two passes, compiled."""
 
-    Attributes:
-        compose: The forward pass, ``(job, share, num_shares, scratch)``.
-        update: The backward pass, ``(job, tables, num_tables, scratch, scratch_bytes)``.
-    """
-
-    compose: Callable[[int, int, int, int], None]
+    compose: Callable[[int, int, int, int], None]  # the forward pass, ``(job, share, num_shares, scratch)``
+    # the backward pass, ``(job, tables, num_tables, scratch, scratch_bytes)``
     update: Callable[[int, int, int, int, int], int]
 
 
 @cache
 def reason_unavailable() -> str | None:
-    """Returns why the kernels cannot be had here, in a sentence with a remedy; None where they can."""
-    _source_stamp()  # first, as files that change later are not those that are compiled
+    """Returns why the kernels are unavailable here, in a sentence with a remedy; None where they are available."""
+    _source_stamp()  # before files can change that are imported already
     try:
         import_module("distembed.kernels.compose")
     except ImportError as error:
@@ -70,18 +59,14 @@ def _has_halves() -> bool:
 
 
 @cache
-def load(lanes: int) -> Kernels:
-    """Returns the kernels for rows whose columns come in so many; compiles them where nobody has yet.
-
-    Raises:
-        UserError: They cannot be had here.
-    """
+def load_kernels(lanes: int) -> Kernels:
+    """Returns the kernels for rows whose number of columns is a multiple of ``lanes``; compiles them if needed."""
     reason = reason_unavailable()
     if reason is not None:
         raise UserError(f"the fused lookup: {reason}.")
     compose: Any = getattr(import_module("distembed.kernels.compose"), f"compose_{lanes}")
     update: Any = getattr(import_module("distembed.kernels.update"), f"update_{lanes}")
-    with _one_at_a_time(), _optimised_once():
+    with _optimised_once():
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
@@ -91,7 +76,7 @@ def load(lanes: int) -> Kernels:
 def reason_not_compiled(lanes: int) -> str | None:
     """Compiles the kernels; returns why they cannot be compiled here, and logs it, or None where they are."""
     try:
-        load(lanes)
+        load_kernels(lanes)
     except Exception as error:  # whatever a compiler may raise, tables can be looked up without it
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         _log.warning("The kernels of the fused lookup cannot be compiled (%s).", reason)
@@ -101,7 +86,7 @@ def reason_not_compiled(lanes: int) -> str | None:
 
 @contextlib.contextmanager
 def _optimised_once() -> Iterator[None]:
-    """Has LLVM optimise at its first level: vectors are written out, and its third takes twice as long for nothing."""
+    """Has LLVM optimise at its first level: the third takes twice as long and gains nothing for explicit vectors."""
     from numba.core import config
 
     with _ONE_THREAD:
@@ -133,39 +118,7 @@ def _compile(kernel: Any, signature: str) -> None:
 
 @cache
 def _source_stamp() -> str:
-    """Returns a checksum of all that kernels are compiled from; numba looks at the file of a kernel alone."""
+    """Returns a checksum of all sources of the kernels; numba itself looks at one kernel's file."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = [path for path in files if not path.name.startswith(_NOT_COMPILED)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Waits until no other process of this user compiles; a process that ends, however it does, lets the next go on."""
-    file = -1
-    try:
-        path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
-        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _lock(file)
-    except OSError as error:  # where no file can be made or locked, each process compiles for itself
-        _log.debug("The fused lookup's kernels are compiled without a lock (%s).", error)
-    try:
-        yield
-    finally:
-        if file >= 0:
-            os.close(file)
-
-
-def _lock(file: int) -> None:
-    """Locks a file, or lets it be after :data:`_LONGEST_WAIT`: whoever has it may have been stopped."""
-    until = time.monotonic() + _LONGEST_WAIT
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                _log.warning("Another process compiles the fused lookup's kernels for too long: it is not waited for.")
-                return
-            time.sleep(0.05)
-        else:
-            return

@@ -1,11 +1,14 @@
 """The fused lookup: ids in, composed and pooled vectors out, and tables updated within the backward pass.
 
-The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
-here: their gradients come out of the backward pass, dense, as of any parameter.
+The weights and the optimizers' states stay in FBGEMM's tables. Replicated rows are not updated here: the backward pass
+returns their gradients, dense, as of any parameter::
 
-The rows are read again in the backward pass, so that nothing but the ids is kept for it. Gradients of a product's rows
-and of the ids' weights depend on rows. Where another backward pass of the same tables is about to update these, as
-where a collection is called twice in a step, they are copied for the batches whose backward pass is still to come.
+    forward    ids -> rows of every partition -> composed -> pooled vectors     each vector is written once
+    backward   gradients + the rows, read again -> one sum a row -> update      each row is updated once
+
+Only the ids are kept for the backward pass. Gradients of a product's rows and of the ids' weights depend on rows. When
+another backward pass of the same tables is about to update them, as where a collection is called twice in a step, they
+are copied for the batches whose backward pass is still to come.
 """
 
 import os
@@ -24,9 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.kernels import layout
-from distembed.kernels.loading import load
-from distembed.kernels.operands import as_operand
-from distembed.kernels.tables import OPTIMIZERS, Formula, Part, Storage, Updates, num_states
+from distembed.kernels.loading import load_kernels
+from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart, Updates, as_operand, num_states
 
 _CPU = torch.device("cpu")
 
@@ -36,20 +38,16 @@ class FusedLookup:
 
     Args:
         formula: The formula of all tables.
-        parts: Of each feature, its table's partitions.
-        tables: Number of features of each table, whose features lie side by side.
-        storages: Where each partition's rows lie; addresses may differ from step to step, and nothing else.
+        parts: The partitions of each feature's table.
+        tables: Number of features of each table; a table's features are neighbours.
+        storages: Memory of each partition's rows; only addresses may differ from step to step.
     """
 
     def __init__(
-        self,
-        formula: Formula,
-        parts: Sequence[Sequence[Part]],
-        tables: Sequence[int],
-        storages: Sequence[Storage],
+        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
         self.formula, self._num_features, self.updates = formula, len(parts), Updates()
-        self._kernels = load(formula.lanes)
+        self._kernels = load_kernels(formula.lanes)
         ends = np.cumsum(tables)
         self._features_of_tables = np.stack([ends - tables, ends], 1)
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
@@ -57,21 +55,20 @@ class FusedLookup:
             own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
             own[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
         self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
-        itemsizes = [storage.itemsize for storage in storages]  # of FBGEMM's: of others no part has a start
+        itemsizes = [storage.itemsize for storage in storages]
         self._parts = np.array(
-            [[_part_fields(part, size) for part, size in zip(own, itemsizes, strict=True)] for own in parts],
-            np.int64,
+            [[_part_fields(part, size) for part, size in zip(own, itemsizes, strict=True)] for own in parts], np.int64
         )
         self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
         self._given_parts, self._given_tables = parts, tables
         self._waiting: WeakSet[_Step] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns all but the steps that wait, and the kernels, which each process loads."""
+        """Leaves out waiting steps, and the kernels, which each process loads."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_waiting", "_kernels")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _waiting=WeakSet(), _kernels=load(state["formula"].lanes))
+        self.__dict__.update(state, _waiting=WeakSet(), _kernels=load_kernels(state["formula"].lanes))
 
     def __call__(
         self,
@@ -81,19 +78,7 @@ class FusedLookup:
         storages: Sequence[Storage],
         counts: Sequence[int] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences.
-
-        Args:
-            ids: Ids of all features, feature after feature.
-            offsets: Where bags begin and the last one ends, feature after feature.
-            weights: Weights of the ids, of bags that are pooled.
-            storages: Where each partition's rows lie.
-            counts: Number of ids of each feature, of sequences.
-
-        Raises:
-            UserError: In the backward pass: rows that gradients depend on have been updated since, by another backward
-                pass of the same batch, or by an optimizer's step.
-        """
+        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences."""
         features = self._features.copy()
         width_bytes = 4 * self.formula.width
         if counts is None:
@@ -117,8 +102,7 @@ class FusedLookup:
         if self.formula.needs_rows or needs_id_gradients:
             self._waiting.add(step)  # until its graph is gone
         all_weights = [weight for own in storages for weight in own.weights]
-        vectors: Tensor = _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
-        return vectors
+        return _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
 
     def backward(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], needs_id_gradients: bool
@@ -164,7 +148,7 @@ class FusedLookup:
         return outputs
 
     def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
-        """Returns the error of a feature that has an id whose row is not on this rank."""
+        """Returns the error of a feature with an id whose row is not on this rank."""
         first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
         for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
             for j, part in enumerate(self._given_parts[feature]):
@@ -178,7 +162,7 @@ class FusedLookup:
         return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")
 
     def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
-        """Returns a step and a batch in which each id is a bag of its own, of vectors of so many columns."""
+        """Returns a step and a batch in which each id is a bag of its own, with vectors of ``width`` columns."""
         features, begins = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
         features[:, layout.FIRST_BAG] = begins.numpy()
         features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
@@ -208,7 +192,7 @@ class FusedLookup:
         return (vectors * self._id_gradients(batch, gradients)).sum(1)
 
     def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
-        """Returns a lookup of one partition, in which each id gets its row, with a step and a batch of it."""
+        """Returns a lookup of partition ``j`` alone, in which each id gets its row, with its step and batch."""
         width = len(self.formula.columns[j])
         parts = [[own[j]] for own in self._given_parts]
         lookup = FusedLookup(Formula([range(width)], False, False), parts, self._given_tables, [step.storages[j]])
@@ -216,7 +200,7 @@ class FusedLookup:
         return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
 
     def _vectors_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
-        """Returns vectors whose product is each id's vector as it is now: its rows where gradients depend on them."""
+        """Returns vectors whose product is each id's current vector: its rows where gradients depend on rows."""
         assert step.batch is not None
         if not self.formula.needs_rows:
             return [self.compose(*self._each_id(step, step.batch, self.formula.width))]
@@ -226,7 +210,7 @@ class FusedLookup:
     def _update_by_kept(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
     ) -> list[Tensor | None]:
-        """Does as :meth:`update` for a product of rows as they were kept, partition by partition."""
+        """Updates partition by partition from the kept rows of a product."""
         id_gradients = self._id_gradients(batch, gradients)
         if batch.weights is not None:
             id_gradients = id_gradients * batch.weights[:, None]
@@ -266,7 +250,7 @@ class FusedLookup:
         def update(share: int, num_shares: int) -> None:
             ranges, update_tables = tables[share], self._kernels.update
             num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
-            # which the allocator keeps from step to step, as process_group has it do
+            # the allocator keeps this memory from step to step
             scratch = torch.empty(num_bytes, dtype=torch.uint8)
             done = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
             if done < 0:
@@ -297,7 +281,7 @@ class FusedLookup:
         return [ranges[share] for share in shares]
 
     def _placed(self, storages: Sequence[Storage]) -> "_Placed":
-        """Returns the tables with the addresses that their storages have now."""
+        """Returns the tables with the current addresses of their storages."""
         placed = _Placed(self._partitions.copy(), self._parts.copy())
         numbers = placed.partitions.view(np.float64)
         for j, own in enumerate(storages):
@@ -376,7 +360,7 @@ class _Fused(torch.autograd.Function):
         return None, None, None, id_gradients, *returned
 
 
-def _part_fields(part: Part, itemsize: int) -> list[int]:
+def _part_fields(part: TablePart, itemsize: int) -> list[int]:
     divisor, modulus = part.digit.divisor, part.digit.modulus or 0
     fields = [0] * layout.PART_FIELDS
     fields[layout.DIVISOR], fields[layout.DIVISOR_RECIPROCAL] = divisor, _reciprocal(divisor)
@@ -387,11 +371,7 @@ def _part_fields(part: Part, itemsize: int) -> list[int]:
 
 
 def _reciprocal(divisor: int) -> int:
-    """Returns ``floor((2 ** 64 - 1) / divisor) + 1``, as a signed number; 0 for divisors outside of (1, 2 ** 32).
-
-    The upper half of its product with a number below 2 ** 32 is the number's quotient: the error of the reciprocal is
-    below ``2 ** 32 / 2 ** 64``, and the quotient's distance to the next integer above is at least ``1 / divisor``.
-    """
+    """Returns ``floor((2 ** 64 - 1) / divisor) + 1``, as a signed number; 0 for divisors outside of (1, 2 ** 32)."""
     if not 1 < divisor < 2**32:
         return 0
     reciprocal = (2**64 - 1) // divisor + 1
@@ -400,18 +380,15 @@ def _reciprocal(divisor: int) -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    # which starts a thread only where none is idle
+    # a pool starts a thread only where none is idle
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="distembed-fused")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # where the threads are not
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no threads
 
 
 def in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
-    """Runs a function for each share, given its number and how many there are, in as many threads as there are cores.
-
-    The first share is this thread's. All have ended when it returns or raises.
-    """
+    """Calls ``run(share, num_shares)`` for each share, in as many threads as cores; all end before it returns."""
     others = [_pool().submit(run, share, num_shares) for share in range(1, num_shares)]
     try:
         run(0, num_shares)

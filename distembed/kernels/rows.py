@@ -1,26 +1,12 @@
-"""Functions that both passes of the CPU kernels use: fields of blocks, an id's row, and the numbers of rows."""
+"""Functions of both passes of the CPU kernels: fields of blocks, an id's row, and reading and clearing rows."""
 
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from distembed.kernels.layout import (
-    DIVISOR,
-    DIVISOR_RECIPROCAL,
-    FEATURE_FIELDS,
-    FEATURES,
-    FIRST_ROW,
-    MODULUS,
-    MODULUS_RECIPROCAL,
-    NUM_PARTITIONS,
-    NUM_ROWS,
-    PART_FIELDS,
-    PARTITION_FIELDS,
-    PARTITIONS,
-    PARTS,
-)
-from distembed.kernels.simd import high_product, lanes_of, load, load_half, prefetch, read_long, store
+from distembed.kernels import layout
+from distembed.kernels.simd import high_product, lanes_of, load_floats, load_half, prefetch, read_long, store
 
 # no memory is counted as references; a divisor is never zero
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
@@ -45,19 +31,25 @@ def field(block: Any, place: Any) -> Any:
 @inline
 def feature_block(job: Any, feature: Any) -> Any:
     """Returns the address of a feature's block."""
-    return field(job, FEATURES) + 8 * FEATURE_FIELDS * feature
+    return field(job, layout.FEATURES) + 8 * layout.FEATURE_FIELDS * feature
 
 
 @inline
 def partition_block(job: Any, j: Any) -> Any:
     """Returns the address of a partition's block."""
-    return field(job, PARTITIONS) + 8 * PARTITION_FIELDS * j
+    return field(job, layout.PARTITIONS) + 8 * layout.PARTITION_FIELDS * j
 
 
 @inline
 def part_block(job: Any, feature: Any, j: Any) -> Any:
     """Returns the address of the block of a partition of a feature's table."""
-    return field(job, PARTS) + 8 * PART_FIELDS * (feature * field(job, NUM_PARTITIONS) + j)
+    return field(job, layout.PARTS) + 8 * layout.PART_FIELDS * (feature * field(job, layout.NUM_PARTITIONS) + j)
+
+
+@inline
+def is_half(job: Any, j: Any) -> Any:
+    """Returns whether the rows of a partition are float16."""
+    return field(partition_block(job, j), layout.IS_HALF)
 
 
 @inline
@@ -71,23 +63,17 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 @inline
 def row_of(own_id: Any, part: Any) -> Any:
     """Returns the row of an id in a part, counted from the first row that is here."""
-    row, modulus = own_id, field(part, MODULUS)
-    if field(part, DIVISOR) != 1:
-        row = _divide(row, field(part, DIVISOR), field(part, DIVISOR_RECIPROCAL))
+    row, modulus = own_id, field(part, layout.MODULUS)
+    if field(part, layout.DIVISOR) != 1:
+        row = _divide(row, field(part, layout.DIVISOR), field(part, layout.DIVISOR_RECIPROCAL))
     if modulus != 0:
-        row -= _divide(row, modulus, field(part, MODULUS_RECIPROCAL)) * modulus
-    return row - field(part, FIRST_ROW)
-
-
-@inline
-def last_row(part: Any) -> Any:
-    """Returns the last row of a part, counted from the first row that is here."""
-    return field(part, NUM_ROWS) - 1
+        row -= _divide(row, modulus, field(part, layout.MODULUS_RECIPROCAL)) * modulus
+    return row - field(part, layout.FIRST_ROW)
 
 
 @inline
 def is_outside(row: Any, last: Any) -> Any:
-    """Returns a number whose sign bit says that a row is not on this rank; numbers are joined by ``|``."""
+    """Returns a number, negative where a row is not on this rank; rows are checked together by ``|``."""
     return row | (last - row)
 
 
@@ -96,7 +82,7 @@ def read(address: Any, column: Any, is_half: Any, zeros: Any) -> Any:
     """Returns numbers of a row, from a column on, in float32."""
     if is_half:
         return load_half(address + 2 * column, zeros)
-    return load(address + 4 * column, zeros)
+    return load_floats(address + 4 * column, zeros)
 
 
 @inline

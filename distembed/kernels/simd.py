@@ -6,7 +6,7 @@ kernel serves them all::
 
     zeros = zeros_8()  # which also says how many lanes there are
     for column in range(0, num_columns, 8):
-        store(target + 4 * column, load(first + 4 * column, zeros) * load(second + 4 * column, zeros))
+        store(target + 4 * column, load_floats(first + 4 * column, zeros) * load_floats(second + 4 * column, zeros))
 
 Addresses are integers, and nothing is checked: whoever calls a kernel has looked at shapes before.
 """
@@ -55,7 +55,7 @@ def _call(builder: Any, name: str, returned: ir.Type, arguments: Sequence[Any]) 
 
 
 @_intrinsic
-def load(typing_context: Any, address: Any, like: Any) -> Any:
+def load_floats(typing_context: Any, address: Any, like: Any) -> Any:
     """Returns float32 numbers from an address, as many as another vector has."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -156,7 +156,7 @@ def square_root(typing_context: Any, vector: Any) -> Any:
 
 
 @_intrinsic
-def total(typing_context: Any, vector: Any) -> Any:
+def sum_lanes(typing_context: Any, vector: Any) -> Any:
     """Returns the sum of a vector's numbers, halves added to halves, in an order that is always the same."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

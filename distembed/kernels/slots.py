@@ -1,19 +1,19 @@
-"""Slots of the CPU kernels' backward pass: the distinct rows of a partition that a batch has, numbered as they come.
+"""Slots of the CPU kernels' backward pass: a batch's distinct rows of a partition, numbered as they come.
 
-Gradients are added up in one buffer with a place for each slot, which is as long as the batch, and not as the table.
-The slot of a row is found in a hash table with open addressing, of four bytes a place::
+Gradients are added up in one buffer with a place for each slot: it is as long as the batch, and not as the table. The
+slot of a row is found in a hash table with open addressing, of four bytes a place::
 
     row 7 -> place -> number of a slot, 0 for none -> is its row 7? if not, the next place
 
-It has at least twice as many places as there are ids; or one for each row, where that is fewer, and then no two rows
-meet.
+The table has at least twice as many places as there are ids; or one for each row, where that is fewer, so that no two
+rows collide.
 """
 
 from typing import Any
 
 import numpy as np
 
-from distembed.kernels.layout import place_bits
+from distembed.kernels import layout
 from distembed.kernels.rows import compiled, field, inline
 from distembed.kernels.simd import read_int, read_long, write
 
@@ -30,7 +30,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 """2 ** 64 divided by the golden ratio, as a signed number: multiples of it are spread evenly (Knuth, TAOCP 3, 6.4)."""
 
 
-_place_bits = inline(place_bits)
+_place_bits = inline(layout.place_bits)
 
 
 @inline
@@ -41,14 +41,7 @@ def slots_bytes(num_rows: Any, num_ids: Any) -> Any:
 
 @compiled
 def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
-    """Writes the block of slots; none is taken yet.
-
-    Args:
-        slots: Address of the block.
-        num_rows: How many rows there are.
-        num_ids: How many ids will be given one, at most.
-        scratch: Address of :func:`slots_bytes`.
-    """
+    """Writes the block of slots at ``slots``, with none taken, and :func:`slots_bytes` at ``scratch``."""
     num_bits = _place_bits(num_rows, num_ids)
     num_places, can_collide = 1 << num_bits, num_rows > (1 << num_bits)
     write(slots + 8 * PLACES, scratch)
@@ -96,5 +89,5 @@ def find_slots(slots: Any, rows: Any, step: Any, num_ids: Any) -> None:
 
 @inline
 def _is_anothers(slot_rows: Any, slot: Any, row: Any) -> Any:
-    """Returns whether a slot is that of another row; it is nobody's if it is 0."""
+    """Returns whether another row has a slot; nobody has slot 0."""
     return (slot != 0) & (read_int(slot_rows + 4 * np.int64(slot)) != row)

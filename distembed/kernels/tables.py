@@ -1,8 +1,10 @@
 """The description of a fused lookup's tables: formula, partitions, and storage; the same on a CPU and on CUDA."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
@@ -15,55 +17,35 @@ MAX_ROWS = 2**31 - 1
 
 
 def num_states(optimizer: str | None, num_columns: int) -> int:
-    """Returns how many states an optimizer of :data:`OPTIMIZERS` keeps of a row; 0 where there is none."""
+    """Returns the number of states of a row that an optimizer of :data:`OPTIMIZERS` keeps; 0 without an optimizer."""
     return {"adagrad": num_columns, "row_wise_adagrad": 1}.get(optimizer or "", 0)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A partition of one feature's table, and the rows of it that are here.
+class TablePart:
+    """A partition of one feature's table, and the rows of it that are here."""
 
-    Attributes:
-        digit: How ids are mapped to rows.
-        first_row: The first row that is here.
-        num_rows: Number of rows that are here.
-        weight_start: Place of the first row's first number in FBGEMM's storage of the partition; 0 for weights that
-            every rank has.
-        state_start: Place of its first state in that of states.
-    """
-
-    digit: Digit
-    first_row: int
-    num_rows: int
-    weight_start: int = 0
-    state_start: int = 0
+    digit: Digit  # how ids are mapped to rows
+    first_row: int  # the first row that is here
+    num_rows: int  # number of rows that are here
+    weight_start: int = 0  # place of the first row in FBGEMM's storage of the partition; 0 for replicated weights
+    state_start: int = 0  # place of its first state in the storage of states
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a partition's rows lie in a step.
+    """The memory of a partition's rows and states in a step."""
 
-    Attributes:
-        weights: FBGEMM's storage of all tables' rows; or, where every rank has the weights, each table's ``[rows,
-            columns]``.
-        optimizer: A key of :data:`OPTIMIZERS`, which updates them; None where their gradients are returned.
-        states: The optimizer's states; None where it has none.
-        learning_rate: The learning rate, as it is in the forward pass.
-        eps: Number that is added to denominators.
-        gradient_scale: Factor of the gradients that are returned.
-        rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
-            are rounded to the nearest number where it is None, and on a CPU.
-        is_frozen: Whether the rows are never updated and have no gradients.
-    """
-
+    # FBGEMM's storage of all tables' rows; or, where every rank has the weights, each table's ``[rows, columns]``
     weights: Sequence[Tensor]
-    optimizer: str | None = None
-    states: Tensor | None = None
-    learning_rate: float = 0.0
-    eps: float = 0.0
-    gradient_scale: int = 1
+    optimizer: str | None = None  # a key of :data:`OPTIMIZERS`; None where gradients are returned instead
+    states: Tensor | None = None  # the optimizer's states; None where it has none
+    learning_rate: float = 0.0  # the learning rate of the forward pass
+    eps: float = 0.0  # number that is added to denominators
+    gradient_scale: int = 1  # factor of the gradients that are returned
+    # gives the seed by which CUDA rounds updated float16 rows at random; None, and a CPU, round to the nearest
     rounding_seed: Callable[[], int] | None = None
-    is_frozen: bool = False
+    is_frozen: bool = False  # whether the rows are never updated and have no gradients
 
     @property
     def itemsize(self) -> int:
@@ -77,17 +59,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class Formula:
-    """The formula of all tables of a fused lookup.
+    """The formula of all tables of a fused lookup."""
 
-    Attributes:
-        columns: The columns of the composed vector that each partition takes part in.
-        is_product: Whether vectors are multiplied; else each is added where its columns are.
-        pools: Whether vectors are summed over bags; else each id has its own.
-    """
-
-    columns: Sequence[range]
-    is_product: bool
-    pools: bool
+    columns: Sequence[range]  # the columns of the composed vector that each partition takes part in
+    is_product: bool  # whether vectors are multiplied; else each is added where its columns are
+    pools: bool  # whether vectors are summed over bags; else each id has its own
 
     @property
     def width(self) -> int:
@@ -101,12 +77,12 @@ class Formula:
 
     @property
     def lanes(self) -> int:
-        """How many columns kernels take at once."""
-        return lanes_of(self.columns)
+        """Number of columns that kernels take at once."""
+        return lanes_for(self.columns)
 
 
-def lanes_of(columns: Sequence[range]) -> int:
-    """Returns how many columns kernels take at once: 16, or 8 or 4 where a partition's do not come in so many."""
+def lanes_for(columns: Sequence[range]) -> int:
+    """Returns the number of columns that kernels take at once: the largest of 16, 8 and 4 that divides all ranges."""
     return next(n for n in (16, 8, 4) if not any(own.start % n or len(own) % n for own in columns))
 
 
@@ -121,20 +97,40 @@ class Updates:
         self._number += 1
 
     def so_far(self, storages: Sequence[Storage]) -> tuple[int, ...]:
-        """Returns how often FBGEMM's rows have been updated, and each of the weights that are not FBGEMM's changed."""
+        """Returns the number of updates of FBGEMM's rows, and of changes of each other weight."""
         others = [weight for own in storages if own.optimizer is None for weight in own.weights]
         # torch counts no changes of tensors that were made for inference
         return (self._number, *[0 if weight.is_inference() else weight._version for weight in others])
 
     def require(self, updates: tuple[int, ...], storages: Sequence[Storage]) -> None:
-        """Refuses a backward pass whose rows are others by now.
-
-        Raises:
-            UserError: There have been more since.
-        """
+        """Refuses a backward pass whose rows have changed since its forward pass."""
         if updates != self.so_far(storages):
             raise UserError(
                 "A batch's gradients depend on rows that have been updated since it was looked up, as where a graph is "
                 "retained and gone through twice, or an optimizer steps before the backward pass. Call backward once "
                 "after each lookup and before the next step, or give the tables kernel='fbgemm', which keeps rows."
             )
+
+
+INTEGERS = (torch.int64, torch.int32)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def checks_rows() -> bool:
+    """Returns whether Triton's kernels raise where a row is outside of its table, with a wait in each step.
+
+    ``DISTEMBED_CHECK_ROWS=1`` in the environment asks for it. Without it they skip the row. On a CPU rows are always
+    checked. FBGEMM's lookups on CUDA raise where ``FBGEMM_TBE_BOUNDS_CHECK_MODE=0``, and else read row 0 and warn.
+    """
+    return os.environ.get("DISTEMBED_CHECK_ROWS", "0") not in ("", "0")
+
+
+def as_operand(numbers: Tensor, device: torch.device, *dtypes: torch.dtype) -> Tensor:
+    """Returns a tensor whose elements lie side by side; a copy only where they do not."""
+    if numbers.dtype not in dtypes or numbers.device.type != device.type:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(
+            f"an operator that reads {allowed} on {device.type} was given a tensor of shape {tuple(numbers.shape)} "
+            f"and {numbers.dtype} on {numbers.device}; convert it first."
+        )
+    return numbers.contiguous()

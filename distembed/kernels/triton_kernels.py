@@ -41,10 +41,7 @@ def part_field(parts, features, j: tl.constexpr, field: tl.constexpr, NUM_PARTIT
 
 @triton.jit
 def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
-    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it.
-
-    A row that is not here has no key, so that no memory outside of the tables is read or written.
-    """
+    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it."""
     rows = ids
     if RULE % 2 == 1:
         rows = _divide(rows, part_field(parts, features, j, DIVISOR, NUM_PARTITIONS))
@@ -57,7 +54,7 @@ def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITI
 
 
 @triton.jit
-def read_rows(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+def rows_of_keys(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
     """Returns the rows of keys in float32, and zeros for lanes without an id or a key."""
     columns = tl.arange(0, PADDED)
     places = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
@@ -109,7 +106,7 @@ def _composed(
     for j in tl.static_range(FIRST, STOP):
         starts = part_field(parts, features, j, WEIGHT_START, num_partitions)
         keys = _keys(ids, features, parts, j, RULES[j], num_partitions)
-        rows = read_rows(weights[j], starts, keys, are_ids, NUM_COLUMNS, PADDED)
+        rows = rows_of_keys(weights[j], starts, keys, are_ids, NUM_COLUMNS, PADDED)
         if j == FIRST:
             vectors = rows
         elif IS_PRODUCT:

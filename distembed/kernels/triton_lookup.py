@@ -1,7 +1,15 @@
 """The fused lookup on CUDA, by Triton's kernels; tables and results as in :mod:`distembed.kernels.operation`.
 
-The rows are read again in the backward pass, as on a CPU, so that nothing but the ids is kept for it. The host waits
-for nothing: constants are copied to the device in the first step.
+The backward pass reads the rows again, as on a CPU, so that only the ids are kept for it. The host waits for nothing:
+constants are copied to the device in the first step.
+
+Backward: keys of all ids, a sort for each partition, sums of gradients over runs of equal keys, updates. In a product,
+gradients of one partition's rows depend on the rows of the others. So the sums of all partitions but the largest are
+made before any row is updated, and wait at their keys, or at places among sorted ids where these are fewer. Rows of the
+largest partition, whose sums would take most memory, are updated as soon as their gradients are added up::
+
+    sort by keys of partition 1 -> sums of partition 1 ----------------------------------> update partition 1
+    sort by keys of partition 2 (largest) -> sums, and update partition 2 at once ----^
 """
 
 from collections.abc import Sequence
@@ -14,33 +22,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.base.errors import UserError
-from distembed.kernels import triton_backward
-from distembed.kernels.operands import INTEGERS, as_operand, checks_rows
-from distembed.kernels.tables import Formula, Part, Storage, Updates
-from distembed.kernels.triton_tables import DeviceTables, TritonBatch, load, num_blocks, num_lanes, power_of_two
+from distembed.kernels.tables import INTEGERS, OPTIMIZERS, Formula, Storage, TablePart, Updates, as_operand, checks_rows
+from distembed.kernels.triton_tables import (
+    DeviceTables,
+    TritonBatch,
+    key_type,
+    num_blocks,
+    num_lanes,
+    power_of_two,
+    triton_kernels,
+)
 
 
 class TritonLookup:
-    """Looks the ids of a group of tables up; a table has one feature or more.
-
-    Args:
-        formula: The formula of all tables.
-        parts: Of each feature, its table's partitions.
-        tables: Number of features of each table, whose features lie side by side.
-        storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
-
-    Raises:
-        UserError: Triton cannot be imported.
-    """
+    """Looks the ids of a group of tables up; arguments as :class:`distembed.kernels.operation.FusedLookup`."""
 
     def __init__(
-        self,
-        formula: Formula,
-        parts: Sequence[Sequence[Part]],
-        tables: Sequence[int],
-        storages: Sequence[Storage],
+        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
-        load()  # what is missing is told here, and not in the first step
+        triton_kernels()  # what is missing is told here, and not in the first step
         self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
 
     def __call__(
@@ -50,20 +50,7 @@ class TritonLookup:
         weights: Float[Tensor, " ids"] | None,
         storages: Sequence[Storage],
     ) -> Float[Tensor, "..."]:
-        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences.
-
-        Args:
-            ids: Ids of all features, feature after feature.
-            offsets: Where bags begin and the last one ends, feature after feature; equally many bags of each. The
-                first one begins with the first id. Of ids behind the last one there are no vectors; a sequence's are
-                not written.
-            weights: Weights of the ids, of bags that are pooled.
-            storages: Where each partition's rows lie.
-
-        Raises:
-            UserError: The weights need a gradient. In the backward pass: rows that gradients depend on have been
-                updated since.
-        """
+        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences."""
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             raise UserError(
                 "The weights of ids need a gradient, which lookups in one pass do not have on a GPU; detach them, or "
@@ -79,8 +66,7 @@ class TritonLookup:
             as_operand(offsets, ids.device, *INTEGERS),
             None if weights is None else as_operand(weights.float(), ids.device, torch.float32),
         )
-        vectors: Tensor = _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
-        return vectors
+        return _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
 
     @property
     def formula(self) -> Formula:
@@ -101,7 +87,7 @@ class TritonLookup:
             self._require_rows(batch)
         groups = tables.column_groups()
         lanes = num_lanes(max(groups[4::5]))
-        load().compose[(num_blocks(num_vectors, lanes),)](
+        triton_kernels().compose[(num_blocks(num_vectors, lanes),)](
             batch.ids,
             batch.offsets,
             batch.ids if batch.weights is None else batch.weights,
@@ -125,7 +111,7 @@ class TritonLookup:
 
     def _require_rows(self, batch: TritonBatch) -> None:
         """Raises an :class:`IndexError` where the row of an id is not here; waits for the device."""
-        keys, _ = triton_backward.find_keys(self._tables, batch)
+        keys, _ = find_keys(self._tables, batch)
         for j, own in enumerate(keys):
             missing = (own[: int(batch.offsets[-1])] < 0).nonzero()
             if len(missing) > 0:
@@ -137,10 +123,10 @@ class TritonLookup:
                 )
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
-        """Counts the update and runs :func:`distembed.kernels.triton_backward.update`."""
+        """Counts the update and runs :func:`distembed.kernels.triton_lookup.update`."""
         if any(storage.optimizer is not None for storage in storages):
             self.updates.count()
-        return triton_backward.update(self._tables, batch, storages, gradients)
+        return update_tables(self._tables, batch, storages, gradients)
 
 
 @dataclass(frozen=True)
@@ -191,3 +177,240 @@ def _rows(storage: Storage) -> Tensor:
     if len(storage.weights) == 1:
         return storage.weights[0].detach().contiguous()
     return torch.cat([weight.detach() for weight in storage.weights])
+
+
+CHUNK = 8
+"""Number of sorted ids that a lane walks."""
+JOINED_NUMBERS = 4096
+"""Number of numbers of long runs' pieces that are read at once."""
+_KEY_LANES = 128
+"""Number of bags, or ids, whose keys a program writes."""
+_FLOAT_BYTES, _OWNER_BYTES, _ORDER_BYTES = 4, 4, 8
+_WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
+
+
+def update_tables(
+    tables: DeviceTables, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor
+) -> list[Tensor | None]:
+    """Updates the rows of a batch's ids.
+
+    Args:
+        tables: The tables.
+        batch: The ids.
+        storages: Where each partition's rows lie.
+        gradients: Gradients of the composed vectors, float32 and contiguous.
+
+    Returns:
+        A gradient for each weight that is not updated here, and None for FBGEMM's.
+    """
+    dense = {
+        j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for j, (own, rows) in enumerate(zip(storages, batch.rows, strict=True))
+        if own.optimizer is None
+    }
+    if len(batch.ids) > 0 and batch.num_bags > 0:
+        step = _Backward.of(tables, batch, gradients)
+        updated = [j for j, own in enumerate(storages) if own.optimizer is not None]
+        largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
+        waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
+        sums = {j: step.sum_rows(j) for j in waiting}
+        for j, gradient in dense.items():
+            step.reduce(j, _Target(gradient, _WRITE_GRADIENT))
+        for j in updated:
+            if j not in waiting:
+                step.reduce(j, _Target.of_update(batch.rows[j], storages[j]))
+        for j, own in sums.items():
+            step.update_by(own, _Target.of_update(batch.rows[j], storages[j]))
+    return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
+
+
+def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns the key of each id in each partition, -1 where its row is not here; and the number of its vector.
+
+    Where each id has a vector of its own, the number of its feature takes the place of the vector's.
+    """
+    ids, pools = batch.ids, tables.formula.pools
+    keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
+    owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+    triton_kernels().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
+        ids,
+        batch.offsets,
+        tables.parts(ids.device),
+        keys,
+        owners,
+        len(ids),
+        batch.num_bags,
+        tables.num_features,
+        RULES=tables.rules,
+        POOLS=pools,
+        LANES=_KEY_LANES,
+        PADDED_FEATURES=power_of_two(tables.num_features),
+    )
+    return keys, owners
+
+
+def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
+    """Returns the bytes that a backward pass takes at most, beside the gradients that come and go.
+
+    Args:
+        num_ids: Number of ids of all features.
+        num_keys: Number of rows of all tables, in each partition.
+        num_columns: Number of columns of each partition.
+    """
+    key_bytes = [key_type(number).itemsize for number in num_keys]
+    held = num_ids * (_OWNER_BYTES + sum(key_bytes))
+    in_order = num_ids * sum(own + _ORDER_BYTES for own in key_bytes)
+    sorting = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # working memory of torch's sort
+    pieces = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
+    sums = [min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)]
+    return held + in_order + max(sorting, pieces) + sum(sums) - sums[num_keys.index(max(num_keys))]
+
+
+def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:
+    """Splits the gradient of all rows of a partition into the gradients of its weights."""
+    if dense is None:
+        return [None] * len(storage.weights)
+    if storage.gradient_scale > 1:
+        dense.mul_(storage.gradient_scale)
+    split = dense.split([len(weight) for weight in storage.weights])
+    return [own.to(weight.dtype) for own, weight in zip(split, storage.weights, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The target of sums of gradients."""
+
+    numbers: Tensor  # the rows, or where sums are written
+    action: int  # a number of triton_update
+    states: Tensor | None = None
+    learning_rate: float = 0.0
+    eps: float = 0.0
+    seed: int | None = None  # of float16 rows that are rounded at random; None rounds to the nearest
+
+    @classmethod
+    def of_update(cls, rows: Tensor, storage: Storage) -> "_Target":
+        """Returns a target that updates the rows."""
+        assert storage.optimizer is not None
+        rounds = storage.rounding_seed is not None and rows.dtype == torch.float16
+        seed = storage.rounding_seed() if rounds and storage.rounding_seed is not None else None
+        return cls(rows, OPTIMIZERS[storage.optimizer], storage.states, storage.learning_rate, storage.eps, seed)
+
+    @property
+    def optimizer_arguments(self) -> tuple[Any, ...]:
+        """The optimizer's arguments of kernels; without states they get another tensor to ignore."""
+        states = self.numbers if self.states is None else self.states
+        return states, float(self.learning_rate), float(self.eps), self.seed or 0
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Keys of one partition in order, and the places of their ids."""
+
+    keys: Tensor
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of the gradients of a partition's rows, which wait for their update."""
+
+    j: int
+    numbers: Tensor
+    at_key: bool  # whether each sum is at its row's key, and not at a place among sorted ids
+    sorted: _Sorted
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One backward pass."""
+
+    tables: DeviceTables
+    batch: TritonBatch
+    gradients: Tensor
+    parts: Tensor
+    keys: tuple[Tensor, ...]
+    owners: Tensor  # number of each id's vector or, where each id has its own, of its feature
+
+    @classmethod
+    def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":
+        """Writes the keys of all ids."""
+        keys, owners = find_keys(tables, batch)
+        return cls(tables, batch, gradients, tables.parts(batch.ids.device), keys, owners)
+
+    def sum_rows(self, j: int) -> _Sums:
+        """Adds up the gradients of each row of a partition."""
+        num_ids, num_keys = len(self.batch.ids), self.tables.num_keys[j]
+        at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
+        sums = torch.empty(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
+        return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
+
+    def reduce(self, j: int, target: _Target) -> _Sorted:
+        """Sends the sum of each row's gradients to a target, and returns the ids sorted by keys."""
+        tables, num_ids, formula = self.tables, len(self.batch.ids), self.tables.formula
+        by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
+        columns = formula.columns[j]
+        num_chunks, padded = num_blocks(num_ids, CHUNK), power_of_two(len(columns))
+        pieces = torch.empty(2, num_chunks, len(columns), dtype=torch.float32, device=self.gradients.device).unbind()
+        lanes = num_lanes(padded)
+        ends = (target.numbers, *pieces, num_ids, tables.num_features, *target.optimizer_arguments)
+        settings = self._settings(j, target)
+        triton_kernels().sum_runs[(num_blocks(num_chunks, lanes),)](
+            by_key.keys,
+            by_key.order,
+            self.owners,
+            self.keys,
+            self.batch.ids if self.batch.weights is None else self.batch.weights,
+            self.gradients,
+            self.parts,
+            self.batch.rows,
+            *ends,
+            WIDTH=formula.width,
+            COLUMN_START=columns.start,
+            IS_PRODUCT=formula.is_product,
+            HAS_WEIGHTS=self.batch.weights is not None,
+            LANES=lanes,
+            **settings,
+        )
+        triton_kernels().join_runs[(num_chunks,)](
+            by_key.keys,
+            by_key.order,
+            self.owners,
+            self.parts,
+            *ends,
+            NUM_PARTITIONS=len(self.keys),
+            LANES=num_lanes(padded, JOINED_NUMBERS),
+            **settings,
+        )
+        return by_key
+
+    def update_by(self, sums: _Sums, target: _Target) -> None:
+        """Updates the rows of a partition by sums that were made before."""
+        num_ids, settings = len(self.batch.ids), self._settings(sums.j, target)
+        lanes = num_lanes(settings["PADDED"])
+        triton_kernels().update_rows[(num_blocks(num_ids, lanes),)](
+            sums.sorted.keys,
+            sums.sorted.order,
+            self.owners,
+            self.parts,
+            sums.numbers,
+            target.numbers,
+            num_ids,
+            self.tables.num_features,
+            *target.optimizer_arguments,
+            NUM_PARTITIONS=len(self.keys),
+            AT_KEY=sums.at_key,
+            LANES=lanes,
+            **settings,
+        )
+
+    def _settings(self, j: int, target: _Target) -> dict[str, Any]:
+        num_columns = len(self.tables.formula.columns[j])
+        return {
+            "J": j,
+            "NUM_COLUMNS": num_columns,
+            "PADDED": power_of_two(num_columns),
+            "POOLS": self.tables.formula.pools,
+            "ACTION": target.action,
+            "ROUNDS_AT_RANDOM": target.seed is not None,
+            "CHUNK": CHUNK,
+        }

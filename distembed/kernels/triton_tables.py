@@ -1,7 +1,7 @@
 """The description of tables and batches for Triton's kernels: constants on the device, and the sizes of tiles.
 
-Triton is imported by :func:`load` alone. It compiles a kernel when it is first launched, in a second or less, and keeps
-it in its own cache on the disk.
+Triton is imported by :func:`triton_kernels` alone. It compiles a kernel at its first launch, in a second or less, and
+keeps it in its own cache on the disk.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
-from distembed.kernels.tables import Formula, Part, Storage, num_states
+from distembed.kernels.tables import Formula, Storage, TablePart, num_states
 
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""
@@ -25,21 +25,13 @@ _KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class TritonBatch:
-    """The ids of a step, as :meth:`distembed.kernels.triton_lookup.TritonLookup.__call__` takes them, and all rows.
+    """The ids of a step, and all rows."""
 
-    Attributes:
-        ids: Ids of all features, feature after feature.
-        offsets: Where bags begin and the last one ends.
-        weights: Weights of the ids.
-        num_features: Number of features.
-        rows: All rows of each partition.
-    """
-
-    ids: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    num_features: int
-    rows: tuple[Tensor, ...]
+    ids: Tensor  # ids of all features, feature after feature
+    offsets: Tensor  # where bags begin and the last one ends
+    weights: Tensor | None  # weights of the ids
+    num_features: int  # number of features
+    rows: tuple[Tensor, ...]  # all rows of each partition
 
     @property
     def num_bags(self) -> int:
@@ -47,7 +39,7 @@ class TritonBatch:
         return (len(self.offsets) - 1) // self.num_features
 
     def num_vectors(self, pools: bool) -> int:
-        """Returns how many composed vectors there are."""
+        """Returns the number of composed vectors."""
         return self.num_bags * self.num_features if pools else len(self.ids)
 
 
@@ -59,20 +51,10 @@ class DeviceTables:
         num_features: Number of features of all tables.
         num_keys: Number of rows of all tables, in each partition.
         rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
-
-    Args:
-        formula: The formula of all tables.
-        parts: Of each feature, its table's partitions.
-        tables: Number of features of each table, whose features lie side by side.
-        storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
     """
 
     def __init__(
-        self,
-        formula: Formula,
-        parts: Sequence[Sequence[Part]],
-        tables: Sequence[int],
-        storages: Sequence[Storage],
+        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
         self.formula, self.num_features = formula, len(parts)
         num_partitions = len(formula.columns)
@@ -100,7 +82,7 @@ class DeviceTables:
         self._on_device: Tensor | None = None
 
     def parts(self, device: torch.device) -> Tensor:
-        """Returns the numbers of all parts on a device, where they are copied once."""
+        """Returns the numbers of all parts on a device, to which they are copied once."""
         if self._on_device is None or self._on_device.device != device:
             self._on_device = self._fields.to(device)
         return self._on_device
@@ -110,10 +92,10 @@ class DeviceTables:
         return key_type(self.num_keys[j])
 
     def column_groups(self) -> tuple[int, ...]:
-        """Returns, of partitions that share columns, five numbers each.
+        """Returns five numbers for each group of partitions that share columns.
 
-        They are the first partition and the one behind the last, the first column, the number of columns, and this
-        number rounded up to a power of two.
+        First partition, last partition + 1, first column, number of columns, and this number rounded up to a power of
+        two.
         """
         columns = self.formula.columns
         shared = all(own == columns[0] for own in columns)
@@ -125,33 +107,33 @@ class DeviceTables:
 
 
 def key_type(num_keys: int) -> torch.dtype:
-    """Returns the smallest type that has so many keys, since sorting takes a pass for each of its bytes."""
+    """Returns the smallest type for a number of keys: sorting takes a pass for each of its bytes."""
     return next(own for own in _KEY_TYPES if num_keys - 1 <= torch.iinfo(own).max)
 
 
 def power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is not below a number."""
+    """Returns the smallest power of two of at least a number."""
     return 1 << (number - 1).bit_length()
 
 
 def num_lanes(padded_columns: int, tile_numbers: int = TILE_NUMBERS) -> int:
-    """Returns how many vectors of so many columns a tile has, both powers of two."""
+    """Returns the number of vectors in a tile; it and the number of columns are powers of two."""
     return max(1, tile_numbers // padded_columns)
 
 
 def num_blocks(number: int, a_block: int) -> int:
-    """Returns how many blocks of a size hold a number of things."""
+    """Returns the number of blocks of a size that hold a number of elements."""
     return -(-number // a_block)
 
 
-def _rule(parts: Sequence[Part]) -> int:
+def _rule(parts: Sequence[TablePart]) -> int:
     divides = any(part.digit.divisor != 1 for part in parts)
     takes_modulus = any(part.digit.modulus is not None for part in parts)
     return _DIVIDES * divides + _TAKES_MODULUS * takes_modulus
 
 
-def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
-    """Returns divisor, modulus, the rows that are here and their keys, and the places of key 0's numbers and states."""
+def _part_fields(part: TablePart, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
+    """Returns a part's fields: divisor, modulus, local rows and their keys, places of key 0's numbers and states."""
     modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
     fields = [part.digit.divisor, modulus, part.first_row, part.num_rows, first_key]
     if optimizer is None:  # rows that every rank has are stacked in the order of their keys
@@ -171,12 +153,8 @@ class TritonKernels(NamedTuple):
 
 
 @cache
-def load() -> TritonKernels:
-    """Returns the kernels.
-
-    Raises:
-        UserError: Triton cannot be imported.
-    """
+def triton_kernels() -> TritonKernels:
+    """Returns the kernels."""
     try:
         forward = import_module("distembed.kernels.triton_kernels")
         backward = import_module("distembed.kernels.triton_update")

@@ -15,7 +15,7 @@ number is added to by two lanes: results are the same to the bit from run to run
 import triton
 import triton.language as tl
 
-from distembed.kernels.triton_kernels import NO_KEY, SIZES, STATE_START, WEIGHT_START, part_field, read_rows
+from distembed.kernels.triton_kernels import NO_KEY, SIZES, STATE_START, WEIGHT_START, part_field, rows_of_keys
 
 # what is done with the gradient of a row
 UPDATE_SGD = tl.constexpr(0)
@@ -44,11 +44,7 @@ def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
 
 @triton.jit
 def _shaken(values, seed, starts, columns):
-    """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value.
-
-    Random bits are added to the bits that float16 lacks, which are then cut off; of numbers below ``2 ** -14``, which
-    are at equal distances there, the same is done with multiples of ``2 ** -24``.
-    """
+    """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value."""
     drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
     kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
     multiples = tl.floor(values * 16777216.0 + drawn.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
@@ -147,7 +143,7 @@ def _contributions(
             if other != J:
                 own = tl.load(keys[other] + places, mask=are_ids, other=0).to(tl.int64)
                 starts = part_field(parts, features, other, WEIGHT_START, num_partitions)
-                vectors *= read_rows(weights[other], starts, own, are_ids, NUM_COLUMNS, PADDED)
+                vectors *= rows_of_keys(weights[other], starts, own, are_ids, NUM_COLUMNS, PADDED)
     return vectors
 
 

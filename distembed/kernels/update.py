@@ -21,37 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from distembed.kernels.layout import (
-    ADAGRAD,
-    BLOCK_IDS,
-    COLUMN_START,
-    EPS,
-    FIRST_BAG,
-    GRADIENT_ADDRESS,
-    GRADIENT_START,
-    IDS,
-    IS_HALF,
-    IS_PRODUCT,
-    LEARNING_RATE,
-    NUM_BAGS,
-    NUM_COLUMNS,
-    NUM_PARTITIONS,
-    NUM_ROWS,
-    OFFSETS,
-    OPTIMIZER,
-    ROW_BYTES,
-    ROW_WISE_ADAGRAD,
-    STATE_ADDRESS,
-    STATE_ROW_BYTES,
-    STATE_START,
-    STRIDE,
-    VECTOR_START,
-    VECTORS,
-    WEIGHT_ADDRESS,
-    WEIGHT_START,
-    WEIGHTS,
-    WIDTH,
-)
+from distembed.kernels import layout
 from distembed.kernels.rows import (
     ask_for,
     clear,
@@ -60,8 +30,8 @@ from distembed.kernels.rows import (
     feature_block,
     field,
     inline,
+    is_half,
     is_outside,
-    last_row,
     part_block,
     partition_block,
     read,
@@ -69,7 +39,7 @@ from distembed.kernels.rows import (
 )
 from distembed.kernels.simd import (
     lanes_of,
-    load,
+    load_floats,
     multiply_add,
     read_double,
     read_float,
@@ -79,7 +49,7 @@ from distembed.kernels.simd import (
     square_root,
     store,
     store_half,
-    total,
+    sum_lanes,
     write,
     zeros_4,
     zeros_8,
@@ -88,9 +58,9 @@ from distembed.kernels.simd import (
 from distembed.kernels.slots import NUM_SLOTS, PLACES, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
 
 _AHEAD_BAGS, _AHEAD_SLOTS = 8, 8
-"""How many bags ahead their gradients, and how many slots ahead their rows, are asked for."""
+"""Number of bags ahead whose gradients, and of slots ahead whose rows, are prefetched."""
 
-# the target of an id in a partition: where its row is, and the sum of the row's gradients
+# the target of an id in a partition: addresses of its row, and of the sum of the row's gradients
 _TARGET_ROW = 0  # address of the row
 _TARGET_SUM = 1  # address of its gradient's sum
 _TARGET_FIELDS = 2
@@ -108,9 +78,9 @@ _SUMS_FIELDS = SLOTS_FIELDS + 2
 def _add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: Any, zeros: Any) -> None:
     """Adds the gradient of an id's vector to the sums of its rows, whose addresses are in ``targets``."""
     factor = splat(weight, zeros)
-    if not field(job, IS_PRODUCT):
+    if not field(job, layout.IS_PRODUCT):
         _add_sum(job, targets, gradient, factor, zeros)
-    elif field(job, NUM_PARTITIONS) == 2:
+    elif field(job, layout.NUM_PARTITIONS) == 2:
         _add_pair(job, targets, gradient, factor, zeros)
     else:
         _add_product(job, targets, products, gradient, factor, zeros)
@@ -119,16 +89,16 @@ def _add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: 
 @inline
 def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of two rows that are multiplied."""
-    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
+    half_0, half_1 = is_half(job, 0), is_half(job, 1)
     other = targets + 8 * _TARGET_FIELDS
     row_0, row_1 = field(targets, _TARGET_ROW), field(other, _TARGET_ROW)
     sum_0, sum_1 = field(targets, _TARGET_SUM), field(other, _TARGET_SUM)
-    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-        own = load(gradient + 4 * column, zeros) * factor
+    for column in range(0, field(job, layout.WIDTH), lanes_of(zeros)):
+        own = load_floats(gradient + 4 * column, zeros) * factor
         place_0, place_1 = sum_0 + 4 * column, sum_1 + 4 * column
         vector_0, vector_1 = read(row_0, column, half_0, zeros), read(row_1, column, half_1, zeros)
-        store(place_0, multiply_add(own, vector_1, load(place_0, zeros)))
-        store(place_1, multiply_add(own, vector_0, load(place_1, zeros)))
+        store(place_0, multiply_add(own, vector_1, load_floats(place_0, zeros)))
+        store(place_1, multiply_add(own, vector_0, load_floats(place_1, zeros)))
 
 
 @compiled
@@ -136,29 +106,32 @@ def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: A
     """Adds the gradients of any number of rows that are multiplied."""
     # forward  products[j] = w g v_1 ... v_{j-1}
     # back     behind      = v_{j+1} ... v_k, so that row j has the gradient products[j] * behind
-    num_partitions = field(job, NUM_PARTITIONS)
-    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-        product, target = load(gradient + 4 * column, zeros) * factor, targets
+    num_partitions = field(job, layout.NUM_PARTITIONS)
+    for column in range(0, field(job, layout.WIDTH), lanes_of(zeros)):
+        product, target = load_floats(gradient + 4 * column, zeros) * factor, targets
         for j in range(num_partitions):
             store(products + _PRODUCT_BYTES * j, product)
-            product = product * read(field(target, _TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
+            product = product * read(field(target, _TARGET_ROW), column, is_half(job, j), zeros)
             target += 8 * _TARGET_FIELDS
         behind = splat(np.float32(1), zeros)
         for j in range(num_partitions - 1, -1, -1):
             target -= 8 * _TARGET_FIELDS
             place = field(target, _TARGET_SUM) + 4 * column
-            store(place, multiply_add(load(products + _PRODUCT_BYTES * j, zeros), behind, load(place, zeros)))
-            behind = behind * read(field(target, _TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
+            store(
+                place,
+                multiply_add(load_floats(products + _PRODUCT_BYTES * j, zeros), behind, load_floats(place, zeros)),
+            )
+            behind = behind * read(field(target, _TARGET_ROW), column, is_half(job, j), zeros)
 
 
 @compiled
 def _add_sum(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of rows that are added up, or stand side by side."""
-    for j in range(field(job, NUM_PARTITIONS)):
+    for j in range(field(job, layout.NUM_PARTITIONS)):
         partition, target = partition_block(job, j), field(targets + 8 * _TARGET_FIELDS * j, _TARGET_SUM)
-        start = gradient + 4 * field(partition, COLUMN_START)
-        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
-            own, summed = load(start + 4 * column, zeros), load(target + 4 * column, zeros)
+        start = gradient + 4 * field(partition, layout.COLUMN_START)
+        for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
+            own, summed = load_floats(start + 4 * column, zeros), load_floats(target + 4 * column, zeros)
             store(target + 4 * column, multiply_add(own, factor, summed))
 
 
@@ -170,39 +143,39 @@ def _take(scratch: Any, num_bytes: Any) -> Any:
 
 @inline
 def _first_id(job: Any, feature: Any) -> Any:
-    return read_long(field(job, OFFSETS) + 8 * field(feature_block(job, feature), FIRST_BAG))
+    return read_long(field(job, layout.OFFSETS) + 8 * field(feature_block(job, feature), layout.FIRST_BAG))
 
 
 @inline
 def _end_id(job: Any, feature: Any) -> Any:
     own = feature_block(job, feature)
-    return read_long(field(job, OFFSETS) + 8 * (field(own, FIRST_BAG) + field(own, NUM_BAGS)))
+    return read_long(field(job, layout.OFFSETS) + 8 * (field(own, layout.FIRST_BAG) + field(own, layout.NUM_BAGS)))
 
 
 @compiled
 def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
-    """Returns at least as many bytes as an update takes, with 64 to spare for each of its parts."""
-    num_partitions = field(job, NUM_PARTITIONS)
-    num_bytes = num_partitions * (8 * _SUMS_FIELDS + _PRODUCT_BYTES + 8 * _TARGET_FIELDS * BLOCK_IDS) + 3 * 64
+    """Returns an upper bound of an update's bytes, with 64 to spare for each of its parts."""
+    num_partitions = field(job, layout.NUM_PARTITIONS)
+    num_bytes = num_partitions * (8 * _SUMS_FIELDS + _PRODUCT_BYTES + 8 * _TARGET_FIELDS * layout.BLOCK_IDS) + 3 * 64
     for j in range(num_partitions):
-        if field(partition_block(job, j), GRADIENT_ADDRESS) == 0:
-            num_rows = field(part_block(job, feature, j), NUM_ROWS)
+        if field(partition_block(job, j), layout.GRADIENT_ADDRESS) == 0:
+            num_rows = field(part_block(job, feature, j), layout.NUM_ROWS)
             num_slots = min(num_rows, num_ids) + 1
             num_bytes += slots_bytes(num_rows, num_ids) + 2 * 64
-            num_bytes += num_slots * 4 * field(partition_block(job, j), NUM_COLUMNS)
+            num_bytes += num_slots * 4 * field(partition_block(job, j), layout.NUM_COLUMNS)
     return num_bytes
 
 
 @compiled
 def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) -> None:
     """Writes the block of each partition's slots and sums."""
-    for j in range(field(job, NUM_PARTITIONS)):
+    for j in range(field(job, layout.NUM_PARTITIONS)):
         partition, part = partition_block(job, j), part_block(job, feature, j)
-        num_rows, sum_bytes = field(part, NUM_ROWS), 4 * field(partition, NUM_COLUMNS)
+        num_rows, sum_bytes = field(part, layout.NUM_ROWS), 4 * field(partition, layout.NUM_COLUMNS)
         write(sums + 8 * _SUM_BYTES, sum_bytes)
-        if field(partition, GRADIENT_ADDRESS) != 0:
+        if field(partition, layout.GRADIENT_ADDRESS) != 0:
             write(sums + 8 * PLACES, 0)
-            write(sums + 8 * _SUMS, field(partition, GRADIENT_ADDRESS) + field(part, GRADIENT_START))
+            write(sums + 8 * _SUMS, field(partition, layout.GRADIENT_ADDRESS) + field(part, layout.GRADIENT_START))
         else:
             make_slots(sums, num_rows, num_ids, scratch)
             scratch = _take(scratch, slots_bytes(num_rows, num_ids))
@@ -213,19 +186,15 @@ def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) ->
 
 @inline
 def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, targets: Any, zeros: Any) -> Any:
-    """Writes where the rows of some ids are, and the sums of their gradients, and asks for both.
-
-    Returns:
-        Whether this rank has all of the rows. If not, none may be read or written.
-    """
-    ids, num_partitions = field(job, IDS) + 8 * start, field(job, NUM_PARTITIONS)
+    """Writes the addresses of ids' rows and of their gradients' sums, and prefetches both."""
+    ids, num_partitions = field(job, layout.IDS) + 8 * start, field(job, layout.NUM_PARTITIONS)
     step, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
         part, partition = part_block(job, feature, j), partition_block(job, j)
-        row_bytes, num_columns = field(partition, ROW_BYTES), field(partition, NUM_COLUMNS)
-        base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
+        row_bytes, num_columns = field(partition, layout.ROW_BYTES), field(partition, layout.NUM_COLUMNS)
+        base = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
         target = targets + 8 * _TARGET_FIELDS * j
-        own_sums, outside, last = target + 8 * _TARGET_SUM, 0, last_row(part)
+        own_sums, outside, last = target + 8 * _TARGET_SUM, 0, field(part, layout.NUM_ROWS) - 1
         for i in range(num_ids):
             row = row_of(read_long(ids + 8 * i), part)
             outside |= is_outside(row, last)
@@ -251,14 +220,14 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
 @compiled
 def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
     """Adds the gradients of all ids of a feature to the sums; returns whether all rows were inside."""
-    own, stride, gradient_bytes = feature_block(job, feature), field(job, STRIDE), 4 * field(job, WIDTH)
-    weights, target_bytes = field(job, WEIGHTS), 8 * _TARGET_FIELDS * field(job, NUM_PARTITIONS)
-    gradient = field(job, VECTORS) + field(own, VECTOR_START) - stride
-    bag = field(job, OFFSETS) + 8 * field(own, FIRST_BAG)
+    own, stride, gradient_bytes = feature_block(job, feature), field(job, layout.STRIDE), 4 * field(job, layout.WIDTH)
+    weights, target_bytes = field(job, layout.WEIGHTS), 8 * _TARGET_FIELDS * field(job, layout.NUM_PARTITIONS)
+    gradient = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) - stride
+    bag = field(job, layout.OFFSETS) + 8 * field(own, layout.FIRST_BAG)
     start, end = read_long(bag), _end_id(job, feature)
     bag_end = start
     while start < end:
-        stop, target = min(start + BLOCK_IDS, end), targets
+        stop, target = min(start + layout.BLOCK_IDS, end), targets
         if not _write_targets(job, feature, sums, start, stop, targets, zeros):
             return False
         for i in range(start, stop):
@@ -279,27 +248,27 @@ def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: A
     # sgd                v -= rate * g
     # adagrad            s += g * g (each column),  v -= rate * g / (sqrt(s) + eps)
     # row-wise adagrad   s += mean(g * g),          v -= rate / (sqrt(s) + eps) * g
-    num_columns, is_half, lanes = field(partition, NUM_COLUMNS), field(partition, IS_HALF), lanes_of(zeros)
-    optimizer, eps = field(partition, OPTIMIZER), np.float32(read_double(partition + 8 * EPS))
-    rate = np.float32(read_double(partition + 8 * LEARNING_RATE))
-    if optimizer == ROW_WISE_ADAGRAD:
+    num_columns, lanes, halves = field(partition, layout.NUM_COLUMNS), lanes_of(zeros), field(partition, layout.IS_HALF)
+    optimizer, eps = field(partition, layout.OPTIMIZER), np.float32(read_double(partition + 8 * layout.EPS))
+    rate = np.float32(read_double(partition + 8 * layout.LEARNING_RATE))
+    if optimizer == layout.ROW_WISE_ADAGRAD:
         squares = zeros
         for column in range(0, num_columns, lanes):
-            own = load(gradient + 4 * column, zeros)
+            own = load_floats(gradient + 4 * column, zeros)
             squares = multiply_add(own, own, squares)
-        summed = read_float(state) + total(squares) / np.float32(num_columns)
+        summed = read_float(state) + sum_lanes(squares) / np.float32(num_columns)
         write(state, summed)
         rate = np.float32(rate / (np.sqrt(summed) + eps))
     rates, all_eps = splat(rate, zeros), splat(eps, zeros)
     for column in range(0, num_columns, lanes):
-        own = load(gradient + 4 * column, zeros)
+        own = load_floats(gradient + 4 * column, zeros)
         change = own * rates
-        if optimizer == ADAGRAD:
-            states = multiply_add(own, own, load(state + 4 * column, zeros))
+        if optimizer == layout.ADAGRAD:
+            states = multiply_add(own, own, load_floats(state + 4 * column, zeros))
             store(state + 4 * column, states)
             change = change / (square_root(states) + all_eps)
-        values = read(weight, column, is_half, zeros) - change
-        if is_half:
+        values = read(weight, column, halves, zeros) - change
+        if halves:
             store_half(weight + 2 * column, values)
         else:
             store(weight + 4 * column, values)
@@ -309,9 +278,9 @@ def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: A
 def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
     """Updates the rows of a partition by the sums of their gradients."""
     partition, part = partition_block(job, j), part_block(job, feature, j)
-    row_bytes, state_bytes = field(partition, ROW_BYTES), field(partition, STATE_ROW_BYTES)
-    weights = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
-    states = field(partition, STATE_ADDRESS) + field(part, STATE_START)
+    row_bytes, state_bytes = field(partition, layout.ROW_BYTES), field(partition, layout.STATE_ROW_BYTES)
+    weights = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
+    states = field(partition, layout.STATE_ADDRESS) + field(part, layout.STATE_START)
     slot_rows, num_slots, gradient = field(sums, SLOT_ROWS), field(sums, NUM_SLOTS), field(sums, _SUMS)
     for slot in range(1, num_slots + 1):
         ahead = np.int64(read_int(slot_rows + 4 * min(slot + _AHEAD_SLOTS, num_slots)))
@@ -323,14 +292,10 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
 
 @compiled
 def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> Any:
-    """Updates the rows of the table that a range of features looks up.
-
-    Returns:
-        0, or 1 + the number of a feature with an id whose row is not on this rank; no row is updated then.
-    """
-    num_partitions = field(job, NUM_PARTITIONS)
+    """Updates the rows of the table that a range of features looks up."""
+    num_partitions = field(job, layout.NUM_PARTITIONS)
     sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
-    targets, scratch = scratch, _take(scratch, 8 * _TARGET_FIELDS * BLOCK_IDS * num_partitions)
+    targets, scratch = scratch, _take(scratch, 8 * _TARGET_FIELDS * layout.BLOCK_IDS * num_partitions)
     products, scratch = scratch, _take(scratch, _PRODUCT_BYTES * num_partitions)
     _make_sums(job, first_feature, sums, num_ids, scratch)
     for feature in range(first_feature, end_feature):
@@ -345,11 +310,7 @@ def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, 
 
 @compiled
 def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
-    """Updates tables one after another, each in the same scratch, if there is enough.
-
-    Returns:
-        As :func:`update_16`.
-    """
+    """Updates tables one after another, each in the same scratch, if there is enough."""
     needed = 0
     for i in range(0, 2 * num_tables, 2):
         first_feature, end_feature = field(tables, i), field(tables, i + 1)

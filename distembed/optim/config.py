@@ -31,17 +31,13 @@ def _sparse_name(name: str) -> str:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
-    """A learning rate over the steps of a run, as a factor on the optimizer's.
+    """A learning rate over the steps of a run, as a factor on the optimizer's."""
 
-    Attributes:
-        warmup: Share of the run's steps over which the factor grows linearly to 1.
-        decay: How the factor falls from the end of the warm-up to the last step: ``none``, ``linear`` or ``cosine``.
-        final_factor: The factor at the end of the decay.
-    """
-
+    # share of the run's steps over which the factor grows linearly to 1
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # how the factor falls from the end of the warm-up to the last step: ``none``, ``linear`` or ``cosine``
     decay: Literal["none", "linear", "cosine"] = "none"
-    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0  # the factor at the end of the decay
 
     @property
     def depends_on_length(self) -> bool:
@@ -51,20 +47,14 @@ class ScheduleConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseOptimizerConfig:
-    """Optimizer of everything but the embedding tables.
+    """Optimizer of everything but the embedding tables."""
 
-    Attributes:
-        name: An optimizer that trains networks: ``adagrad``, ``adam``, ``adamw``, ``amsgrad``, ``sgd``, or one that was
-            added to ``distembed.optim.OPTIMIZERS``.
-        learning_rate: The rate at the end of the warm-up.
-        weight_decay: Decay of the weights, decoupled for ``adamw``, an L2 penalty for the others.
-        schedule: The learning rate over the steps.
-    """
-
+    # an optimizer that trains networks: ``adagrad``, ``adam``, ``adamw``, ``amsgrad``, ``sgd``, or one that was
+    # added to ``distembed.optim.OPTIMIZERS``
     name: Annotated[str, AfterValidator(_dense_name)] = "adagrad"
-    learning_rate: PositiveNumber = 0.02
-    weight_decay: NonNegativeNumber = 0.0
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
+    weight_decay: NonNegativeNumber = 0.0  # decay of the weights, decoupled for ``adamw``, an L2 penalty for the others
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -74,18 +64,13 @@ class SparseOptimizerConfig:
     FBGEMM fuses it into the backward pass, where it updates the rows of the batch alone. Tables that every rank has
     (data-parallel ones, and the small partitions of row-wise ones) are trained by torch's optimizer of the same name;
     ``lamb`` and the ``partial_row_wise`` ones have no torch optimizer, so that they train no replicated tables.
-
-    Attributes:
-        name: An optimizer that trains tables: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``;
-            ``amsgrad``, which is never fused and steps through all rows, as does an optimizer added to
-            ``distembed.optim.OPTIMIZERS`` without a fused class; on CUDA only ``adam``, ``partial_row_wise_adam`` (one
-            second moment a row), ``lamb``, ``partial_row_wise_lamb``.
-        learning_rate: The rate at the end of the warm-up.
-        eps: Small number that is added to the root of the accumulator.
-        schedule: The learning rate over the steps.
     """
 
+    # an optimizer that trains tables: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``;
+    # ``amsgrad``, which is never fused and steps through all rows, as does an optimizer added to
+    # ``distembed.optim.OPTIMIZERS`` without a fused class; on CUDA only ``adam``, ``partial_row_wise_adam`` (one
+    # second moment a row), ``lamb``, ``partial_row_wise_lamb``
     name: Annotated[str, AfterValidator(_sparse_name)] = "row_wise_adagrad"
-    learning_rate: PositiveNumber = 0.02
-    eps: PositiveNumber = 1e-8
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
+    eps: PositiveNumber = 1e-8  # small number that is added to the root of the accumulator
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps

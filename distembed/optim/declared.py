@@ -15,16 +15,11 @@ from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type, 
 
 @dataclass(frozen=True)
 class TableOptimizers:
-    """The optimizers that train tables.
+    """The optimizers that train tables."""
 
-    Attributes:
-        sparse: Name of the optimizer of vectors, a key of ``OPTIMIZERS``.
-        dense: Name of the optimizer of the functions of path-based tables, another key.
-        is_fused: Whether FBGEMM updates sharded vectors within the backward pass; else torch does, from gradients.
-    """
-
-    sparse: str = "row_wise_adagrad"
-    dense: str = "adagrad"
+    sparse: str = "row_wise_adagrad"  # name of the optimizer of vectors, a key of ``OPTIMIZERS``
+    dense: str = "adagrad"  # name of the optimizer of the functions of path-based tables, another key
+    # whether FBGEMM updates sharded vectors within the backward pass; else torch does, from gradients
     is_fused: bool = True
 
     def for_table(self, table: CompositionalEmbeddingConfig) -> "TableOptimizers":
@@ -48,9 +43,6 @@ def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> st
 
     Returns:
         The name; None where the table is frozen or declares none, so that it has no optimizer state.
-
-    Raises:
-        UserError: The table declares several optimizers, or one whose states are not known.
     """
     declared: list[Any] = getattr(unit, "_optimizer_classes", [] if shared is None else [shared])
     if not declared or not unit.requires_grad:
@@ -73,9 +65,6 @@ def declared_optimizers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]
     Args:
         model: The model that holds the tables, not yet sharded.
         sharders: The sharders of its modules.
-
-    Raises:
-        UserError: A table declares several optimizers, or one whose states are not known.
     """
     sharder_by_type = {sharder.module_type: sharder for sharder in sharders}
     return {

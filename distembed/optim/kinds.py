@@ -129,7 +129,7 @@ class OptimizerKind:
             parameters: The parameters to train.
             settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
-        from distembed.optim.float_copies import is_half, train_in_float32
+        from distembed.optim.torch_states import is_half, train_in_float32
 
         make: Any = imported(self.torch_class)
         assert make is not None
@@ -146,10 +146,7 @@ class OptimizerKind:
 
 @cache
 def _has_fused_form(make: Any, device_type: str) -> bool:
-    """Returns whether torch's optimizer has a fused form for a kind of device; not all versions of torch have all.
-
-    Torch says so in the first step alone: one of a parameter without numbers is taken.
-    """
+    """Returns whether torch's optimizer has a fused form for a kind of device; not all versions of torch have all."""
     import torch
 
     if "fused" not in inspect.signature(make).parameters:

@@ -8,44 +8,43 @@ has one.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from distembed.base.errors import UserError
-from distembed.optim.first_state import first_state
 from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, torch_optimizer_name
-from distembed.optim.local_shards import LocalShard, local_shards
 from distembed.optim.replicated import ReplicatedOptimizer
+from distembed.optim.torch_states import first_state
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A part of a tensor that lies on this rank."""
+
+    offsets: tuple[int, ...]  # place of its first element within the whole tensor, one number a dimension
+    tensor: Tensor  # its elements, a view of the live tensor
+
 
 Shards = Mapping[str, Sequence[LocalShard]]
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """The states of one parameter on this rank.
+    """The states of one parameter on this rank."""
 
-    Attributes:
-        parameter: Name of the parameter, as in the model's state dict.
-        optimizer: Name of the optimizer, a key of ``OPTIMIZERS``.
-        shards: The parameter's shards on this rank.
-        values: By state, a view for each of the shards.
-    """
-
-    parameter: str
-    optimizer: str
-    shards: Sequence[LocalShard]
-    values: Mapping[str, Sequence[Tensor]]
+    parameter: str  # name of the parameter, as in the model's state dict
+    optimizer: str  # name of the optimizer, a key of ``OPTIMIZERS``
+    shards: Sequence[LocalShard]  # the parameter's shards on this rank
+    values: Mapping[str, Sequence[Tensor]]  # by state, a view for each of the shards
 
 
 def optimizer_names(optimizer: KeyedOptimizer) -> dict[str, str]:
-    """Returns the name of the optimizer, a key of ``OPTIMIZERS``, of every parameter that is trained on this rank.
-
-    Raises:
-        UserError: An optimizer is not in ``OPTIMIZERS``.
-    """
-    return {parameter: leaf.name for leaf in _leaves(optimizer) for parameter in leaf.parameter_names()}
+    """Returns the name of the optimizer, a key of ``OPTIMIZERS``, of every parameter that is trained on this rank."""
+    return {parameter: leaf.name for leaf in _leaves(optimizer) for parameter, _ in leaf.named()}
 
 
 def parameter_states(optimizer: KeyedOptimizer, weights: Shards) -> Iterator[ParameterState]:
@@ -54,9 +53,6 @@ def parameter_states(optimizer: KeyedOptimizer, weights: Shards) -> Iterator[Par
     Args:
         optimizer: The optimizer, which may combine several.
         weights: The shards on this rank of all parameters, by their names in the model's state dict.
-
-    Raises:
-        UserError: An optimizer is not in ``OPTIMIZERS``.
     """
     for leaf in _leaves(optimizer):
         yield from leaf.states(weights)
@@ -69,24 +65,29 @@ def set_step_count(optimizer: KeyedOptimizer, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class _FusedLeaf:
-    """FBGEMM's optimizer of one group of tables."""
+class _Leaf:
+    """An optimizer that combines no others, and the path of its parameters."""
 
     prefix: str
-    optimizer: EmbeddingFusedOptimizer
+    optimizer: Any
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yields each parameter with its name in the model's state dict."""
+        for key, parameter in self.optimizer.params.items():
+            yield CombinedOptimizer.prepend_opt_key(key, self.prefix), parameter
+
+
+class _FusedLeaf(_Leaf):
+    """FBGEMM's optimizer of one group of tables."""
 
     @property
     def name(self) -> str:
         fused = self.optimizer._emb_module.optimizer
         return _known(fused_optimizer_name(fused), f"FBGEMM's {fused.value}")
 
-    def parameter_names(self) -> Iterator[str]:
-        for key in self.optimizer.params:
-            yield CombinedOptimizer.prepend_opt_key(key, self.prefix)
-
     def states(self, _weights: Shards) -> Iterator[ParameterState]:
         states = OPTIMIZERS[self.name].states
-        for parameter, weight in zip(self.parameter_names(), self.optimizer.params.values(), strict=True):
+        for parameter, weight in self.named():
             has_weights = [shard.tensor.numel() > 0 for shard in weight.local_shards()]
             values = {}
             for (state, per), live in zip(states.items(), self.optimizer.state[weight].values(), strict=True):
@@ -97,36 +98,31 @@ class _FusedLeaf:
     def set_step_count(self, step: int) -> None:
         lookup = self.optimizer._emb_module
         lookup.iter.fill_(step)
-        lookup.iter_cpu.fill_(step)  # what is used; copied from the other only while it is 0
+        lookup.iter_cpu.fill_(step)  # FBGEMM uses this one, and copies the other into it only while it is 0
 
 
-@dataclass(frozen=True)
-class _TorchLeaf:
+class _TorchLeaf(_Leaf):
     """One of torch's optimizers, or one of their form."""
-
-    prefix: str
-    optimizer: KeyedOptimizerWrapper
 
     @property
     def name(self) -> str:
         inner = self.optimizer._optimizer
         return _known(torch_optimizer_name(inner), repr(inner).splitlines()[0].rstrip(" ("))
 
-    def parameter_names(self) -> Iterator[str]:
-        for key in self.optimizer.params:
-            yield CombinedOptimizer.prepend_opt_key(key, self.prefix)
+    def live(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Returns torch's states of a parameter, which are made where no step has made them."""
+        live: dict[str, Tensor] = self.optimizer.state[parameter]
+        if not live:
+            group = next(g for g in self.optimizer.param_groups if any(own is parameter for own in g["params"]))
+            live.update(first_state(OPTIMIZERS[self.name], parameter, group))
+        return live
 
     def states(self, weights: Shards) -> Iterator[ParameterState]:
-        kind = OPTIMIZERS[self.name]
-        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in zip(self.parameter_names(), self.optimizer.params.values(), strict=True):
-            live = self.optimizer.state[parameter]
-            if not live:
-                live.update(first_state(kind, parameter, groups[parameter]))
-            shards = weights[name]
+        for name, parameter in self.named():
+            live, shards = self.live(parameter), weights[name]
             values = {
-                state: [_view_of_shard(live[state], per, shard.tensor, parameter) for shard in shards]
-                for state, per in kind.states.items()
+                state: [_view_of_shard(live[state].detach(), per, shard.tensor, parameter) for shard in shards]
+                for state, per in OPTIMIZERS[self.name].states.items()
             }
             yield ParameterState(name, self.name, shards, values)
 
@@ -136,33 +132,21 @@ class _TorchLeaf:
                 state["step"].fill_(step)
 
 
-@dataclass(frozen=True)
-class _ReplicatedLeaf:
+class _ReplicatedLeaf(_TorchLeaf):
     """Torch's form of a fused optimizer, of weights that every rank has."""
-
-    prefix: str
-    optimizer: ReplicatedOptimizer
 
     @property
     def name(self) -> str:
-        return self.optimizer.name
+        return str(self.optimizer.name)
 
-    def parameter_names(self) -> Iterator[str]:
-        for key in self.optimizer.params:
-            yield CombinedOptimizer.prepend_opt_key(key, self.prefix)
-
-    def states(self, weights: Shards) -> Iterator[ParameterState]:
-        for name, parameter in zip(self.parameter_names(), self.optimizer.params.values(), strict=True):
-            live, values = self.optimizer.live[parameter], {}
-            for state, per in OPTIMIZERS[self.name].states.items():
-                values[state] = [live[state].detach().view(-1) if per is NumberPer.ROW else live[state].detach()]
-            yield ParameterState(name, self.name, weights[name], values)
+    def live(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self.optimizer.live[parameter]
 
     def set_step_count(self, step: int) -> None:
         self.optimizer.set_optimizer_step(step)
 
 
-def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf | _ReplicatedLeaf | _TorchLeaf]:
+def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf | _TorchLeaf]:
     if isinstance(optimizer, CombinedOptimizer):
         for name, inner in optimizer.optimizers:
             yield from _leaves(inner, CombinedOptimizer.prepend_opt_key(name, prefix))
@@ -191,9 +175,21 @@ def _view_of_shard(live: Tensor, per: NumberPer, shard: Tensor, parameter: Tenso
     """Returns the numbers of a state that belong to one shard of the parameter."""
     if per is NumberPer.PARAMETER:
         return live.view(1)
-    # shards of one table are views of one parameter, one behind the other
+    # shards of one table are views of one parameter, one after the other
     start = (shard.data_ptr() - parameter.data_ptr()) // parameter.itemsize
     weights_per_number = shard.shape[1] if per is NumberPer.ROW else 1
     count = shard.numel() // weights_per_number
     values = live.view(-1)[start // weights_per_number :][:count]
     return values if per is NumberPer.ROW else values.view(shard.shape)
+
+
+def local_shards(value: Tensor | ShardedTensor) -> list[LocalShard]:
+    """Returns the parts on this rank of an entry of a state dict: the whole where every rank has it.
+
+    Parts without elements are left out.
+    """
+    if isinstance(value, ShardedTensor):
+        shards = [LocalShard(tuple(it.metadata.shard_offsets), it.tensor.detach()) for it in value.local_shards()]
+    else:
+        shards = [LocalShard((0,) * value.dim(), value.detach())]
+    return [shard for shard in shards if shard.tensor.numel()]

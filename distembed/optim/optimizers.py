@@ -12,20 +12,24 @@ rows all have gradients.
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import imported
+from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, sparse_names
 from distembed.optim.live_state import set_step_count
-from distembed.optim.tables import table_parameters
 
 
 def needs_dense_kernel(config: SparseOptimizerConfig) -> bool:
@@ -39,12 +43,9 @@ def fuse_sparse_optimizer(
     """Marks vectors of tables so that FBGEMM updates them within the backward pass, where it can.
 
     Args:
-        parameters: The vectors, as :func:`distembed.optim.tables.table_parameters` returns them.
+        parameters: The vectors, as :func:`distembed.optim.optimizers.table_parameters` returns them.
         config: The optimizer.
         device: The device that will train them.
-
-    Raises:
-        UserError: FBGEMM has the optimizer on CUDA only, and the device is another.
     """
     kind = OPTIMIZERS[config.name]
     if kind.fused_needs_cuda and device.type != "cuda":
@@ -95,9 +96,6 @@ class Optimizers:
         dense: The optimizer of everything but vectors of tables.
         sparse: The optimizer of vectors.
         num_steps: Number of steps of the whole run, for the schedules.
-
-    Raises:
-        UserError: Torch has to train some tables, and does not have the sparse optimizer.
     """
 
     def __init__(
@@ -164,3 +162,41 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     remaining = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
+
+
+# the sharded compositional collections are TorchRec's too
+_COLLECTIONS = (
+    CompositionalTables,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+)
+_VECTORS = ("embedding_bags", "embeddings")
+"""Where collections of bags and of sequences hold their vectors; functions of path-based tables lie elsewhere."""
+
+
+def table_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that hold vectors of tables, compositional or TorchRec's own, in any collection.
+
+    Tables with ``dense_gradient`` are not among them: they are trained like networks.
+
+    Args:
+        model: A model as it was built, or the ``DistributedModelParallel`` of it.
+    """
+    return [
+        parameter
+        for collection in model.modules()
+        if isinstance(collection, _COLLECTIONS)
+        for attribute in _VECTORS
+        if isinstance(vectors := getattr(collection, attribute, None), nn.ModuleDict)
+        for name, own in vectors.items()
+        if name not in _dense_weights(collection)
+        for parameter in own.parameters()
+    ]
+
+
+def _dense_weights(collection: nn.Module) -> set[str]:
+    """Returns the names of the weights of a collection's tables that have gradients in all rows."""
+    tables: Any = getattr(collection, "tables", list)  # TorchRec's own have none
+    return {part.name for table in tables() if table.dense_gradient for part in table.lookup_tables()}

@@ -1,14 +1,14 @@
-"""Optimizers of weights that every rank has, which update them within the backward pass, as FBGEMM updates its tables.
+"""Optimizers of replicated weights, which update them within the backward pass, as FBGEMM updates its tables.
 
-Where a table is placed must not decide who trains it. FBGEMM updates tables of one rank; torch's form of
-the optimizer updates tables that all ranks have: data-parallel tables, and the small partitions of row-wise tables.
-Their states go by the names and shapes that FBGEMM's have, so that the keys of a state dict do not depend on the plan::
+The placement of a table must not decide its optimizer. FBGEMM updates tables of one rank; torch's form of the optimizer
+updates tables that all ranks have: data-parallel tables, and the small partitions of row-wise tables. Their states have
+the names and shapes of FBGEMM's, so that the keys of a state dict do not depend on the plan::
 
     state.<path>.<collection>.<partition>.weight.<partition>.momentum1    [rows] or [rows, columns], on any plan
 
 At the end of a backward pass the gradients are averaged over the ranks, in one piece for each dtype, and the weights
-updated. Collections do so in the order in which they were made, which all ranks share, and behind all that
-``DistributedDataParallel`` averages, so that collectives meet their own.
+updated. Collections do so in the order of their construction, which all ranks share, and after
+``DistributedDataParallel``, so that all ranks call collectives in one order.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 
 from distembed.base.errors import UserError
-from distembed.optim.first_state import first_state
 from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, stateless_name
+from distembed.optim.torch_states import first_state
 
 _FUSED_LEARNING_RATE, _FUSED_EPS = 0.01, 1e-8
-"""What FBGEMM takes where nothing is said."""
+"""FBGEMM's defaults."""
 _UNKNOWN_TO_TORCH = ("weight_decay", "momentum", "eta", "max_gradient", "gradient_clipping", "max_norm")
-"""Settings that change FBGEMM's updates, and that torch's form has not or takes otherwise."""
+"""Settings of FBGEMM's updates that torch's form lacks or applies in another way."""
 
 
 def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[str, dict[str, Any]]:
@@ -40,9 +40,6 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
     Args:
         fused_params: FBGEMM's settings of a table.
         weight_name: A weight of the table that every rank has, for errors.
-
-    Raises:
-        UserError: Torch has not that optimizer, or not these settings.
     """
     declared = fused_params.get("optimizer")
     name = stateless_name() if declared is None else fused_optimizer_name(declared)
@@ -77,7 +74,7 @@ class ReplicatedOptimizer(FusedOptimizer):
     """Torch's form of a fused optimizer, which :class:`BackwardUpdates` steps; its own ``step`` sets the learning rate.
 
     Weights of half precision are trained in float32 and rounded to the nearest, as FBGEMM's are
-    (:mod:`distembed.optim.float_copies`).
+    (:mod:`distembed.optim.torch_states`).
 
     Attributes:
         name: Name of the optimizer, a key of ``OPTIMIZERS``.
@@ -103,7 +100,7 @@ class ReplicatedOptimizer(FusedOptimizer):
                 own.update(first_state(kind, weight, self._inner.param_groups[0]))
             self.live[weight], prefix = own, key.split(".")[-2]
             by_row = [(state_name, per is NumberPer.ROW) for state_name, per in kind.states.items()]
-            # FBGEMM's first state is called so whatever it is
+            # FBGEMM calls every optimizer's first state momentum1
             state[weight] = {
                 f"{prefix}.{state_name if i else 'momentum1'}": own[state_name].view(-1) if is_row else own[state_name]
                 for i, (state_name, is_row) in enumerate(by_row)
@@ -121,7 +118,7 @@ class ReplicatedOptimizer(FusedOptimizer):
         (own,) = self.param_groups
         for group in self._inner.param_groups:
             group["lr"] = own["lr"]
-        if self.has_gradients:  # which a backward pass that failed has left, and the next one would add to
+        if self.has_gradients:  # of a backward pass that failed: the next one would add to them
             for weight in self.live:
                 if weight.grad is not None:
                     weight.grad.zero_()
@@ -134,11 +131,7 @@ class ReplicatedOptimizer(FusedOptimizer):
                 live["step"].fill_(step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Sets the learning rate (``lr``) or ``eps``, as FBGEMM's optimizers do.
-
-        Raises:
-            NotImplementedError: Another setting is given.
-        """
+        """Sets the learning rate (``lr``) or ``eps``, as FBGEMM's optimizers do."""
         for setting, value in params_dict.items():
             if setting not in ("lr", "eps"):
                 raise NotImplementedError(f"Setting hyper-parameter {setting} is not supported")
@@ -148,14 +141,14 @@ class ReplicatedOptimizer(FusedOptimizer):
 
 
 class _Waiting(dict[int, "BackwardUpdates"]):
-    """Whose gradients have come in a backward pass, by their numbers; only that pass holds it."""
+    """The updates whose gradients have come in a backward pass, by their numbers; only that pass holds it."""
 
 
 class BackwardUpdates:
     """Averages gradients of replicated weights at the end of each backward pass, and has the weights updated.
 
-    With several ranks, gradients lie side by side in one buffer for each dtype, where they are averaged, all the time;
-    on one rank they are given back. All ranks make it with the same weights, and run the same backward passes.
+    With several ranks, gradients are views of one lasting buffer for each dtype, which is averaged; on one rank they
+    are freed. All ranks make it with the same weights, and run the same backward passes.
 
     Args:
         optimizers: The optimizers, with the weights that they train.
@@ -163,7 +156,7 @@ class BackwardUpdates:
     """
 
     _numbers = itertools.count()
-    # of the backward passes that are under way, by their numbers; one may run within another
+    # by the numbers of the running backward passes; one may run within another
     _waiting: "weakref.WeakValueDictionary[int, _Waiting]" = weakref.WeakValueDictionary()
 
     def __init__(self, optimizers: Sequence[ReplicatedOptimizer], group: dist.ProcessGroup | None) -> None:
@@ -173,7 +166,7 @@ class BackwardUpdates:
         self._buffers: list[Tensor] = []
         self._gradients: dict[Tensor, Tensor] = {}
         for weight in self._weights:
-            # by this TorchRec's own tables say that no other optimizer is to train them
+            # TorchRec's own tables say in this way that no other optimizer may train them
             weight._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
             weight.register_post_accumulate_grad_hook(self._note)
 
@@ -195,6 +188,8 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def _update(self) -> None:
+        # rank 0   [ grad a | grad b ]  \
+        # rank 1   [ grad a | grad b ]   > one all-reduce of the mean a dtype -> update on every rank
         num_ranks = 1 if self._group is None else self._group.size()
         if num_ranks > 1:
             self._gather_gradients()
@@ -213,7 +208,7 @@ class BackwardUpdates:
             weight.grad = None
 
     def _gather_gradients(self) -> None:
-        """Brings all gradients into the buffers, where the weights' gradients are views of these from then on."""
+        """Copies all gradients into the buffers; from then on the weights' gradients are views of the buffers."""
         if not self._buffers:
             for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
                 own = [weight for weight in self._weights if weight.dtype == dtype]

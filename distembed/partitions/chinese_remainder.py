@@ -71,7 +71,8 @@ class ChineseRemainder(RemainderPartition):
         return {"moduli": list(self.num_rows)}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        # Garner: the digits of the id in the mixed radix of the moduli, each from those before it
+        # Garner: with x = d_1 + d_2 m_1 + d_3 m_1 m_2 + ..., all terms after d_j vanish modulo m_j, so that
+        #   d_j = (...((x_j - d_1) / m_1 - d_2) / m_2 - ...) mod m_j      where x_j is the given row, x mod m_j
         digits: list[Tensor] = []
         for j, modulus in enumerate(self.num_rows):
             digit = rows[j]

@@ -2,13 +2,14 @@
 
 ``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
 row, so that rare ids learn from similar ones; but k numbers an id are stored, and only a look at every id tells whether
-the partitions are complementary.
+the partitions are complementary: each id's rows become one key, and keys are sorted (16 bytes an id).
 
 A Parquet file is read column by column, in batches and twice: first its distinct values are collected, then numbered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -26,8 +27,7 @@ from pydantic import Field
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import STRICT, one_of
-from distembed.partitions.base import Partition, require_positive
-from distembed.partitions.complementarity import count_tuples, find_collision
+from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Partition, require_positive
 from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
@@ -41,17 +41,12 @@ _BATCH_ROWS = 2**20
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ExplicitSettings(SchemeSettings):
-    """The settings of ``explicit``.
+    """The settings of ``explicit``."""
 
-    Attributes:
-        assignments: The Parquet file with a row for each id; a relative path starts at the working directory.
-        columns: The columns of that file; each is a partition.
-        allow_collisions: Whether ids may have the same rows.
-    """
-
+    # the Parquet file with a row for each id; a relative path starts at the working directory
     assignments: str | None = None
-    columns: Annotated[list[str], Field(min_length=1)] | None = None
-    allow_collisions: bool = False
+    columns: Annotated[list[str], Field(min_length=1)] | None = None  # the columns of that file; each is a partition
+    allow_collisions: bool = False  # whether ids may have the same rows
 
 
 class Explicit(Partition):
@@ -170,13 +165,21 @@ class Explicit(Partition):
 
     @cached_property
     def _collision(self) -> tuple[int, int] | None:
-        return find_collision(self.assignments, self.num_rows)
+        # by the pigeonhole principle, the first ids hold a collision already where there are more ids than tuples
+        num_ids = min(self.num_embeddings, math.prod(self.num_rows) + 1)
+        keys = _keys([rows[:num_ids] for rows in self.assignments], self.num_rows)
+        in_order = np.sort(keys)
+        repeats = in_order[1:][in_order[1:] == in_order[:-1]]
+        if not len(repeats):
+            return None
+        first, second, *_ = np.flatnonzero(keys == repeats[0]).tolist()
+        return first, second
 
     @cached_property
     def _num_tuples(self) -> int:
         if self.is_complementary():
             return self.num_embeddings
-        return count_tuples(self.assignments, self.num_rows)
+        return len(np.unique(_keys(self.assignments, self.num_rows)))
 
     def _require_complementary(self) -> None:
         pair = self.colliding_ids()
@@ -208,6 +211,18 @@ class Explicit(Partition):
                 ids, nodes = ids[found], nodes[found]
             node_ids[nodes] = ids
         return node_ids[node].view(rows.shape[1:]).to(rows.device)
+
+
+def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.int64]:
+    """Returns a number for each id, equal where ids have the same rows: the rows as digits of a mixed radix."""
+    keys, count = np.zeros(len(assignments[0]), np.int64), 1
+    for assigned, bound in zip(assignments, num_rows, strict=True):
+        rows: NDArray[np.integer] = assigned.numpy()
+        if count * bound > MAX_NUM_EMBEDDINGS:  # numbers without gaps, below the number of ids, stay within 63 bits
+            (distinct, keys), (rows_that_occur, rows) = (np.unique(own, return_inverse=True) for own in (keys, rows))
+            count, bound = len(distinct), len(rows_that_occur)
+        keys, count = keys * bound + rows, count * bound
+    return keys
 
 
 @lru_cache(maxsize=64)

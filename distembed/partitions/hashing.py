@@ -37,13 +37,9 @@ def mix64(values: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
 
 @dataclass(frozen=True)
 class KeyedHash:
-    """A uniform map from any 64-bit integer to ids, chosen by ``seed`` among very many.
+    """A uniform map from any 64-bit integer to ids, chosen by ``seed`` among very many."""
 
-    Attributes:
-        seed: An integer from 0 to 2^63-1; the same seed gives the same ids on every machine, device and version.
-    """
-
-    seed: int
+    seed: int  # an integer from 0 to 2^63-1; the same seed gives the same ids on every machine, device and version
 
     def __post_init__(self) -> None:
         _require_seed(self.seed)

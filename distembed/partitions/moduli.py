@@ -27,15 +27,12 @@ _MOST_COPRIMES = 16
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ModuliSettings(SchemeSettings):
-    """The settings of ``mixed_radix`` and ``chinese_remainder``.
-
-    Attributes:
-        num_partitions: The number of partitions, whose moduli are then computed.
-        moduli: The moduli themselves, in place of ``num_partitions``.
-    """
+    """The settings of ``mixed_radix`` and ``chinese_remainder``."""
 
     alternatives = (("num_partitions", "moduli"),)
+    # the number of partitions, whose moduli are then computed
     num_partitions: Annotated[int, Field(ge=2)] | None = None
+    # the moduli themselves, in place of ``num_partitions``
     moduli: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
 
 
@@ -117,10 +114,6 @@ def choose_moduli(
         num_partitions: The number of partitions, or None.
         moduli: The moduli, or None.
         smallest: Computes the moduli for numbers of ids and of partitions.
-
-    Raises:
-        UserError: The moduli are no list of 2 to :data:`MAX_NUM_PARTITIONS` positive integers, or ``num_partitions`` is
-            no integer in this range or another number than theirs.
     """
     if num_partitions is not None:
         remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."

@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class BucketSettings(SchemeSettings):
-    """The settings of ``remainder`` and ``quotient_remainder``.
-
-    Attributes:
-        collisions: How many ids share a row of the first partition; 4 unless it or ``num_buckets`` is given.
-        num_buckets: The rows of the first partition, in place of ``collisions``.
-    """
+    """The settings of ``remainder`` and ``quotient_remainder``."""
 
     alternatives = (("collisions", "num_buckets"),)
+    # how many ids share a row of the first partition; 4 unless it or ``num_buckets`` is given
     collisions: PositiveInt | None = None
-    num_buckets: PositiveInt | None = None
+    num_buckets: PositiveInt | None = None  # the rows of the first partition, in place of ``collisions``
 
 
 def rows_for_collisions(num_embeddings: int, collisions: int) -> int:

@@ -10,12 +10,9 @@ from distembed.base.names import STRICT
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class SchemeSettings:
-    """The settings of a partition scheme or composition: a frozen dataclass whose fields have defaults.
+    """The settings of a partition scheme or composition: a frozen dataclass whose fields have defaults."""
 
-    Attributes:
-        alternatives: Pairs of fields; a table sets one field of a pair; the exception of a table replaces the other.
-    """
-
+    # pairs of fields; a table sets one field of a pair; the exception of a table replaces the other
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
 

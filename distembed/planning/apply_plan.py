@@ -30,13 +30,13 @@ from torchrec.distributed.types import (
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.base.units import enumerate_names
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
-from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.optim.declared import declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.saved_plan import PlanInputs, SavedPlan, SavedTable, read_saved_plan, table_plan_inputs
-from distembed.sharding.exchange import common_exchange
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table
+from distembed.sharding.sharder import common_exchange
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
 

@@ -26,7 +26,7 @@ from functools import cached_property
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from distembed.embedding.config import common_id_dtype
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.lookups import (
     LENGTH_BYTES,

@@ -26,7 +26,7 @@ from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import format_ranges
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.exchange import INT8_NUMBERS
+from distembed.embedding.settings import INT8_NUMBERS
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout, divided_table
 from distembed.planning.lookups import is_on_every_rank

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import VectorExchange
 from distembed.planning.request import Workload
 from distembed.sharding.groups import GroupLoad, LookupMemory, group_key
 from distembed.sharding.groups.load import FLOAT_BYTES

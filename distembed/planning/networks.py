@@ -27,7 +27,7 @@ from distembed.base.errors import InsufficientMemory, UserError, one_line
 from distembed.base.machine import host_memory_bytes
 from distembed.base.units import format_bytes
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.embedding.exchange import QuantizedCommsConfig
+from distembed.embedding.settings import QuantizedCommsConfig
 from distembed.partitions import QuotientRemainder
 from distembed.planning.costs import PlacementCosts, step_times
 from distembed.planning.devices import Cluster, Device
@@ -38,8 +38,8 @@ from distembed.planning.request import PlanRequest, Workload
 from distembed.planning.search import plan_placements
 from distembed.planning.storage import StepTime
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.exchange import codecs_registry
 from distembed.sharding.lookup import sharded_lookups
+from distembed.sharding.sharder import codecs_registry
 from distembed.sharding.table_slice import width
 
 _LEARNING_RATE = 0.01

@@ -13,9 +13,9 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from distembed.base.errors import UserError
+from distembed.embedding.collections import table_configs
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.exchange import VectorExchange
-from distembed.embedding.modules import table_configs
+from distembed.embedding.settings import VectorExchange
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
 from distembed.planning.config import PlanConfig
@@ -23,7 +23,7 @@ from distembed.planning.devices import Cluster
 from distembed.planning.fastest.problem import Floats
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
-from distembed.sharding.exchange import exchange_of
+from distembed.sharding.sharder import exchange_of
 
 
 @dataclass(frozen=True)

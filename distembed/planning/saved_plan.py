@@ -20,7 +20,7 @@ from distembed.base.errors import UserError
 from distembed.base.files import read_json
 from distembed.base.units import format_ranges
 from distembed.base.validation import validated
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import VectorExchange
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan

@@ -20,7 +20,7 @@ from distembed.base.errors import InsufficientMemory, UserError
 from distembed.base.machine import host_memory_bytes
 from distembed.base.ranks import Collectives, Ranks
 from distembed.base.units import format_ranges
-from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import Step
 from distembed.planning.config import PlanConfig

@@ -31,7 +31,7 @@ from torchrec.distributed.planner.constants import FULL_BLOCK_EMB_DIM, HALF_BLOC
 from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Cluster, Device

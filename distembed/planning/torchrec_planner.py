@@ -38,7 +38,7 @@ from distembed.base.errors import InsufficientMemory, UserError
 from distembed.base.names import one_of
 from distembed.base.ranks import Collectives
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.exchange import CommPrecision, QuantizedCommsConfig
+from distembed.embedding.settings import CommPrecision, QuantizedCommsConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.planning.config import PlanConfig, TablePlanConfig
 from distembed.planning.costs import Layout, PlacementCosts
@@ -49,8 +49,8 @@ from distembed.planning.request import PlanRequest, Workload
 from distembed.planning.search import EstimatedPlan, find_plan, require_fitting_plan
 from distembed.planning.table_problem import PlannedTable, TableProblem, unit_sharding
 from distembed.sharding import default_sharders
-from distembed.sharding.exchange import codecs_registry
 from distembed.sharding.placement import COMPUTE_KERNELS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, place_table
+from distembed.sharding.sharder import codecs_registry
 from distembed.sharding.table_slice import is_pooled
 
 

@@ -29,8 +29,8 @@ from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.data.remote import is_url
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.composed_vectors import composed_chunks
-from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.serving.raw_predictions import RawInputs, unknown_columns
 from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note

@@ -2,7 +2,7 @@
 
 Drop :class:`CompositionalEmbeddingBagCollectionSharder` and :class:`CompositionalEmbeddingCollectionSharder` into the
 list of sharders of any ``DistributedModelParallel`` and ``EmbeddingShardingPlanner``. The sharders of managed collision
-take TorchRec's modules that give raw ids slots (ZCH, MPZCH) around a compositional collection.
+take TorchRec's modules that map raw ids to slots (ZCH, MPZCH) around a compositional collection.
 """
 
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection

@@ -9,23 +9,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import (
-    Awaitable,
-    QuantizedCommCodecs,
-    ShardingEnv,
-    ShardingType,
-)
+from torchrec.distributed.types import Awaitable, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.base.errors import UserError
-from distembed.embedding.batches import (
-    bags_of_rows,
-    require_bags_for_rows,
-    with_equal_numbers_of_bags,
-    without_gaps,
-)
+from distembed.embedding.batches import bags_of_rows, require_bags_for_rows, with_equal_numbers_of_bags, without_gaps
 from distembed.embedding.collections import CompositionalEmbeddingBagCollection
 from distembed.sharding.parameters import ShardedParameters, without_weights
 from distembed.sharding.shardings import make_sharding
@@ -58,11 +48,10 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         env: ShardingEnv,
         device: torch.device | None = None,
         permute_embeddings: bool = False,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **keywords: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
         self._note_settings(sharding_infos, env.rank)
-        keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
         if sharding_infos[0].param_sharding.sharding_type in (
             ShardingType.COLUMN_WISE.value,
             ShardingType.TABLE_COLUMN_WISE.value,
@@ -79,16 +68,13 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def _pre_load_state_dict_hook(
         self: "ShardedCompositionalEmbeddingBagCollection", state_dict: dict[str, Any], prefix: str, *others: Any
     ) -> None:
-        """Puts this rank's shards in the place of each sharded tensor that is to be loaded.
-
-        TorchRec takes them to be as wide as the first shard of all ranks.
-        """
+        """Replaces each sharded tensor to load by this rank's shards."""
         local_tensors = {}
         for name in self._model_parallel_name_to_local_shards:
             key = f"{prefix}embedding_bags.{name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
                 shards = [shard.tensor for shard in state_dict.pop(key).local_shards()] or [torch.empty(0)]
-                # one shard, which may be most of a rank's memory, is not copied
+                # a single shard may be most of a rank's memory: it is not copied
                 local_tensors[key] = torch.cat(shards) if len(shards) > 1 else shards[0]
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *others)
         state_dict.update(local_tensors)
@@ -96,13 +82,13 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
+        """Maps ids into their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._embedding_shardings)
         self._follow_single_ids(features)
         if self._is_weighted and not self.weights_come_later:
             self._require_weights(features.weights_or_none())
-        mapped = self._map_ids(features)  # which looks whether the batch is whole
+        mapped = self._map_ids(features)  # checks that the batch is whole
         require_bags_for_rows(mapped)
         equal = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
         ctx.divisor = self._output.divisor(equal)
@@ -111,7 +97,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         return sent
 
     def _require_weights(self, weights: Tensor | None) -> None:
-        """Raises unless a batch has weights, and they need no gradients: input dists bring none back."""
+        """Raises unless a batch has weights without gradients: input dists bring no gradients back."""
         if weights is None:
             raise UserError(
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
@@ -136,9 +122,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
 
 class _Output:
-    """Makes the unsharded module's output of the sums that TorchRec's dists bring.
+    """Makes the unsharded module's output from the sums that TorchRec's dists bring.
 
-    Features are put in the tables' order, means are taken, and the vectors of feature generation get keys of their own.
+    Features are put in the tables' order, sums of means are divided, and vectors of feature generation get their keys.
     """
 
     def __init__(self, module: CompositionalEmbeddingBagCollection, features: Sequence[str]) -> None:
@@ -161,16 +147,8 @@ class _Output:
         return torch.stack([lengths[features.keys().index(name)] for name in self._means.values()]).clamp(min=1)
 
     def arrange(
-        self,
-        values: Tensor,
-        zero: Tensor | None,
-        divisor: Tensor | None,
-        bags: Mapping[str, Tensor] | None,
+        self, values: Tensor, zero: Tensor | None, divisor: Tensor | None, bags: Mapping[str, Tensor] | None
     ) -> KeyedTensor:
-        """Returns the output made of the sums ``values``.
-
-        ``zero`` is added, averaged features are divided by ``divisor``, and ``bags`` are repeated for rows.
-        """
         if zero is not None:
             values.add_(zero)
         if self._order != list(range(len(self._order))) or self._means or bags is not None:

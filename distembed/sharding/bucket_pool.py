@@ -11,8 +11,8 @@ only these sums are multiplied. Several small partitions count as one whose rows
     a bag's rows in the largest partition   | r1  r2  r3  r4 |      of codes 1 0 1 1
     its buckets                             | r2 | r1 r3 r4 |       summed, then multiplied by the vectors of codes 0, 1
 
-Trade-off: no vector of a single id is ever stored, and as many rows are looked up as in a plain table; but every bag
-has a bucket for every code, filled or not, so codes must be few (:func:`buckets_are_faster`).
+Trade-off: no vector of a single id is stored, and as many rows are looked up as in a plain table; but every bag has a
+bucket for every code, filled or not, so codes must be few (:func:`buckets_are_faster`).
 """
 
 from collections.abc import Sequence
@@ -27,50 +27,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BUCKETS_PER_ID = 2.5
-"""Most buckets an id; on a CPU both ways took the same time at 2.7 (ids as skewed as Criteo's) to 6 (uniform ones)."""
+"""Most buckets an id; on a CPU both ways took equal time at 2.7 (ids as skewed as Criteo's) to 6 (uniform ids)."""
 
 
 def buckets_are_faster(num_ids: int, num_bags: int, buckets_per_bag: int) -> bool:
     """Returns whether pooling by buckets takes less time than composing each distinct id and pooling these.
 
     A bucket costs a sum that is written, read and multiplied, forward and backward, whether it has ids or not.
-
-    Args:
-        num_ids: Number of ids in all bags of all features.
-        num_bags: Number of bags of all features.
-        buckets_per_bag: Number of buckets of a bag (:func:`count_buckets_per_bag`).
     """
     return num_bags * buckets_per_bag <= _BUCKETS_PER_ID * num_ids
 
 
 def count_buckets_per_bag(num_rows: Sequence[int]) -> int:
-    """Returns how many tuples of rows the partitions beside the largest have.
-
-    Args:
-        num_rows: Number of rows of each partition, in the table of the group that has most.
-    """
+    """Returns the number of tuples of rows of all partitions but the largest."""
     return prod(num_rows) // max(num_rows)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Rows to look up in each of k partitions so that products can be pooled.
+    """Rows to look up in each of k partitions so that products can be pooled."""
 
-    Attributes:
-        rows: Rows to look up in each partition, feature after feature. In the largest, the ids' rows in another
-            ``order``; in the others each row tuple that occurs has one bag.
-        offsets: Where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the
-            largest, ``features * codes`` bags of one row or none in the others.
-        order: Index among the given ids of each id of the buckets; their weights are to be put in this order.
-        largest: Number of the partition with most rows.
-        buckets_per_bag: Number of buckets of a bag.
-    """
-
+    # Rows to look up in each partition, feature after feature: in the largest the ids' rows in ``order``, in each small
+    # partition one row for each code that occurs.
     rows: list[Int64[Tensor, " rows_j"]]
+    # where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the largest,
+    # ``features * codes`` bags of one row or none in the others
     offsets: list[Int64[Tensor, " bags_j_plus_1"]]
+    # index among the given ids of each id of the buckets; their weights are to be put in this order
     order: Int64[Tensor, " ids"]
-    largest: int
-    buckets_per_bag: int
+    largest: int  # number of the partition with most rows
+    buckets_per_bag: int  # number of buckets of a bag
 
     def record_stream(self, stream: Any) -> None:
         """Keeps all tensors alive until a stream of the device has used them."""
@@ -80,8 +66,7 @@ class Buckets:
     def pool(self, vectors: Sequence[Float[Tensor, "bags_j features dim"]]) -> Float[Tensor, "batch features dim"]:
         """Returns the sums of products over the batch's bags, zeros for an empty bag.
 
-        Args:
-            vectors: Each partition's sums over the bags of :attr:`offsets`; weights of ids go with the largest.
+        ``vectors`` are each partition's sums over the bags of :attr:`offsets`; the largest's are weighted by the ids.
         """
         small = reduce(torch.mul, [vectors[j] for j in range(len(vectors)) if j != self.largest])
         num_buckets, num_features, dim = vectors[self.largest].shape
@@ -98,9 +83,9 @@ def split_bags(
     num_rows: Sequence[int],
     first_rows: Int64[Tensor, "k features"] | None = None,
 ) -> Buckets:
-    """Splits each bag in buckets of ids that have the same rows in all partitions but the largest.
+    """Splits each bag in buckets of ids that share their rows in all partitions but the largest.
 
-    Only rows that occur are to be looked up, so that no optimizer sees a gradient, even of zero, for the others.
+    Only rows that occur are looked up, so that no optimizer sees a gradient, even of zero, for another row.
 
     Args:
         rows: Rows of every id in each partition, feature after feature and bag after bag.

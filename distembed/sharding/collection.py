@@ -7,11 +7,7 @@ from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import (
-    Awaitable,
-    QuantizedCommCodecs,
-    ShardingEnv,
-)
+from torchrec.distributed.types import Awaitable, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -63,19 +59,11 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         sharding_infos: list[EmbeddingShardingInfo],
         env: ShardingEnv,
         device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **keywords: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
         self._note_settings(sharding_infos, env.rank)
-        return make_sharding(
-            self._placements,
-            self._replicated,
-            sharding_infos,
-            env,
-            device,
-            pools=False,
-            qcomm_codecs_registry=qcomm_codecs_registry,
-        )
+        return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=False, **keywords)
 
     def _initialize_torch_state(self, *arguments: Any, **keywords: Any) -> None:
         self._embedding_configs = self._show_partition_tables(EmbeddingConfig)
@@ -83,15 +71,17 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self._register_replicated()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
+        """Maps ids into their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         self._follow_single_ids(features)
         ctx.raw_features = features
         mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features)))
         perturbed = self._perturb_ids(ctx, mapped)
-        # TorchRec's dists of sequences need a row
-        return super().input_dist(ctx, perturbed if perturbed.stride() else _empty_row(perturbed))
+        if not perturbed.stride():  # TorchRec's dists of sequences need a row, here one without ids
+            lengths = torch.zeros(len(perturbed.keys()), dtype=perturbed.lengths().dtype, device=perturbed.device())
+            perturbed = KeyedJaggedTensor(perturbed.keys(), perturbed.values(), lengths=lengths, stride=1)
+        return super().input_dist(ctx, perturbed)
 
     def _arrange(
         self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: dict[str, JaggedTensor]
@@ -118,9 +108,3 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     def unsharded_module_type(self) -> type[CompositionalEmbeddingCollection]:
         """Type of the module that this one replaces."""
         return CompositionalEmbeddingCollection
-
-
-def _empty_row(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns one row without ids."""
-    lengths = torch.zeros(len(features.keys()), dtype=features.lengths().dtype, device=features.device())
-    return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths, stride=1)

@@ -1,4 +1,4 @@
-"""TorchRec's lookup of the tables of one rank, group by group (:mod:`distembed.sharding.groups`)."""
+"""TorchRec's lookup of one rank's tables, group by group (:mod:`distembed.sharding.groups`)."""
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -23,15 +23,14 @@ from distembed.sharding.table_slice import LocalTable, PartitionSlice
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     """Looks the ids of one rank's tables up, ``[B, sum of their columns]``, features in the order of ``tables``.
 
-    Attributes:
-        replicated_names: Names of the partition tables whose replicated weights are used here.
+    ``replicated_names`` are the partition tables whose replicated weights are used here.
 
     Args:
         tables: The tables as this rank holds them; neighbours with one key form a group.
         replicated: Weights that are the same on every rank, by partition table's name.
-        averages_ranks: Whether TorchRec's dists bring the gradients back, of all ranks' rows. Gradients of replicated
-            weights and of feature processors, which are averaged over the ranks once more, are then multiplied by the
-            number of ranks.
+        averages_ranks: Whether TorchRec's dists bring the gradients of all ranks' rows back, averaged. Gradients of
+            replicated weights and of feature processors are averaged over the ranks once more, so that they are
+            multiplied by the number of ranks.
         env: The process group that the tables are sharded over.
         device: Device of the weights.
         pools: Whether ids are pooled over bags; else each gets its vector.
@@ -57,7 +56,6 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._groups = [
             make_group(group, replicated, scale, list(islice(tbes, len(group[0].shards))), kind) for group in groups
         ]
-        self._feature_splits = [group.num_features for group in self._groups]
         self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
         self._pools, self._output_dtype, self._averages_ranks = pools, output_dtype, averages_ranks
         for group, own in zip(self._groups, self._tbes_of_groups(), strict=True):
@@ -74,11 +72,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._prefetched: deque[tuple[KeyedJaggedTensor, list[LookupRequest]]] = deque()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Looks up, composes and pools a batch's ids, as they came from all ranks."""
-        # of one dtype on all ranks, those too that have nothing to look up
+        """Looks up, composes and pools the ids that came from all ranks."""
+        # one dtype on all ranks, also where a rank has nothing to look up
         vectors = self._look_up(sparse_features).to(self._output_dtype or torch.float32)
         if self._averages_ranks and torch.is_grad_enabled() and not vectors.requires_grad:
-            # of frozen tables: other ranks' backward passes wait for this rank's part of their collectives
+            # frozen tables too: other ranks' backward passes wait for this rank's part of their collectives
             vectors.requires_grad_()
         return vectors
 
@@ -128,7 +126,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
             assert shard.local_metadata is not None
             first_row, first_column = shard.local_metadata.shard_offsets
             own.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
-        self.purge()  # of rows that are cached
+        self.purge()  # drops cached rows
 
     def shard_weights(self) -> Iterator[tuple[PartitionSlice, Tensor]]:
         """Yields this rank's shards with their weights; gradients go through weights that torch trains."""
@@ -139,11 +137,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     def _requests(self, features: KeyedJaggedTensor) -> list[LookupRequest]:
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad and self._gradient_scale > 1:
-            # of a feature processor on this rank, whose parameters DDP averages
+            # a feature processor on this rank made them, and DDP averages its parameters
             scaled = CommOpGradientScaling.apply(weights, self._gradient_scale)
             features = with_ids(features, features.values(), weights=scaled)
-        by_group = zip(self._groups, features.split(self._feature_splits), strict=True)
-        return [group.request(own) for group, own in by_group]
+        by_group = features.split([group.num_features for group in self._groups])
+        return [group.request(own) for group, own in zip(self._groups, by_group, strict=True)]
 
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
@@ -160,7 +158,7 @@ def sharded_lookups(model: nn.Module) -> Iterator[Any]:
 
 
 def _weights_of_kernel(kernel: Any) -> list[Tensor]:
-    """Returns the weights of a kernel's shards; a dense kernel's own, from which TorchRec would detach them."""
+    """Returns the weights of a kernel's shards; of a dense kernel undetached, as TorchRec would not return them."""
     if not isinstance(kernel, BatchedDenseEmbeddingBag):
         kernel.flush()
         return list(kernel.split_embedding_weights())

@@ -1,18 +1,19 @@
 """Sharded managed collision: TorchRec's modules that give raw ids a slot of a table, around compositional collections.
 
-TorchRec keeps slots and vectors on one rank, which divides a table by its rows. A compositional table has the slots of
-one rank in rows of many: in a quotient-remainder table neighbouring slots have neighbouring remainders. So slots alone
-are divided by rows here, TorchRec's module for them is used as it is, and ids come back as slots before the collection
-looks them up, wherever its tables lie::
+TorchRec keeps a slot and its vector on one rank, and divides tables by rows. The rows of a compositional table belong
+to slots of many ranks: in a quotient-remainder table neighbouring slots have neighbouring remainders. So slots alone
+are divided by rows here, by TorchRec's own module, and ids come back as slots before the collection looks them up,
+wherever its tables lie::
 
     raw ids -> rank that has their slots -> slots -> rank of the batch -> collection (:mod:`distembed.sharding`)
 
-That is one exchange of ids more, each way. A slot that goes from one id to another keeps its vector, as in TorchRec's
-unsharded module: other slots share its rows.
+Trade-off: one more exchange of ids, each way. A slot that goes from one id to another keeps its vector, as in
+TorchRec's unsharded module: other slots share its rows.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ class ManagedIdsContext(ManagedCollisionCollectionContext):
 class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTList, Any, ManagedIdsContext]):
     """Takes the place of a module of managed collision with a compositional collection; all ranks call it together.
 
-    Its output is a pair, as TorchRec's: the collection's output, and the batch with slots in the place of raw ids, or
-    None unless ``return_remapped_features`` is set.
+    Its output is a pair, as TorchRec's: the collection's output, and the batch with slots in the place of raw ids
+    (None unless ``return_remapped_features`` is set).
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         )
         self._feature_names = slots.feature_names()
         self._return_remapped_features = module._return_remapped_features
-        # Pipelines take over the input dists of all child modules, which they call ahead of a batch's lookup. Slots are
-        # known at that lookup alone, so that the collection has its dists only while it runs.
+        # Pipelines call the input dists of all child modules ahead of a batch's lookup. Slots are known at the lookup
+        # alone, so the collection has its dists only while it runs.
         self._embedding_module._has_uninitialized_input_dist = False
         self._collection_dists: list[nn.Module] = []
 
@@ -130,9 +131,9 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         return self._managed_collision_collection.input_dist(ctx, ids)
 
     def compute(self, ctx: ManagedIdsContext, dist_input: KJTList) -> KJTList:
-        """Gives raw ids their slots on the rank that has these."""
+        """Gives raw ids their slots on the slots' rank."""
         slots = self._managed_collision_collection.compute(ctx, dist_input)
-        self._managed_collision_collection.evict()  # which it demands before the next batch
+        self._managed_collision_collection.evict()  # it has to be called before the next batch
         return slots
 
     def output_dist(self, ctx: ManagedIdsContext, output: KJTList) -> Any:
@@ -149,7 +150,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         return embedded, LazyNoWait(remapped) if self._return_remapped_features else NoWait(None)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields the names of the collection's sharded parameters and of all slots, which are not replicated."""
+        """Yields the names of the collection's sharded parameters and of all slots: slots are not replicated either."""
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, "_embedding_module"))
         slots = self._managed_collision_collection
         for name, _ in (*slots.named_parameters(), *slots.named_buffers()):
@@ -189,18 +190,15 @@ class _ManagedCollisionSharder:
                 f"{type(self).__name__} shards compositional collections, and the module has a "
                 f"{type(collection).__name__}; shard it by TorchRec's {type(module).__name__}Sharder."
             )
-        parameters: dict[str, nn.Parameter] = self._e_sharder.shardable_parameters(collection)
-        return parameters
+        return self._e_sharder.shardable_parameters(collection)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types of the collection's tables; slots are divided by rows under all of them."""
-        types: list[str] = self._e_sharder.sharding_types(compute_device_type)
-        return types
+        return self._e_sharder.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the kernels of a sharding type."""
-        kernels: list[str] = self._e_sharder.compute_kernels(sharding_type, compute_device_type)
-        return kernels
+        return self._e_sharder.compute_kernels(sharding_type, compute_device_type)
 
     @property
     def sharded_module_type(self) -> type[ShardedManagedCompositionalCollection]:
@@ -209,8 +207,7 @@ class _ManagedCollisionSharder:
 
 
 class CompositionalManagedCollisionEmbeddingBagCollectionSharder(
-    _ManagedCollisionSharder,
-    ManagedCollisionEmbeddingBagCollectionSharder,
+    _ManagedCollisionSharder, ManagedCollisionEmbeddingBagCollectionSharder
 ):
     """Shards ``ManagedCollisionEmbeddingBagCollection`` with compositional tables.
 
@@ -228,8 +225,7 @@ class CompositionalManagedCollisionEmbeddingBagCollectionSharder(
 
 
 class CompositionalManagedCollisionEmbeddingCollectionSharder(
-    _ManagedCollisionSharder,
-    ManagedCollisionEmbeddingCollectionSharder,
+    _ManagedCollisionSharder, ManagedCollisionEmbeddingCollectionSharder
 ):
     """Shards ``ManagedCollisionEmbeddingCollection`` with compositional tables.
 
@@ -252,12 +248,8 @@ def _slot_table(table: CompositionalEmbeddingConfig, world_size: int, device: to
     block = -(-num_slots // world_size)
     starts = [min(rank * block, num_slots) for rank in range(world_size + 1)]
     shards = [
-        ShardMetadata(
-            shard_offsets=[start, 0],
-            shard_sizes=[stop - start, _SLOT_NUMBERS],
-            placement=f"rank:{rank}/{device.type}",
-        )
-        for rank, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+        ShardMetadata([start, 0], [stop - start, _SLOT_NUMBERS], f"rank:{rank}/{device.type}")
+        for rank, (start, stop) in enumerate(pairwise(starts))
     ]
     return EmbeddingShardingInfo(
         EmbeddingTableConfig(num_slots, _SLOT_NUMBERS, table.name, feature_names=names, embedding_names=names),

@@ -1,21 +1,21 @@
-"""The base of the sharded modules: where parameters go, the replicated ones, the check of ids.
+"""The base of the sharded modules: placement of parameters, replicated weights, check of ids.
 
-TorchRec's constructors see the units (:mod:`distembed.sharding.units`); from the moment that they make their state dict
-they see the partition tables instead, under the names of the unsharded module.
+TorchRec's constructors see the units (:mod:`distembed.sharding.units`); when they make their state dict they see the
+partition tables, under the names of the unsharded module.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.distributed.utils import append_prefix
 from torchrec.optim.keyed import CombinedOptimizer
@@ -28,20 +28,19 @@ from distembed.data.single_ids import has_single_ids as has_marked_ids
 from distembed.embedding.batches import with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig, perturbation
 from distembed.embedding.ids import IdMapper
-from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
+from distembed.embedding.share import TableShare
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
+from distembed.sharding.dists import release_promptly
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables, without_memory
-from distembed.sharding.release import release_promptly
-from distembed.sharding.share import ColumnShare, OwnedIds, ids_of_block
-from distembed.sharding.table_slice import column_range, shard_rank
+from distembed.sharding.placement import WITHIN_NODES, Placement, place_tables, without_memory
+from distembed.sharding.share import OwnedIds, make_share
 from distembed.sse import FeaturePerturbation
 
 
-class ShardedParameters:
-    """Base of the sharded modules beside TorchRec's, which comes after it.
+class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
+    """Base of the sharded modules; in their bases it comes before TorchRec's sharded module.
 
     Attributes:
         functions: Weights of the functions of path-based tables, the same on every rank.
@@ -51,23 +50,9 @@ class ShardedParameters:
 
     sse: FeaturePerturbation
     widens_outputs: bool = False
-    _lookup_attribute: str
-    """Where the partition tables' weights are, as in the unsharded module."""
-    _units_type: type[Any]
-    """The units of placement that TorchRec's constructor sees in the place of the module."""
-    # TorchRec's
-    _lookups: list[Any]
-    _output_dists: list[nn.Module]
-    _device: torch.device | None
-    _env: ShardingEnv
-    _features_order: list[int]
-    _has_features_permute: bool
-    module_sharding_plan: Any
-    _table_names: list[str]
-    _table_name_to_config: dict[str, Any]
-    _has_uninitialized_input_dist: bool
     _optim: CombinedOptimizer
-    training: bool
+    _lookup_attribute: str  # where the unsharded module has the partition tables' weights
+    _units_type: type[Any]  # the units of placement, which TorchRec's constructor sees in the place of the module
 
     def __init__(
         self,
@@ -81,7 +66,7 @@ class ShardedParameters:
     ) -> None:
         self._place_tables(module, table_name_to_parameter_sharding, env, device)
         self._require_placements()
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             self._units_type(module, order_by_group(self._tables)),
             self._unit_plan,
             env,
@@ -93,12 +78,12 @@ class ShardedParameters:
         self._train_replicated()
         release_promptly(self._output_dists)
         self.sse = perturbation(self._tables, env.rank)
-        self._order_as(cast(nn.Module, module))
+        self._order_as(module)
         if module.device.type not in ("meta", "cpu"):
-            cast(nn.Module, self).load_state_dict(module.state_dict())
+            self.load_state_dict(module.state_dict())
 
     def _require_placements(self) -> None:
-        """Raises where the kind of collection does not take the tables as they are placed."""
+        """Raises where this kind of collection does not take a placement."""
 
     def _place_tables(
         self,
@@ -125,7 +110,7 @@ class ShardedParameters:
         _require_nodes(placements, env.world_size)
         _require_kernels(placements, device)
         self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
-        # not yet registered, which TorchRec's constructor would not let them be
+        # registered later: TorchRec's constructor would take registered parameters for its own
         self._replicated = {
             part.name: nn.Parameter(
                 empty_weight(
@@ -153,62 +138,16 @@ class ShardedParameters:
         return list(self._tables)
 
     def share(self, table_name: str) -> TableShare:
-        """Returns this rank's share of a table's ids and vectors; all ranks call it.
-
-        Raises:
-            UserError: The collection has no table of this name, its ids have several vectors each, or it is divided
-                within nodes.
-        """
+        """Returns this rank's share of a table's ids and vectors; all ranks call it."""
         placement = self._placements[one_of("table of a collection", table_name, self._placements)]
-        table, kind, group = placement.table, placement.unit.sharding_type, self._env.process_group
-        require_one_vector(table)
-        device, num_ids = self._device or torch.device("cpu"), table.num_embeddings
-        if kind in WITHIN_NODES:
-            raise UserError(
-                f"table {table.name!r} is placed {kind}, in which its items cannot be scored; set plan.sharding_types, "
-                f"or plan.tables.{table.name}.sharding_types, to table_wise, column_wise, row_wise or data_parallel."
-            )
-        group = group if self._env.world_size > 1 else None
-        if kind in BY_COLUMNS and group is not None:
-            assert placement.unit.sharding_spec is not None
-            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._env.world_size)]
-            for shard in placement.unit.sharding_spec.shards:
-                ranges[shard_rank(shard)].append(column_range(shard))
-            columns = [self._share_columns(placement, *own) for own in ranges[self._env.rank]]
-            return ColumnShare(table, columns, ranges, device, group)
-        if kind in BY_ROWS:
-            if table_name not in self._owned_ids:
-                self._owned_ids[table_name] = ids_of_block(placement, self._env.rank, device)
-            owned = self._owned_ids[table_name]
-        else:
-            most = -(-num_ids // self._env.world_size)
-            first = min(self._env.rank * most, num_ids)
-            owned = OwnedIds(ShareIds(first, min(first + most, num_ids)), most)
-        columns = [self._share_columns(placement, 0, table.embedding_dim)] if len(owned.ids) else []
-        return TableShare(table, owned.ids, owned.most_ids, columns, device, group)
-
-    def _share_columns(self, placement: Placement, start: int, stop: int) -> ShareColumns:
-        """Returns a range of columns of a table's vectors, with this rank's weights."""
         shards = {
             (own.part.name, own.start): weight for lookup in self._lookups for own, weight in lookup.shard_weights()
         }
-        weights = []
-        for own in placement.slice(start, stop).partitions:
-            weight = shards.get((own.part.name, own.start))
-            if weight is None:
-                whole = self._replicated[own.part.name]
-                weights.append(ShareWeight(own.partition, whole[:, own.start : own.stop], is_replicated=True))
-            else:
-                is_divided = own.partition == placement.divided
-                first_row = self._env.rank * placement.rows_per_block if is_divided else 0
-                weights.append(ShareWeight(own.partition, weight, first_row))
-        for j, part in enumerate(placement.parts):
-            if part.is_function:
-                weights.append(ShareWeight(j, self._replicated[part.name], is_function=True, is_replicated=True))
-        return ShareColumns(start, stop, weights)
+        device = self._device or torch.device("cpu")
+        return make_share(placement, self._env, device, shards, self._replicated, self._owned_ids)
 
     def _show_partition_tables(self, make_config: Callable[..., Any]) -> list[Any]:
-        """Shows TorchRec's module the sharded partition tables in the place of units, and returns their configs."""
+        """Shows TorchRec's module the sharded partition tables in place of units, and returns their configs."""
         sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}
         configs = [config for config in lookup_table_configs(make_config, self._tables) if config.name in sharded]
         self._table_names = [config.name for config in configs]
@@ -229,11 +168,7 @@ class ShardedParameters:
         self.functions = functions
 
     def _note_settings(self, infos: Iterable[EmbeddingShardingInfo], rank: int) -> None:
-        """Notes FBGEMM's settings of tables, among them the optimizer, and freezes tables that nothing trains.
-
-        Without an optimizer FBGEMM would take one of its own for sharded tables. Rank 0 warns of tables that need
-        gradients and have none.
-        """
+        """Notes FBGEMM's settings of tables, among them the optimizer, and freezes tables that nothing trains."""
         untrained = []
         for info in infos:
             name, fused_params = info.embedding_config.name, info.fused_params or {}
@@ -259,11 +194,7 @@ class ShardedParameters:
             )
 
     def _train_replicated(self) -> None:
-        """Has replicated vectors updated by their tables' fused optimizers, within the backward pass.
-
-        Data-parallel tables that declare none are left to the network's optimizer, as TorchRec's are; so are tables
-        that are planned with the dense kernel.
-        """
+        """Has replicated vectors updated by their tables' fused optimizers, within the backward pass."""
         optimizers: dict[str, tuple[str, dict[str, Any], dict[str, nn.Parameter]]] = {}
         for placement in self._placements.values():
             fused_params = self._fused_params[placement.table.name]
@@ -282,22 +213,19 @@ class ShardedParameters:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Looks a batch up, uncompiled in a compiled model; all ranks call it."""
-        return super().forward(*inputs, **keywords)  # type: ignore[misc]
+        return super().forward(*inputs, **keywords)
 
     def _order_as(self, module: nn.Module) -> None:
-        """Puts the child modules in the unsharded module's order.
-
-        TorchRec's ``shard_modules`` demands that parameters and modules keep their order, and not only their names.
-        """
+        """Puts the child modules in the unsharded module's order."""
         if not hasattr(self, self._lookup_attribute):  # without a process group TorchRec registers nothing
             return
         for path in (self._lookup_attribute, ""):
-            own = cast(nn.Module, self).get_submodule(path)
+            own = self.get_submodule(path)
             for name, _ in module.get_submodule(path).named_children():
                 own.add_module(name, own._modules.pop(name))
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew: the same ones as at first, and as in the unsharded module."""
+        """Draws all weights again: the numbers that they began with, and that the unsharded module has."""
         if self._device is not None and self._device.type == "meta":
             return
         for lookup in self._lookups:
@@ -308,17 +236,14 @@ class ShardedParameters:
                 part.init(self._replicated[part.name])
 
     def _follow_keys(self, keys: list[str], shardings: Iterable[Any]) -> None:
-        """Makes the input dist, and has it find its features among a batch's, whose order may change between batches.
-
-        TorchRec's own first-batch check would hold ids against the wrong numbers of rows.
-        """
+        """Makes the input dist, and finds its features in a batch, whose order may change between batches."""
         if keys == self._input_keys:
             return
         missing = [name for table in self._tables for name in table.feature_names if name not in keys]
         if missing:
             raise UserError(f"the batch has no feature {missing[0]!r}, only {keys}.")
         if self._input_keys is None:
-            self._create_input_dist(keys)  # type: ignore[attr-defined]
+            self._create_input_dist(keys)
             self._has_uninitialized_input_dist = False
         names = [name for sharding in shardings for name in sharding.feature_names()]
         self._features_order = [] if names == keys else [keys.index(name) for name in names]
@@ -327,10 +252,7 @@ class ShardedParameters:
         self._input_keys = keys
 
     def _follow_single_ids(self, features: KeyedJaggedTensor) -> None:
-        """Tells the lookups whether bags have at most one id each: as the first batch says, until one does not say so.
-
-        A pipeline may still have to look up earlier batches: these are then pooled without need.
-        """
+        """Tells the lookups whether bags have at most one id each; one unmarked batch decides for all later ones."""
         has_single_ids = has_marked_ids(features) and self._has_single_ids is not False
         if has_single_ids != self._has_single_ids:
             self._has_single_ids = has_single_ids
@@ -341,12 +263,12 @@ class ShardedParameters:
     def output_dist(self, ctx: Any, output: list[Tensor]) -> Any:
         """Sends composed vectors to the ranks of their rows; all ranks call it."""
         zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().output_dist(ctx, output))  # type: ignore[misc]
+        return self._finish(ctx, zero, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Looks up, composes and sends; all ranks call it."""
         zero = self._zero_of_unused()
-        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 
     def _finish(self, ctx: Any, zero: Tensor | None, embedded: Any) -> Any:
         self._require_right_mode(ctx)
@@ -358,12 +280,15 @@ class ShardedParameters:
         raise NotImplementedError
 
     def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Replaces ids in training, where tables ask for it, before they go to the owners of rows and columns."""
+        """Replaces ids in training, where a table has SSE."""
+        # Before the all-to-all: behind it each column shard would draw another id, and under row_wise the new id might
+        # belong to another rank.
+        #   ids -> check, map -> replace (once a batch) -> all-to-all -> owners of rows and columns
         ctx.is_perturbed = self.training and self.sse.replaces_ids
         return self.sse(features)
 
     def _widened(self, vectors: Tensor) -> Tensor:
-        """Returns vectors that the dists have brought, in float32 where the module gives these."""
+        """Returns the dists' vectors, widened to float32 where the module's outputs are float32."""
         return vectors.float() if self.widens_outputs else vectors
 
     def _require_right_mode(self, ctx: Any) -> None:
@@ -377,9 +302,7 @@ class ShardedParameters:
     def _zero_of_unused(self) -> Tensor | None:
         """Returns a zero that depends on the replicated weights that this rank never looks up; None without any.
 
-        Added to the output, it makes ranks that own none of their tables wait in the same gradient reductions as the
-        other ranks. It has to be made before anything is communicated: then its gradients come after the dists', in the
-        order of reductions that the other ranks have.
+        So every rank has a gradient for every replicated weight, and the averages over ranks match.
         """
         if self._env.world_size == 1 or not torch.is_grad_enabled():
             return None
@@ -393,7 +316,7 @@ class ShardedParameters:
             for name in (*placement.sharded, *(part.name for part in placement.replicated)):
                 if name in placement.sharded or name in self._updated_in_backward:
                     yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
-        for name, weight in self._replicated.items():  # frozen ones: torch's wrapper would miss their gradients
+        for name, weight in self._replicated.items():  # frozen weights: torch's wrapper would wait for gradients
             if not weight.requires_grad:
                 is_function = name in self.functions
                 path = f"functions.{name}" if is_function else f"{self._lookup_attribute}.{name}.weight"
@@ -415,7 +338,7 @@ def _is_fused(placement: Placement, fused_params: Mapping[str, Any]) -> bool:
 
 
 def _updates_backward(placement: Placement) -> bool:
-    """Returns whether the kernel of a table's placement leaves its vectors to a fused optimizer, if there is one."""
+    """Returns whether a fused optimizer, if there is one, updates a table's vectors as they are placed."""
     if placement.table.dense_gradient:
         return False
     is_replicated = placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value
@@ -423,10 +346,7 @@ def _updates_backward(placement: Placement) -> bool:
 
 
 def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
-    """Raises unless rows that are divided within nodes are divided between as many ranks as a node has.
-
-    TorchRec makes the process groups of nodes from all ranks of the run, and their size from ``LOCAL_WORLD_SIZE``.
-    """
+    """Raises unless rows that are divided within nodes are divided between as many ranks as a node has."""
     for placement in placements:
         if placement.unit.sharding_type not in WITHIN_NODES:
             continue
@@ -445,7 +365,7 @@ def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
 
 
 def _require_kernels(placements: Iterable[Placement], device: torch.device | None) -> None:
-    """Raises where a table is divided that FBGEMM has no kernel for on this device."""
+    """Raises where FBGEMM has no kernel for a divided table on this device."""
     if device is not None and device.type != "cpu":
         return
     for placement in placements:

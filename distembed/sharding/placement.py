@@ -1,16 +1,16 @@
 """Where the parameters of a table go, from the planner's answer for the table as a whole.
 
-The planner places one unit a table, ``[rows, columns of the output]``. A rank that has a range of these columns has the
-columns of every partition that take part in them, so it composes its range alone, and nothing but composed, pooled
-vectors is communicated::
+The planner places one unit a table, ``[rows, columns of the output]``. A rank with a range of these columns has the
+columns of every partition that take part in them, so it composes its range alone, and only composed, pooled vectors are
+communicated::
 
     product of two, 16 columns, column-wise        concat of two, 16 columns, column-wise
                  rank 0     rank 1                              rank 0     rank 1
     partition 0  [0, 8)     [8, 16)                partition 0  [0, 8)
     partition 1  [0, 8)     [8, 16)                partition 1             [0, 8)
 
-Row-wise, the partition with most numbers is divided by rows; an id goes to the rank that has its row there. The others
-are replicated on all ranks. Data-parallel, all are.
+Row-wise, the partition with most numbers is divided by rows; an id goes to the rank that has its row there. All other
+partitions are replicated on all ranks. Data-parallel, every partition is replicated.
 
 Over two levels, the rows are divided between the ranks of one node. A grid has ranges of columns on several nodes::
 
@@ -19,10 +19,9 @@ Over two levels, the rows are divided between the ranks of one node. A grid has 
     largest partition        -             rows, all        rows, [0, 8)       rows, [8, 16)
     other partitions         replicated    replicated       replicated         replicated
 
-The replicated partitions are on every rank of every node: they are parameters of the sharded module, whose gradients
-are averaged over all ranks.
+Replicated partitions are parameters of the sharded module, whose gradients are averaged over all ranks.
 
-Of a table in host memory only the large partitions lie there (:func:`partition_kernels`): a small partition, which is
+Only the large partitions of a table in host memory lie there (:func:`partition_kernels`): a small partition, which is
 read as often, stays in device memory.
 """
 
@@ -57,45 +56,24 @@ WITHIN_NODES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value
 BY_ROWS = (ShardingType.ROW_WISE.value, *WITHIN_NODES)
 SHARDING_TYPES = (*BY_COLUMNS, *BY_ROWS, ShardingType.DATA_PARALLEL.value)
 _BAGS_ONLY = (ShardingType.TABLE_COLUMN_WISE.value, *WITHIN_NODES)
-_IN_RANGES = (
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-    ShardingType.GRID_SHARD.value,
-)
-COMPUTE_KERNELS = tuple(
-    kernel.value
-    for kernel in (
-        EmbeddingComputeKernel.FUSED,
-        EmbeddingComputeKernel.DENSE,
-        EmbeddingComputeKernel.FUSED_UVM,
-        EmbeddingComputeKernel.FUSED_UVM_CACHING,
-    )
-)
+_IN_RANGES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value, ShardingType.GRID_SHARD.value)
 IN_HOST_MEMORY = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value)
+COMPUTE_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value, *IN_HOST_MEMORY[::-1])
 SMALL_SHARE = UVM_CACHING_RATIO
 """Share of the largest partition's bytes that the smaller ones may take of a device: as much as a cache of it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One table and where its parameters go.
+    """One table and where its parameters go."""
 
-    Attributes:
-        table: The table.
-        unit: Where the table's unit goes, a shard for each range of columns that a rank composes.
-        sharded: Where the weights of the sharded partitions go, by partition table's name, and the compute kernel of
-            each; all others are replicated.
-        divided: Number of the partition that is divided by rows, or None.
-        collection: Path of the table's collection within the model; collections communicate one after the other.
-        is_frozen: Whether the table's vectors are never updated.
-    """
-
-    table: CompositionalEmbeddingConfig
-    unit: ParameterSharding
+    table: CompositionalEmbeddingConfig  # the table
+    unit: ParameterSharding  # where the table's unit goes, a shard for each range of columns that a rank composes
+    # shards and compute kernels of the sharded partitions, by partition table's name; all others are replicated
     sharded: dict[str, ParameterSharding]
-    divided: int | None = None
-    collection: str = ""
-    is_frozen: bool = False
+    divided: int | None = None  # number of the partition that is divided by rows, or None
+    collection: str = ""  # path of the table's collection within the model; collections communicate one after the other
+    is_frozen: bool = False  # whether the table's vectors are never updated
 
     @cached_property
     def parts(self) -> list[PartitionTable]:
@@ -112,7 +90,7 @@ class Placement:
         """Number of ranks between which rows are divided: all ranks, the ranks of a node, or 1."""
         if self.divided is None:
             return 1
-        # every range of columns has as many
+        # every range of columns has equally many
         return sum(shard.shard_offsets[1] == 0 for shard in _shards(self.table, self.unit))
 
     @property
@@ -154,19 +132,10 @@ def place_tables(
     world_size: int,
     collection: str = "",
 ) -> list[Placement]:
-    """Returns where the parameters of a collection's tables go if the planner places their units so.
+    """Returns where the parameters of a collection's tables go, from the planner's answer for each table as a whole.
 
-    TorchRec's dists of sequences need ranges of one width on all ranks and in all tables; unequal ones are cut to the
-    greatest width that divides all.
-
-    Args:
-        tables: The tables.
-        units: The planner's answer for each table as a whole, by the table's name.
-        world_size: Number of ranks.
-        collection: Path of the collection within the model.
-
-    Raises:
-        UserError: A table cannot be placed so, or the plan was made for others.
+    TorchRec's dists of sequences need ranges of one width on all ranks and in all tables; unequal ranges are cut to the
+    greatest width that divides all of them.
     """
     placements = {table.name: place_table(table, units[table.name], world_size, collection) for table in tables}
     divided = {
@@ -191,17 +160,7 @@ def place_tables(
 def place_table(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int, collection: str = ""
 ) -> Placement:
-    """Returns where a table's parameters go if the planner places its unit so, alone in its collection.
-
-    Args:
-        table: The table.
-        unit: The planner's answer for the table as a whole.
-        world_size: Number of ranks.
-        collection: Path of the table's collection within the model.
-
-    Raises:
-        UserError: Compositional tables cannot be placed so, or the plan was made for another table.
-    """
+    """Returns where the parameters of a table go, were it alone in its collection."""
     where = f"table {table.name!r}"
     if unit.sharding_type not in SHARDING_TYPES:
         raise UserError(
@@ -282,7 +241,7 @@ def _by_rows(
 
 
 def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
-    """Returns the shards of a partition whose rows are divided; where there are few rows, the last ranks have none."""
+    """Returns the shards of a partition whose rows are divided; few rows leave the last ranks without any."""
     num_rows = own.part.num_rows
     rows_per_block = rows_in_block(num_rows, len(blocks), is_grid)
     return [
@@ -292,10 +251,10 @@ def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid:
 
 
 def rows_in_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
-    """Returns the number of rows in each block but for the last ones, which may have fewer or none.
+    """Returns the number of rows in each block; the last blocks may have fewer rows or none.
 
-    TorchRec takes the ranges of a grid to have a block on each rank of their node, or one alone: where the rows are too
-    few for all ranks, the first has them.
+    TorchRec's grids have a block on each rank of a node, or one block in all: rows that are too few for all ranks go to
+    the first one.
     """
     rows_per_block = -(-num_rows // num_blocks)
     leaves_ranks_out = rows_per_block * (num_blocks - 1) >= num_rows
@@ -325,12 +284,8 @@ def _by_columns(
 def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) -> dict[str, str]:
     """Returns the compute kernel of each partition that vectors are looked up in, by partition table's name.
 
-    Of a table that is planned into host memory the largest partition lies there. The others, from the smallest on, stay
-    in device memory as long as they take together at most :data:`SMALL_SHARE` of its bytes.
-
-    Args:
-        table: The table.
-        compute_kernel: The kernel that is planned for the table as a whole.
+    The largest partition of a table in host memory lies there. The others, from the smallest on, stay in device memory
+    while they take together at most :data:`SMALL_SHARE` of the largest one's bytes.
     """
     by_size = sorted(table.lookup_tables(), key=lambda part: part.num_parameters)
     kernels = {part.name: compute_kernel for part in by_size}
@@ -355,7 +310,7 @@ def _with_shards(unit: ParameterSharding, shards: list[ShardMetadata]) -> Parame
 
 
 def without_memory(plan: Mapping[str, ParameterSharding]) -> dict[str, ParameterSharding]:
-    """Returns a plan with the same shards on the meta device of their ranks, for a module whose weights take none."""
+    """Moves a plan's shards to the meta device of their ranks, for a module whose weights take no memory."""
     units = {}
     for name, unit in plan.items():
         units[name] = unit

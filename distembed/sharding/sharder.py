@@ -1,7 +1,7 @@
 """The sharders: show the planner the units to place, and build the sharded module from its plan."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,17 +10,25 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.types import (
+    CommOp,
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from distembed.base.errors import UserError
 from distembed.embedding.collections import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import CommPrecision, OutputDtype, QuantizedCommsConfig, VectorExchange
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
-from distembed.sharding.exchange import codecs_registry, output_settings
 from distembed.sharding.placement import SHARDING_TYPES, can_be_placed
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.units import unit_parameters
@@ -35,11 +43,12 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         fused_params: FBGEMM's settings of all tables.
         qcomm_codecs_registry: Codecs that quantise communicated vectors.
         host_memory: Whether the planner may put tables into host memory, read through a cache on the device or
-            directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only). Never unasked.
-        widens_outputs: Whether vectors that ``fused_params`` has rounded by ``output_dtype`` are float32 again when
-            they come out, for networks that take nothing else.
+            directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only).
+        widens_outputs: Whether outputs that ``output_dtype`` has rounded are converted to float32.
     """
 
+    _module_type: type[Any]
+    _sharded_module_type: type[Any]
     _sharding_types: Sequence[str] = SHARDING_TYPES
     table: CompositionalEmbeddingConfig | None = None  # the table that a planner asks about
 
@@ -54,16 +63,36 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         super().__init__({"bounds_check_mode": BoundsCheckMode.NONE, **(fused_params or {})}, qcomm_codecs_registry)
         self._host_memory, self._widens_outputs = host_memory, widens_outputs
 
+    def shard(
+        self,
+        module: Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Makes the sharded module; all ranks call it together."""
+        sharded = self._sharded_module_type(
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
+        )
+        # TorchRec's sharded feature processors say by nothing else that batches need no weights
+        caller = sys._getframe(1).f_globals.get("__name__")
+        sharded.weights_come_later = caller == "torchrec.distributed.fp_embeddingbag"
+        sharded.widens_outputs = self._widens_outputs
+        return sharded
+
+    @property
+    def module_type(self) -> type[Any]:
+        """Type of the module that this sharder takes."""
+        return self._module_type
+
+    @property
+    def sharded_module_type(self) -> type[Any]:
+        """Type of the module that this sharder makes."""
+        return self._sharded_module_type
+
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
-        """Returns one meta parameter a table, of as many numbers as are looked up and as wide as the output.
-
-        Each declares the class of its table's fused optimizer, from which planners count its state. Where the module
-        declares none, it is the one that ``fused_params`` names, which TorchRec's planner would else count as nothing.
-        Functions of path-based tables are replicated: there is nothing to place.
-
-        Raises:
-            UserError: The sharder is within TorchRec's sharder of managed collision.
-        """
+        """Returns one meta parameter a table, as wide as the output and of as many numbers as the vectors have."""
         if sys._getframe(1).f_globals.get("__name__") == "torchrec.distributed.mc_embedding_modules":
             name = type(self).__name__.removeprefix("Compositional")
             raise UserError(
@@ -79,11 +108,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         return _Units(self, units, {table.name: table for table in module.tables()})
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types of compositional tables, the same on every device.
-
-        Within a loop over the items of ``shardable_parameters``, as in TorchRec's planner, they are the loop's table's
-        types.
-        """
+        """Returns the sharding types of compositional tables, the same on every device."""
         return [name for name in self._sharding_types if self.table is None or can_be_placed(self.table, name)]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -97,7 +122,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
 
 
 class _Units(dict[str, nn.Parameter]):
-    """Parameters by table, which tell their sharder at which of them a loop over them is.
+    """Parameters by table; looping over them tells the sharder the current table.
 
     TorchRec's planner asks a sharder for sharding types within this loop, without naming the table.
     """
@@ -124,74 +149,26 @@ class _Units(dict[str, nn.Parameter]):
 class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[CompositionalEmbeddingBagCollection]):
     """Shards :class:`CompositionalEmbeddingBagCollection`; arguments as its base's."""
 
-    def shard(
-        self,
-        module: CompositionalEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedCompositionalEmbeddingBagCollection:
-        """Makes the sharded module; all ranks call it together."""
-        sharded = ShardedCompositionalEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
-        )
-        # TorchRec's sharded feature processors say by nothing else that batches need no weights
-        caller = sys._getframe(1).f_globals.get("__name__")
-        sharded.weights_come_later = caller == "torchrec.distributed.fp_embeddingbag"
-        sharded.widens_outputs = self._widens_outputs
-        return sharded
-
-    @property
-    def module_type(self) -> type[CompositionalEmbeddingBagCollection]:
-        """Type of the module that this sharder takes."""
-        return CompositionalEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingBagCollection]:
-        """Type of the module that this sharder makes."""
-        return ShardedCompositionalEmbeddingBagCollection
+    _module_type = CompositionalEmbeddingBagCollection
+    _sharded_module_type = ShardedCompositionalEmbeddingBagCollection
 
 
 class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[CompositionalEmbeddingCollection]):
     """Shards :class:`CompositionalEmbeddingCollection`; arguments as its base's."""
 
     _sharding_types = SEQUENCE_SHARDING_TYPES
-
-    def shard(
-        self,
-        module: CompositionalEmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedCompositionalEmbeddingCollection:
-        """Makes the sharded module; all ranks call it together."""
-        sharded = ShardedCompositionalEmbeddingCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
-        )
-        sharded.widens_outputs = self._widens_outputs
-        return sharded
-
-    @property
-    def module_type(self) -> type[CompositionalEmbeddingCollection]:
-        """Type of the module that this sharder takes."""
-        return CompositionalEmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingCollection]:
-        """Type of the module that this sharder makes."""
-        return ShardedCompositionalEmbeddingCollection
+    _module_type = CompositionalEmbeddingCollection
+    _sharded_module_type = ShardedCompositionalEmbeddingCollection
 
 
 def default_sharders(host_memory: bool = False, exchange: VectorExchange | None = None) -> list[ModuleSharder[Any]]:
     """Returns the sharders of every collection that a model may have, ours and TorchRec's.
 
     Args:
-        host_memory: Whether compositional tables may be put into host memory; their caches are then kept as TorchRec's
+        host_memory: Whether compositional tables may be put into host memory; caches are then kept as TorchRec's
             prefetching pipeline needs them.
-        exchange: How composed vectors are sent; as float32 unless given. Vectors of TorchRec's own collections are not
-            rounded by its ``output_dtype``, since they would not come out as float32.
+        exchange: How composed vectors are sent; as float32 unless given. Its ``output_dtype`` does not apply to
+            TorchRec's own collections, whose outputs would not be float32 again.
     """
     exchange = exchange or VectorExchange()
     # rows are fetched for a batch before the backward pass of the one before it, whose rows must stay in the cache
@@ -209,3 +186,52 @@ def default_sharders(host_memory: bool = False, exchange: VectorExchange | None 
         EmbeddingBagCollectionSharder(of_caches or None, **stock),
         EmbeddingCollectionSharder(dict(of_caches) or None, **stock),
     ]
+
+
+_OUTPUT_DTYPES: dict[torch.dtype, OutputDtype] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_COMM_DTYPES: dict[torch.dtype, CommPrecision] = {**_OUTPUT_DTYPES, torch.uint8: "int8"}
+_COMM_OPS = (
+    CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+    CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+    CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+)
+
+
+def codecs_registry(comms: QuantizedCommsConfig) -> dict[str, QuantizedCommCodecs] | None:
+    """Returns TorchRec's codecs of every exchange of vectors; None where nothing is rounded.
+
+    TorchRec's own ``get_qcomm_codecs_registry`` turns bf16 into fp16 on CPUs, although gloo sends and adds up bf16.
+    """
+    if not comms.is_used:
+        return None
+    config = QCommsConfig(CommType(comms.forward_precision), CommType(comms.backward_precision))
+    return {operation.name: get_qcomm_codecs(config) for operation in _COMM_OPS}
+
+
+def output_settings(exchange: VectorExchange) -> dict[str, Any]:
+    """Returns FBGEMM's setting that rounds composed vectors for an exchange."""
+    return {} if exchange.output_dtype == "fp32" else {"output_dtype": DataType(exchange.output_dtype.upper())}
+
+
+def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
+    """Returns the exchange of the modules that a sharder makes; an unknown codec counts as float32."""
+    output: Any = (getattr(sharder, "fused_params", None) or {}).get("output_dtype")
+    codecs = next(iter((sharder.qcomm_codecs_registry or {}).values()), None)
+    forward, backward = (getattr(codecs, way, None) for way in ("forward", "backward"))
+    comms = QuantizedCommsConfig(_precision(forward), _precision(backward))
+    return VectorExchange("fp32" if output is None else _OUTPUT_DTYPES.get(_torch_dtype(output), "fp32"), comms)
+
+
+def common_exchange(sharders: Iterable[ModuleSharder[Any]]) -> VectorExchange:
+    """Returns one exchange for all collections of a model: the first sharder's that rounds anything."""
+    exchanges = [exchange_of(sharder) for sharder in sharders]
+    return next((exchange for exchange in exchanges if exchange != VectorExchange()), VectorExchange())
+
+
+def _precision(codec: Any) -> CommPrecision:
+    return _COMM_DTYPES.get(getattr(codec, "quantized_dtype", None), "fp32")  # type: ignore[arg-type]
+
+
+def _torch_dtype(data_type: Any) -> torch.dtype:
+    """Returns torch's dtype of TorchRec's ``DataType`` or of FBGEMM's ``SparseType``."""
+    return data_type_to_dtype(data_type) if isinstance(data_type, DataType) else data_type.as_dtype()

@@ -1,4 +1,4 @@
-"""TorchRec's shardings, of the units, with lookups of the partition tables between their dists."""
+"""TorchRec's shardings of the units, with lookups of the partition tables between their dists."""
 
 import copy
 import functools
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
@@ -39,23 +38,18 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.partitions import Partition
+from distembed.sharding.dists import NodeInputDist, NodeOutputDist, RowWiseInputDist, RowWiseOutputDist
 from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import Placement
-from distembed.sharding.row_wise import NodeInputDist, NodeOutputDist, RowWiseInputDist, RowWiseOutputDist
 from distembed.sharding.table_slice import LocalTable, PartitionSlice
 
 
-class _Compositional:
-    """A sharding's part for compositional tables; comes before the class of TorchRec's in the bases."""
+class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
+    """A sharding's part for compositional tables; in the bases it comes before TorchRec's class."""
 
     _pools = True
     _averages_ranks = True
     _rounds_output = True
-    # TorchRec's
-    _env: ShardingEnv
-    _rank: int
-    _device: torch.device | None
-    _grouped_embedding_configs: list[Any]
 
     def __init__(
         self,
@@ -115,7 +109,7 @@ class _Compositional:
         places = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
         number = places.index((self._rank, own.start))
         shard = copy.copy(unit)
-        # what is looked up is composed first, and rounded then
+        # vectors are rounded after they are composed
         shard.fused_params = {key: own for key, own in (unit.fused_params or {}).items() if key != "output_dtype"}
         shard.name = part.name
         shard.compute_kernel = EmbeddingComputeKernel(placement.sharded[part.name].compute_kernel)
@@ -128,7 +122,7 @@ class _Compositional:
 
 
 def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype | None:
-    """Returns the widest of the dtypes that FBGEMM's settings of tables have for outputs; None where they have none."""
+    """Returns the widest output dtype in FBGEMM's settings of the tables; None unless every table has one."""
     named = [info.fused_params["output_dtype"] for info in infos if "output_dtype" in (info.fused_params or {})]
     dtypes: list[torch.dtype] = [own.as_dtype() for own in named]
     return functools.reduce(torch.promote_types, dtypes) if len(dtypes) == len(infos) else None
@@ -138,8 +132,7 @@ def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
     """Returns the shards of a partition's weight, on all ranks."""
     spec = placement.sharded[own.part.name].sharding_spec
     assert spec is not None
-    shards: list[ShardMetadata] = spec.shards
-    return shards
+    return spec.shards
 
 
 class _DividedByRows(_Compositional):
@@ -156,19 +149,13 @@ class _WithinNodes(_Compositional):
     TorchRec calls a table of one range ``table_row_wise``.
     """
 
-    # TorchRec's
-    _pg: dist.ProcessGroup
-    _local_size: int
-    _grouped_embedding_configs_per_node: list[list[Any]]
-    _grouped_embedding_configs_per_rank: list[list[Any]]
-
     def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
         return _units(self._grouped_embedding_configs_per_rank[self._rank])
 
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         """Makes the dist that routes ids to the table's node and there by their rows in the divided partition."""
         units = [unit for configs in self._grouped_embedding_configs_per_node for unit in _units(configs)]
-        num_features = self._features_per_rank(self._grouped_embedding_configs_per_rank)  # type: ignore[attr-defined]
+        num_features = self._features_per_rank(self._grouped_embedding_configs_per_rank)
         rows = [self._placements[unit.name].rows_per_block for unit in units for _ in unit.feature_names]
         return NodeInputDist(
             self._pg,
@@ -198,11 +185,7 @@ def _divided(
 
 
 class _Replicated(_Compositional, BaseDpEmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]):
-    """Every rank looks its own rows up in weights that are the same on all.
-
-    The weights are parameters of the sharded module: no dist brings the gradients of the lookup, and the model's own
-    data-parallel wrapper averages them.
-    """
+    """Every rank looks its own batch up in replicated weights, whose gradients the model's own wrapper averages."""
 
     _averages_ranks = False
     _rounds_output = False
@@ -286,17 +269,7 @@ def make_sharding(
     pools: bool,
     **keywords: Any,
 ) -> EmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
-    """Makes the sharding of all units that are placed in one way.
-
-    Args:
-        placements: Placement of each table of the collection, by its name.
-        replicated: Weights that are the same on every rank, by partition table's name.
-        sharding_infos: TorchRec's description of the units.
-        env: Process group that the tables are sharded over.
-        device: Device of the weights.
-        pools: Whether ids are pooled over bags; else, in sequences, each gets its vector.
-        keywords: Further arguments of TorchRec's shardings that communicate.
-    """
+    """Makes the sharding of all units that are placed in one way."""
     sharding_type = sharding_infos[0].param_sharding.sharding_type
     make: Any = (_BAGS if pools else _SEQUENCES)[sharding_type]
     if sharding_type == ShardingType.DATA_PARALLEL.value:

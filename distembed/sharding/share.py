@@ -11,37 +11,35 @@
     rank 0              columns 0-7    columns 0-7      ->      columns 0-15
     rank 1              columns 8-15   columns 8-15                                columns 0-15
 
-No rank ever holds all vectors of a table that others have a part of.
+No rank ever holds all vectors of a divided table.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardingEnv
 
+from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.share import ReadChunk, ShareColumns, ShareIds, TableShare
+from distembed.embedding.share import ReadChunk, ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
 from distembed.partitions import Naive
-from distembed.sharding.placement import Placement
+from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement
+from distembed.sharding.table_slice import column_range, shard_rank
 
 _IDS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """The ids that a rank has of a table that is divided by ids.
+    """The ids that a rank has of a table that is divided by ids."""
 
-    Attributes:
-        ids: The ids.
-        most_ids: Number of ids of the rank that has most.
-    """
-
-    ids: ShareIds
-    most_ids: int
+    ids: ShareIds  # the ids
+    most_ids: int  # largest number of ids on a rank
 
 
 class ColumnShare(TableShare):
@@ -50,7 +48,7 @@ class ColumnShare(TableShare):
     Args:
         table: The table.
         columns: The ranges of columns that this rank composes.
-        columns_by_rank: First column, and the one behind the last, of every range of each rank.
+        columns_by_rank: First column, and last column + 1, of every range of each rank.
         device: Device of the weights.
         group: The ranks.
     """
@@ -103,7 +101,7 @@ class ColumnShare(TableShare):
             self._add(chunk.parts, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Sends a matrix to each rank, or nothing to any, and returns the matrices that come back, of these sizes."""
+        """Sends a matrix to each rank, or nothing at all, and returns the received matrices, whose sizes are given."""
         in_numbers = [matrix.numel() for matrix in sent] or [0] * self.world_size
         out_numbers = [rows * columns for rows, columns in received]
         numbers = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
@@ -131,3 +129,74 @@ def ids_of_block(placement: Placement, block: int, device: torch.device) -> Owne
         found.append(ids[blocks == block].to(torch.int32 if num_ids <= 2**31 else torch.int64))
     listed = torch.cat(found)
     return OwnedIds(ShareIds(0, 0, listed), int(counts.max()))
+
+
+def make_share(
+    placement: Placement,
+    env: ShardingEnv,
+    device: torch.device,
+    shards: Mapping[tuple[str, int], Tensor],
+    replicated: Mapping[str, nn.Parameter],
+    owned_ids: dict[str, OwnedIds],
+) -> TableShare:
+    """Returns this rank's share of a table; all ranks call it.
+
+    Args:
+        placement: The table and its placement.
+        env: The ranks.
+        device: Device of the weights.
+        shards: This rank's shards, by partition table's name and first column.
+        replicated: Weights that every rank has, by partition table's name.
+        owned_ids: Ids of this rank that earlier calls have found, by table.
+    """
+    table, kind, num_ids = placement.table, placement.unit.sharding_type, placement.table.num_embeddings
+    require_one_vector(table)
+    if kind in WITHIN_NODES:
+        raise UserError(
+            f"table {table.name!r} is placed {kind}, in which its items cannot be scored; set plan.sharding_types, "
+            f"or plan.tables.{table.name}.sharding_types, to table_wise, column_wise, row_wise or data_parallel."
+        )
+    group = env.process_group if env.world_size > 1 else None
+
+    def columns_of(start: int, stop: int) -> ShareColumns:
+        return _share_columns(placement, (start, stop), env.rank, shards, replicated)
+
+    if kind in BY_COLUMNS and group is not None:
+        assert placement.unit.sharding_spec is not None
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(env.world_size)]
+        for shard in placement.unit.sharding_spec.shards:
+            ranges[shard_rank(shard)].append(column_range(shard))
+        return ColumnShare(table, [columns_of(*own) for own in ranges[env.rank]], ranges, device, group)
+    if kind in BY_ROWS:
+        if table.name not in owned_ids:
+            owned_ids[table.name] = ids_of_block(placement, env.rank, device)
+        owned = owned_ids[table.name]
+    else:
+        most = -(-num_ids // env.world_size)
+        first = min(env.rank * most, num_ids)
+        owned = OwnedIds(ShareIds(first, min(first + most, num_ids)), most)
+    columns = [columns_of(0, table.embedding_dim)] if len(owned.ids) else []
+    return TableShare(table, owned.ids, owned.most_ids, columns, device, group)
+
+
+def _share_columns(
+    placement: Placement,
+    columns: tuple[int, int],
+    rank: int,
+    shards: Mapping[tuple[str, int], Tensor],
+    replicated: Mapping[str, nn.Parameter],
+) -> ShareColumns:
+    """Returns a range of columns of a table's vectors, with this rank's weights."""
+    weights = []
+    for own in placement.slice(*columns).partitions:
+        weight = shards.get((own.part.name, own.start))
+        if weight is None:
+            whole = replicated[own.part.name]
+            weights.append(ShareWeight(own.partition, whole[:, own.start : own.stop], is_replicated=True))
+        else:
+            first_row = rank * placement.rows_per_block if own.partition == placement.divided else 0
+            weights.append(ShareWeight(own.partition, weight, first_row))
+    for j, part in enumerate(placement.parts):
+        if part.is_function:
+            weights.append(ShareWeight(j, replicated[part.name], is_function=True, is_replicated=True))
+    return ShareColumns(*columns, weights)

@@ -27,19 +27,12 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, Composit
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """Columns ``[start, stop)`` of one partition's weight, which take part in a range of the output's columns.
+    """Columns ``[start, stop)`` of one partition's weight, which take part in a range of the output's columns."""
 
-    Attributes:
-        part: The partition's parameters.
-        start: First of the columns.
-        stop: Last column + 1.
-        kernel: TorchRec's compute kernel of the weight; None where every rank has the weight.
-    """
-
-    part: PartitionTable
-    start: int
-    stop: int
-    kernel: str | None = None
+    part: PartitionTable  # the partition's parameters
+    start: int  # first of the columns
+    stop: int  # last column + 1
+    kernel: str | None = None  # TorchRec's compute kernel of the weight; None where every rank has the weight
 
     @property
     def partition(self) -> int:
@@ -54,16 +47,11 @@ class PartitionSlice:
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Columns of a table's output that one rank composes.
+    """Columns of a table's output that one rank composes."""
 
-    Attributes:
-        table: The table.
-        num_columns: Number of columns of the output.
-        partitions: The partitions' columns that take part; empty where this rank has no rows of the table.
-    """
-
-    table: CompositionalEmbeddingConfig
-    num_columns: int
+    table: CompositionalEmbeddingConfig  # the table
+    num_columns: int  # number of columns of the output
+    # the partitions' columns that take part; empty where this rank has no rows of the table
     partitions: tuple[PartitionSlice, ...]
 
     @property
@@ -79,17 +67,12 @@ class TableSlice:
 
 @dataclass(frozen=True)
 class LocalTable(TableSlice):
-    """A slice of a table with this rank's weights.
+    """A slice of a table with this rank's weights."""
 
-    Attributes:
-        shards: TorchRec's description of each shard, by the number of its partition; every rank has the others.
-        first_row: First row of the shard of the partition that is divided by rows.
-        is_frozen: Whether the table's vectors are never updated.
-    """
-
+    # TorchRec's description of each shard, by the number of its partition; every rank has the others
     shards: Mapping[int, ShardedEmbeddingTable] = field(default_factory=dict)
-    first_row: int = 0
-    is_frozen: bool = False
+    first_row: int = 0  # first row of the shard of the partition that is divided by rows
+    is_frozen: bool = False  # whether the table's vectors are never updated
 
 
 def width(table: CompositionalEmbeddingConfig) -> int:
@@ -111,13 +94,7 @@ def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
 def slice_table(
     table: CompositionalEmbeddingConfig, columns: tuple[int, int], kernels: Sequence[str | None]
 ) -> TableSlice:
-    """Returns a range of the columns of a table's output.
-
-    Args:
-        table: The table.
-        columns: First column, and last column + 1.
-        kernels: Compute kernel of each partition; None where every rank has its weight.
-    """
+    """Returns a range of the columns of a table's output."""
     start, stop = columns
     partitions = [replace(own, kernel=kernels[own.partition]) for own in partition_slices(table, start, stop)]
     return TableSlice(table, stop - start, tuple(partitions))
@@ -163,10 +140,7 @@ def own_ranges(
 
 
 def _equal_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> int | None:
-    """Returns the width to which a rank's ranges are cut so that its columns of each partition are equally wide.
-
-    Within a range, partitions begin and end at multiples of this width, so that no piece is narrower.
-    """
+    """Returns the width to which a rank's ranges are cut so that its columns of each partition are equally wide."""
     widths: dict[int, set[int]] = {}
     for shard in shards:
         for own in partition_slices(table, *column_range(shard)):

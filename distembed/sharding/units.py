@@ -1,8 +1,8 @@
-"""Units of placement: one parameter a table, which is all that TorchRec sees of a collection.
+"""Units of placement: one parameter a table, the only view of a collection that TorchRec has.
 
-TorchRec's sharded modules read tables, features and optimizers off the module that they replace, and their input and
-output dists need to know of each table only its features, its columns and its rank. They see the units and so work
-unchanged; only the lookup knows the partition tables.
+TorchRec's sharded modules read tables, features and optimizers from the module that they replace, and their input and
+output dists need each table's features, columns and rank. They see the units and so work unchanged; only the lookup
+knows the partition tables.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,6 @@ def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]
     """Returns, by table, a meta parameter of the unit's size that declares the optimizer of the table's vectors.
 
     The parameter of a frozen table requires no gradient and declares no optimizer.
-
-    Raises:
-        UserError: The partitions of a table declare different optimizers, or some of them are frozen.
     """
     return {table.name: _unit_parameter(module, table) for table in module.tables()}
 
@@ -60,11 +57,7 @@ def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmb
 
 
 def _require_one_optimizer(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> None:
-    """Raises where partitions of a table declare different optimizers, or one with different settings.
-
-    A table is placed and trained as one unit, with one optimizer: the others would be ignored. Functions of path-based
-    tables, which the dense optimizer trains, may declare none.
-    """
+    """Raises where partitions of a table declare different optimizers or different settings."""
     declared = {
         part.name: optimizers
         for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
@@ -138,7 +131,7 @@ class BagUnits(_Units):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns one config a unit."""
-        # means are taken of the sums that come back
+        # the sums that come back are divided later
         return self._configs(EmbeddingBagConfig, pooling=PoolingType.SUM)
 
     def is_weighted(self) -> bool:

@@ -15,10 +15,8 @@ partitions, and all column slices of a table, see the same id.
 The collections of :mod:`distembed.embedding` do it for tables with ``sse=``; any other model by :func:`perturb_inputs`
 (for torch's embeddings) and :class:`IdPerturbation` (for labels).
 
-- ``config.py`` reads the ``sse`` section, ``rule.py`` is the rule of one table, ``stream.py`` one feature under it.
-- ``perturbation.py`` holds the modules, and ``replacement.py`` what these do with one batch.
-- ``draws.py`` draws a step's random numbers, ``positions.py`` which ids are replaced, ``neighbors.py`` by which
-  neighbours; ``random_words.py`` makes the numbers, and ``arrays.py`` lets numpy and torch compute alike.
+``rule.py`` states the rule of a table; ``perturbation.py`` holds the modules, which replace the ids of a batch
+(``replacement.py``) by random numbers (``draws.py``, ``random_words.py``) that depend on step and rank alone.
 """
 
 from typing import TYPE_CHECKING
@@ -36,8 +34,7 @@ if TYPE_CHECKING:
         take_counts,
     )
     from distembed.sse.replacement import graph_bytes
-    from distembed.sse.rule import SSE, Walk
-    from distembed.sse.stream import IdStream
+    from distembed.sse.rule import SSE, IdStream, Walk
 
 __all__ = [
     "SSE",

@@ -1,6 +1,6 @@
 """Arrays that are numpy's on the CPU, where small operations cost half of torch's, and torch's on a GPU.
 
-Code for both uses only what they share: operators, comparisons, ``take``, assignment, and the functions here.
+Shared code uses operators, comparisons, ``take``, assignment and the functions here, which both libraries have.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ Array = Any
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Array:
-    """Returns the array itself on the CPU, a copy of it on a GPU, for which the host waits: what is copied once."""
+    """Returns the array itself on the CPU, a copy on a GPU, which the host waits for: for arrays copied once."""
     return values if device.type == "cpu" else torch.from_numpy(values).to(device)
 
 
 def sent_to_device(values: NDArray[Any], device: torch.device) -> Array:
-    """Returns the same without a wait, by way of page-locked memory: what a step copies."""
+    """Copies an array to a GPU without a wait, through page-locked memory: for the arrays of every step."""
     if device.type != "cuda":
         return on_device(values, device)
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)

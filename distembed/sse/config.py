@@ -17,39 +17,28 @@ _Point = Annotated[tuple[NonNegativeInt, _Share], Strict(False)]  # YAML has no 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class WalkConfig:
-    """A random walk with restart in the graph; see :class:`distembed.sse.Walk`.
+    """A random walk with restart in the graph; see :class:`distembed.sse.Walk`."""
 
-    Attributes:
-        restart: Probability that the walk ends, before each step after the first.
-        max_steps: Most steps that the walk may take.
-    """
-
-    restart: _Share = 0.5
-    max_steps: Annotated[int, Field(ge=1, le=MAX_WALK_STEPS)] = 8
+    restart: _Share = 0.5  # probability that the walk ends, before each step after the first
+    max_steps: Annotated[int, Field(ge=1, le=MAX_WALK_STEPS)] = 8  # most steps that the walk may take
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableSSEConfig:
-    """How the ids of a table are replaced in training; see :class:`distembed.sse.SSE`.
+    """How the ids of a table are replaced in training; see :class:`distembed.sse.SSE`."""
 
-    Attributes:
-        p0: Probability that an id is replaced; 0 for never.
-        rho: How many times as likely a neighbour in the graph is as another id.
-        graph: Folder that ``distembed prepare graph`` made; relative to the working directory.
-        walk: Random walk that draws neighbours; null for those next to the id.
-        schedule: Points ``[step, factor]`` between which p0 is multiplied by a linear factor.
-        reserved: Ids that are never drawn; null for those that ``distembed prepare`` gave to missing and
-            out-of-vocabulary values.
-        keep_reserved: Whether reserved ids are never replaced either.
-    """
-
-    p0: _Share = 0.0
+    p0: _Share = 0.0  # probability that an id is replaced; 0 for never
+    # how many times as likely a neighbour in the graph is as another id
     rho: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    # folder that ``distembed prepare graph`` made; relative to the working directory
     graph: Annotated[str, Field(min_length=1)] | None = None
-    walk: WalkConfig | None = None
+    walk: WalkConfig | None = None  # random walk that draws neighbours; null for those next to the id
+    # points ``[step, factor]`` between which p0 is multiplied by a linear factor
     schedule: list[_Point] = field(default_factory=list)
+    # ids that are never drawn; null for those that ``distembed prepare`` gave to missing and out-of-vocabulary
+    # values
     reserved: Annotated[list[NonNegativeInt], Field(max_length=MAX_RESERVED)] | None = None
-    keep_reserved: bool = False
+    keep_reserved: bool = False  # whether reserved ids are never replaced either
 
     @field_validator("schedule")
     @classmethod
@@ -68,14 +57,10 @@ class TableSSEConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class SSEConfig:
-    """The ``sse`` section of a config.
+    """The ``sse`` section of a config."""
 
-    Attributes:
-        default: Settings for every table.
-        tables: Exceptions by the feature's name; in a file an exception gives only what differs from ``default``.
-    """
-
-    default: TableSSEConfig = field(default_factory=TableSSEConfig)
+    default: TableSSEConfig = field(default_factory=TableSSEConfig)  # settings for every table
+    # exceptions by the feature's name; in a file an exception gives only what differs from ``default``
     tables: dict[str, TableSSEConfig] = field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -97,9 +82,6 @@ def build_sse(
         config: The ``sse`` section.
         num_embeddings: Number of ids of each table, by table.
         reserved: Ids that are reserved in a table unless its settings say otherwise, by table; none where it lacks it.
-
-    Raises:
-        UserError: A table is not there, or a graph cannot be read.
     """
     for name in config.tables:
         one_of("sse.tables", name, num_embeddings)
@@ -114,7 +96,7 @@ def build_sse(
                 graph=None if own.graph is None else graphs[own.graph],
                 walk=None if own.walk is None else Walk(own.walk.restart, own.walk.max_steps),
                 schedule=own.schedule,
-                reserved=_reserved_below(num_embeddings[name], reserved.get(name, ()))
+                reserved=[id for id in reserved.get(name, ()) if id < num_embeddings[name]]
                 if own.reserved is None
                 else own.reserved,
                 keep_reserved=own.keep_reserved,
@@ -123,7 +105,7 @@ def build_sse(
 
 
 def graph_paths(config: SSEConfig) -> list[str]:
-    """Returns the folders of all graphs that are used: those of settings whose p0 is above 0."""
+    """Returns the folders of all graphs in settings whose p0 is above 0."""
     settings = [config.default, *config.tables.values()]
     return sorted({own.graph for own in settings if own.graph is not None and own.p0 > 0})
 
@@ -131,7 +113,3 @@ def graph_paths(config: SSEConfig) -> list[str]:
 def graph_fingerprints(rules: Mapping[str, SSE]) -> dict[str, str]:
     """Returns the checksum of every graph's contents, by table."""
     return {table: rule.graph.fingerprint for table, rule in rules.items() if rule.graph is not None}
-
-
-def _reserved_below(num_embeddings: int, reserved: Sequence[int]) -> list[int]:
-    return [id for id in reserved if id < num_embeddings]

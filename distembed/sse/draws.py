@@ -1,20 +1,21 @@
-"""Draws the random numbers of a step: which ids of a batch are replaced, and integers that say by which.
+"""Draws the random numbers of a step: which ids of a batch are replaced, and by which ids.
 
-They depend on the number of ids and not on the ids. So where successive batches have one shape, as those of
-single-valued features do, the numbers of several steps are made at once: with few numbers numpy's calls would take most
-of the time.
+The numbers depend on the number of ids and not on the ids. So :class:`Drawer` makes the numbers of several steps at
+once where successive batches have one shape, as batches of single-valued features do: with few numbers numpy's calls
+would take most of the time. For ids on a GPU, :class:`DrawAhead` draws the next step's numbers in a thread while this
+step runs: numbers for more ids begin with the numbers for fewer, so that the next batch need not be known.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from operator import ge
 from typing import Any
 
 import numpy as np
 
-from distembed.sse.positions import draw_places
-from distembed.sse.random_words import WORDS_A_USE, Integers, Words, below, place_key, stream_key, word
-from distembed.sse.rule import MAX_WALK_STEPS
-from distembed.sse.stream import IdStream
+from distembed.sse.random_words import WORDS_A_USE, Integers, Words, below, draw_places, place_key, stream_key, word
+from distembed.sse.rule import MAX_WALK_STEPS, IdStream
 
 # what the words of an id are used for; word 0 is for the gap before it
 _ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
@@ -22,44 +23,30 @@ _ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
 assert FIRST_NEIGHBOR_WORD + 3 * MAX_WALK_STEPS <= WORDS_A_USE
 _NUMBERS_AT_ONCE = 16_384
 _MOST_STEPS_AT_ONCE = 16
+_ROOM = 8  # numbers of ids are rounded up by at most an eighth, so that successive batches often have the same
 
 
 @dataclass(frozen=True)
 class StepDraws:
-    """The random numbers of a step, one of each for every id that is replaced; ``[drawn]`` but for ``bounds``.
+    """The random numbers of a step, one of each for every id that is replaced; ``[drawn]`` but for ``bounds``."""
 
-    Attributes:
-        bounds: Where the drawn ids of each stream begin, and the last ones end, ``[streams + 1]``.
-        streams: Number of each id's stream, rising.
-        places: Place of each id in the batch.
-        num_first: Number of reserved ids from 0 on in each id's table.
-        num_drawable: Number of ids that may be drawn in each id's table.
-        words: Random word of each id, for ``among_others`` or :meth:`among_all`.
-        among_others: Uniform integer below ``num_drawable - 1``, plus ``num_first``; used where the id itself may be
-            drawn in its table.
-        states: State of each id's random words, of which the first two are used up.
-    """
-
-    bounds: Integers
-    streams: Integers
-    places: Integers
-    num_first: Integers
-    num_drawable: Words
-    words: Words
+    bounds: Integers  # where the drawn ids of each stream begin, and the last ones end, ``[streams + 1]``
+    streams: Integers  # number of each id's stream, rising
+    places: Integers  # place of each id in the batch
+    num_first: Integers  # number of reserved ids from 0 on in each id's table
+    num_drawable: Words  # number of ids that may be drawn in each id's table
+    words: Words  # random word of each id, for ``among_others`` or :meth:`among_all`
+    # uniform integer below ``num_drawable - 1``, plus ``num_first``: for ids that may be drawn in their table
     among_others: Integers
-    states: Words
+    states: Words  # state of each id's random words; the first two words are used up
 
     def among_all(self, chosen: Any) -> Integers:
-        """Returns uniform integers below ``num_drawable``, plus ``num_first``; used for reserved ids.
-
-        Args:
-            chosen: Indices of the drawn ids to give one for.
-        """
+        """Returns for chosen reserved ids uniform integers below ``num_drawable``, plus ``num_first``."""
         return below(self.words[chosen], self.num_drawable[chosen]) + self.num_first[chosen]
 
 
 class Drawer:
-    """Draws the random numbers of a list of streams, step by step."""
+    """Draws the random numbers of a list of streams, step by step, on the CPU."""
 
     def __init__(self, streams: Sequence[IdStream]) -> None:
         self._streams = list(streams)
@@ -88,7 +75,7 @@ class Drawer:
             num_steps = self._steps_at_once if is_same else 1
             steps = range(step, step + num_steps)
             draws = self._draw(counts, starts, steps, rank)
-            self._steps_at_once = _steps_at_once(len(draws[0].places))
+            self._steps_at_once = max(1, min(_MOST_STEPS_AT_ONCE, _NUMBERS_AT_ONCE // (len(draws[0].places) + 1)))
             self._drawn = dict(zip(steps, draws, strict=True))
         return self._drawn[step]
 
@@ -114,19 +101,76 @@ class Drawer:
         for i in range(num_steps):
             step_bounds = bounds[i * num_streams : (i + 1) * num_streams + 1]
             own = slice(step_bounds[0], step_bounds[-1])
-            values: tuple[Any, ...] = (
-                streams,
-                drawn.places,
-                num_first,
-                num_drawable,
-                words,
-                among_others,
-                drawn.states,
-            )
+            values: list[Any] = [streams, drawn.places, num_first, num_drawable, words, among_others, drawn.states]
             draws.append(StepDraws(step_bounds - step_bounds[0], *(value[own] for value in values)))
         return draws
 
 
-def _steps_at_once(num_drawn: int) -> int:
-    """Returns how many steps' numbers to make at once where one step needs so many."""
-    return max(1, min(_MOST_STEPS_AT_ONCE, _NUMBERS_AT_ONCE // (num_drawn + 1)))
+class DrawAhead:
+    """Draws in a thread of its own, one step ahead; from now on only the thread calls ``draw``."""
+
+    def __init__(self, draw: Drawer) -> None:
+        self._draw = draw
+        self._thread: ThreadPoolExecutor | None = None
+        self._next: tuple[tuple[int, ...], int, int, Future[StepDraws]] | None = None
+
+    def __call__(self, counts: tuple[int, ...], starts: tuple[int, ...], step: int, rank: int) -> StepDraws:
+        """Returns the random numbers of one step, as :class:`Drawer` does."""
+        roomy = tuple(map(_rounded_up, counts))
+        ready, self._next = self._next, None
+        if ready is not None and ready[1:3] == (step, rank) and all(map(ge, ready[0], counts)):
+            drawn_for, future = ready[0], ready[3]
+        else:
+            drawn_for, future = roomy, self._submit(roomy, step, rank)
+        draws = future.result()
+        # a run of shorter batches keeps the room of the longest: few numbers are drawn in vain
+        self._next = (roomy, step + 1, rank, self._submit(roomy, step + 1, rank))
+        return first_ids(draws, _starts(drawn_for), counts, starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies without the thread and its draws: a copy may live in another process."""
+        if self._next is not None:
+            self._next[3].result()
+        return {**vars(self), "_thread": None, "_next": None}
+
+    def _submit(self, counts: tuple[int, ...], step: int, rank: int) -> Future[StepDraws]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="distembed-sse")
+        return self._thread.submit(self._draw, counts, _starts(counts), step, rank)
+
+
+def first_ids(draws: StepDraws, drawn_starts: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> StepDraws:
+    """Cuts a step's numbers down to the first ``counts`` ids of each stream, and moves them to other places.
+
+    Args:
+        draws: Random numbers of a step, for at least as many ids.
+        drawn_starts: Place of each stream's first id when the numbers were drawn.
+        counts: Number of ids of each stream.
+        starts: Place of each stream's first id.
+    """
+    place_in_stream = draws.places - np.asarray(drawn_starts, dtype=np.int64).take(draws.streams)
+    kept = np.flatnonzero(place_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
+    streams = draws.streams.take(kept)
+    return replace(
+        draws,
+        bounds=np.searchsorted(streams, np.arange(len(counts) + 1)),
+        streams=streams,
+        places=place_in_stream.take(kept) + np.asarray(starts, dtype=np.int64).take(streams),
+        num_first=draws.num_first.take(kept),
+        num_drawable=draws.num_drawable.take(kept),
+        words=draws.words.take(kept),
+        among_others=draws.among_others.take(kept),
+        states=draws.states.take(kept),
+    )
+
+
+def _rounded_up(count: int) -> int:
+    """Returns the next number with few digits in base 2."""
+    step = max(1, (1 << count.bit_length()) // (2 * _ROOM))
+    return -(-count // step) * step
+
+
+def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+    """Returns the first place of each stream where they lie one after another."""
+    ends = np.cumsum(np.asarray(counts, dtype=np.int64))
+    return tuple((ends - np.asarray(counts, dtype=np.int64)).tolist())

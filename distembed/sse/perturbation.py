@@ -1,8 +1,8 @@
 """Modules that replace ids in training mode, batch after batch, and count how many.
 
-They have no parameters and no buffers, so that a state dict is the same with them and without. The step of a batch is
-the number of batches before it in training. The module counts them itself, so that a pipeline may prepare batches as
-far ahead as it likes. After a resume :func:`set_step` sets the number.
+They have no parameters and no buffers, so that they do not change a state dict. The step of a batch is the number of
+batches before it in training. The module counts batches itself, so that a pipeline may prepare batches as far ahead as
+it likes. After a resume :func:`set_step` sets the number.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.sse.arrays import Array
 from distembed.sse.replacement import Replacer
-from distembed.sse.rule import SSE
-from distembed.sse.stream import IdStream
+from distembed.sse.rule import SSE, IdStream
 
 _NOT_COMPILED = "ids are replaced in training (SSE) by random numbers that no compiled program draws"
 _MOST_AHEAD = 64
@@ -31,15 +30,15 @@ _MOST_AHEAD = 64
 
 @dataclass(frozen=True)
 class _BatchCounts:
-    """How many ids of a batch there were, were drawn anew, and were drawn anew as what they had been, by stream."""
+    """Counts of the ids of a batch, by stream."""
 
     step: int
     seen: np.ndarray
     drawn: np.ndarray
-    unchanged: Array | None
+    unchanged: Array | None  # number of drawn ids that stayed as they were
 
     def joined(self, later: "_BatchCounts") -> "_BatchCounts":
-        """Returns the counts of both, as those of the later batch."""
+        """Adds up the counts of both batches, under the later batch's step."""
         both = [each for each in (self.unchanged, later.unchanged) if each is not None]
         unchanged = both[0] + both[1] if len(both) == 2 else both[0] if both else None
         return _BatchCounts(later.step, self.seen + later.seen, self.drawn + later.drawn, unchanged)
@@ -48,17 +47,13 @@ class _BatchCounts:
 class Perturbation(nn.Module):
     """Base class of the modules.
 
-    Attributes:
-        step: Step of the next batch in training, over all epochs.
-        in_place: Whether batches may be written to, which saves a copy where nothing else reads them later.
+    ``step`` is the step of the next batch in training, over all epochs. With ``in_place`` batches are written to,
+    which saves a copy where nothing else reads them later.
 
     Args:
         streams: Features whose ids are replaced.
-        rank: Rank of this process, so that ranks draw different numbers; the one in the default process group unless
+        rank: Rank of this process, so that ranks draw different numbers; the rank in the default process group unless
             given.
-
-    Raises:
-        UserError: The rank is no integer of 0 or more.
     """
 
     _ids_may_be_outside: bool
@@ -86,7 +81,7 @@ class Perturbation(nn.Module):
         """Returns for each table how many ids were replaced, and how many there were, since the last call.
 
         Args:
-            until_step: Step before which batches are counted; those of later steps, which a pipeline has prepared, are
+            until_step: Step before which batches are counted; batches that a pipeline has prepared for later steps are
                 left for the next call. None for all.
         """
         taken = [batch for batch in self._counts if until_step is None or batch.step < until_step]
@@ -123,7 +118,7 @@ class FeaturePerturbation(Perturbation):
     """Replaces ids of a KeyedJaggedTensor independently of each other, in bags and sequences alike.
 
     Features without a stream stay as they are. A batch may lack features, and have them in any order: the random
-    numbers of a feature depend on neither. The arguments are those of :class:`Perturbation`.
+    numbers of a feature depend on neither.
     """
 
     _ids_may_be_outside = False
@@ -134,18 +129,13 @@ class FeaturePerturbation(Perturbation):
         self._places: list[int | None] = []
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the same object where nothing is replaced, else one with other ids and all else the same.
-
-        Args:
-            features: Batch whose ids lie in their tables.
-        """
+        """Returns the batch with replaced ids; the batch itself where nothing is replaced."""
         if not self.training or not self._streams or features.values().is_meta:
             return features
         return self._replace_in_batch(features)
 
     @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def _replace_in_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Does the same in training, where there are streams."""
         ids = features.values()
         self._follow_keys(features.keys())
         lengths, offsets = features.length_per_key(), features.offset_per_key()
@@ -162,7 +152,11 @@ class FeaturePerturbation(Perturbation):
             length_per_key=lengths,
             offset_per_key=offsets,
             inverse_indices=features.inverse_indices_or_none(),
-            **_stride_arguments(features),
+            **(
+                {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
+                if features.variable_stride_per_key()
+                else {"stride": features.stride()}
+            ),
         )
 
     def _follow_keys(self, keys: list[str]) -> None:
@@ -175,7 +169,7 @@ class FeaturePerturbation(Perturbation):
 class IdPerturbation(Perturbation):
     """Replaces ids of a tensor of any shape: labels that are ids (p_y in the paper), or tokens of a sequence.
 
-    What lies outside of ``[0, num_embeddings)``, such as the -100 that a loss ignores, stays as it is::
+    Numbers outside of ``[0, num_embeddings)``, like the -100 that a loss ignores, stay as they are::
 
         perturb_targets = IdPerturbation(num_items, SSE(p0=0.01), "targets")
         loss = cross_entropy(scores, perturb_targets(targets))
@@ -213,7 +207,7 @@ def require_forward_pass() -> None:
     if torch._C._current_graph_task_id() != -1:
         raise UserError(
             "ids would be replaced within the backward pass: activation checkpointing runs a forward pass again, "
-            "which would draw other ids; leave the embedding out of what is checkpointed."
+            "which would draw other ids; leave the embedding out of the checkpointed part."
         )
 
 
@@ -255,7 +249,7 @@ def set_step(model: nn.Module, step: int) -> None:
     """Sets the step of every module in a model that replaces ids, after a resume.
 
     Args:
-        model: The model, or any module around it, such as ``DistributedModelParallel``.
+        model: The model, or any module around it, like ``DistributedModelParallel``.
         step: Number of batches trained on so far, over all epochs, as a run without a break would count them.
 
     Raises:
@@ -275,13 +269,6 @@ def take_counts(model: nn.Module, until_step: int | None = None) -> dict[str, tu
         until_step: As for :meth:`Perturbation.take_counts`.
     """
     return _sums_by_table(count for module in _perturbations(model) for count in module.take_counts(until_step).items())
-
-
-def _stride_arguments(features: KeyedJaggedTensor) -> dict[str, Any]:
-    """Returns the argument that says how many rows there are, for all features or for each."""
-    if features.variable_stride_per_key():
-        return {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
-    return {"stride": features.stride()}
 
 
 def _perturbations(model: nn.Module) -> Iterator[Perturbation]:

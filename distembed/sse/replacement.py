@@ -1,9 +1,15 @@
 """Replaces ids of a batch, as a pure function of the ids, the step and the rank.
 
-Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.draws`), for a GPU a step ahead
-(:mod:`distembed.sse.ahead`); what depends on the ids themselves is computed on their device, without a copy back.
+The CPU draws which ids are replaced, and all random integers (:mod:`distembed.sse.draws`); the new ids, which depend on
+the old ones, are computed on the ids' device without a copy back.
+
+SSE-Graph takes constant time for any number of ids. With odds rho of a neighbour against another id, ``p(j, k)``
+is ``rho c`` for the d neighbours k of j and ``c`` for the n other ids (equation 3). That is a mixture: with probability
+``(rho - 1) d / ((rho - 1) d + n)`` a neighbour is drawn, else any of the n other ids, neighbours among them, with equal
+probability. So no id has to be looked up among the neighbours.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,40 +20,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.base.errors import UserError
-from distembed.sse.ahead import DrawAhead
-from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, sent_to_device, where
-from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, StepDraws
-from distembed.sse.neighbors import NeighborDraw
+from distembed.graph import Graph
+from distembed.sse.arrays import (
+    Array,
+    as_array,
+    as_float64,
+    as_int64,
+    assign,
+    count_each,
+    on_device,
+    sent_to_device,
+    where,
+)
+from distembed.sse.draws import FIRST_NEIGHBOR_WORD, DrawAhead, Drawer, StepDraws
 from distembed.sse.random_words import word
-from distembed.sse.rule import SSE
-from distembed.sse.stream import IdStream
+from distembed.sse.rule import SSE, IdStream, Walk
 
+_WORD_BITS, _UNIT_BITS = 63, 53
 _NO_ID = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class ReplacedIds:
-    """The ids of a batch after replacement.
+    """The ids of a batch after replacement."""
 
-    Attributes:
-        ids: The tensor that came in where none was drawn, else one with other ids.
-        num_drawn: Number of ids of each stream that were drawn to be replaced, ``[streams]``.
-        num_unchanged: Number of these that stayed as they were, ``[streams]`` on the ids' device; None where none can.
-    """
-
-    ids: Int[Tensor, "*shape"]
-    num_drawn: NDArray[np.int64]
+    ids: Int[Tensor, "*shape"]  # the tensor that came in where none was drawn, else one with other ids
+    num_drawn: NDArray[np.int64]  # number of ids of each stream that were drawn to be replaced, ``[streams]``
+    # number of these that stayed as they were, ``[streams]`` on the ids' device; None where none can
     num_unchanged: Array | None = None
 
 
 class Replacer:
     """Replaces the ids of a list of streams.
 
-    Args:
-        streams: Features whose ids are replaced.
-        device: Device of the ids.
-        dtype: Type of the ids.
-        may_be_outside: Whether ids may lie outside of their tables, as a label's -100 does; these stay.
+    With ``may_be_outside``, ids may lie outside of their tables, as a label's -100 does; they stay as they are.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class Replacer:
         """Replaces ids by the numbers of this step and rank.
 
         Args:
-            ids: Ids of all features; those of each lie side by side.
+            ids: Ids of all features, feature by feature.
             counts: Number of ids of each stream.
             starts: Place of each stream's first id.
             step: Step of the run, over all epochs.
@@ -94,11 +100,12 @@ class Replacer:
         num_drawn = np.diff(draws.bounds)
         if not len(draws.places):
             return ReplacedIds(ids, num_drawn)
-        # a view where that is possible; never of what must not be written to
         replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
         array, places = as_array(replaced), sent_to_device(draws.places, self.device)
         old, streams = as_int64(array.take(places)), sent_to_device(draws.streams, self.device)
-        outside = self._outside(old, streams)
+        outside = None
+        if self._num_embeddings is not None:
+            outside = (old < 0) | (old >= self._num_embeddings.take(streams))
         new, is_reserved = self._another(old, streams, draws)
         for graph in self._graphs:
             inside = old if outside is None else where(outside, self._num_first.take(streams), old)
@@ -111,18 +118,11 @@ class Replacer:
         num_unchanged = None if unchanged is None else count_each(streams, unchanged, self._num_streams)
         return ReplacedIds(replaced.view(ids.shape), num_drawn, num_unchanged)
 
-    def _outside(self, old: Array, streams: Array) -> Array | None:
-        """Returns which ids lie outside of their tables; None where none may."""
-        if self._num_embeddings is None:
-            return None
-        return (old < 0) | (old >= self._num_embeddings.take(streams))
-
     def _another(self, old: Array, streams: Array, draws: StepDraws) -> tuple[Array, Array | None]:
-        """Returns for each id another one that is not reserved, and whether the id itself is; None where none can be.
-
-        The reserved ids from 0 on are passed over by a shift, which the drawn numbers contain, each other one by a
-        comparison.
-        """
+        """Returns another id, not a reserved one, for each id, and whether the id itself is reserved."""
+        # Drawn uniformly among the N - 1 others: number the ids without the old one, and step over it.
+        #   ids       0 1 2 [3] 4 5      reserved ids are stepped over in the same way, from the least on
+        #   numbers   0 1 2     3 4      new = number + (number >= old)
         among_others = sent_to_device(draws.among_others, self.device)
         if not self._has_reserved:
             return among_others + (among_others >= old), None
@@ -143,8 +143,92 @@ class Replacer:
         return new, is_reserved
 
 
+class NeighborDraw:
+    """Draws neighbours in one graph.
+
+    Args:
+        graph: Neighbours of each id; its arrays are copied to a GPU.
+        walk: Random walk at whose end a neighbour is drawn; None for one step.
+        device: Device of the ids.
+    """
+
+    def __init__(self, graph: Graph, walk: Walk | None, device: torch.device) -> None:
+        self._starts, self._neighbors = (on_device(array, device) for array in (graph.starts, graph.neighbors))
+        self._alias_tables = (
+            None
+            if graph.keep is None or graph.alias is None
+            else (on_device(graph.keep, device), on_device(graph.alias, device))
+        )
+        self._set_walk(walk)
+
+    def with_walk(self, walk: Walk | None) -> "NeighborDraw":
+        """Returns a draw by another walk that shares this one's arrays."""
+        other = copy.copy(self)
+        other._set_walk(walk)
+        return other
+
+    def _set_walk(self, walk: Walk | None) -> None:
+        self._restart, self._max_steps = (1.0, 1) if walk is None else (walk.restart, walk.max_steps)
+
+    @property
+    def num_words(self) -> int:
+        """Number of random words that an id needs.
+
+        Each step takes one for whether it is taken, one for the slot, and in weighted graphs one for the slot's edge.
+        """
+        return (2 if self._alias_tables is None else 3) * self._max_steps
+
+    def __call__(self, ids: Array, num_others: Array, excess: Array, words: Sequence[Array]) -> tuple[Array, Array]:
+        """Returns whether each id is replaced by a neighbour, and by which one where it is.
+
+        Args:
+            ids: Nodes of the graph.
+            num_others: Number of ids that could be drawn in the place of each.
+            excess: rho - 1 for each id, above 0.
+            words: Random integers below 2^63 for each id, ``num_words`` arrays of them.
+        """
+        words_per_step = len(words) // self._max_steps
+        # both sides divided by rho - 1, so that none overflows
+        degrees = as_float64(self._degrees(ids))
+        chosen = _unit(words[0]) * (degrees + as_float64(num_others) / excess) < degrees
+        previous, node = ids, self._neighbor(ids, words[1:words_per_step])
+        walking = chosen
+        for step in range(1, self._max_steps):
+            stop, *slot = words[words_per_step * step : words_per_step * (step + 1)]
+            walking = walking & (_unit(stop) >= self._restart) & (self._degrees(node) > 0)
+            previous = where(walking, node, previous)
+            node = where(walking, self._neighbor(node, slot), node)
+        return chosen, where(node == ids, previous, node)
+
+    def _degrees(self, ids: Array) -> Array:
+        return self._starts.take(ids + 1) - self._starts.take(ids)
+
+    def _neighbor(self, ids: Array, words: Sequence[Array]) -> Array:
+        """Draws a neighbour of each id in proportion to its weight, by Walker's alias method (Walker 1977)."""
+        starts = self._starts.take(ids)
+        degrees = (self._starts.take(ids + 1) - starts).clip(1)
+        starts = starts.clip(0, len(self._neighbors) - 1)
+        # below 2^63, the remainder favours small slots by less than d / 2^63
+        edges = starts + words[0] % degrees
+        if self._alias_tables is not None:
+            keep, alias = self._alias_tables
+            edges = where(_unit(words[1]) < keep.take(edges), edges, starts + alias.take(edges))
+        return as_int64(self._neighbors.take(edges))
+
+
+def _unit(words: Array) -> Array:
+    """Turns integers of 63 bits into numbers in [0, 1), by their upper 53 bits."""
+    return as_float64(words >> (_WORD_BITS - _UNIT_BITS)) * 2.0**-_UNIT_BITS
+
+
 class _GraphDraw:
-    """Draws neighbours for the streams that share a graph and a walk."""
+    """Draws neighbours for the streams that share a graph and a walk.
+
+    Args:
+        neighbors: Draws in that graph.
+        excess: rho - 1 of each stream; 0 for streams with another graph or walk, or none.
+        device: Device of the ids.
+    """
 
     def __init__(self, neighbors: NeighborDraw, excess: NDArray[np.float64], device: torch.device) -> None:
         self._neighbors = neighbors
@@ -155,15 +239,7 @@ class _GraphDraw:
     def put_neighbors(
         self, new: Array, old: Array, is_reserved: Array | None, num_drawable: Array, draws: StepDraws
     ) -> None:
-        """Replaces some of the new ids by neighbours of the old ones.
-
-        Args:
-            new: New id of each drawn id, which is written to.
-            old: The drawn ids as they were.
-            is_reserved: Whether each of these is reserved; None where none can be.
-            num_drawable: Number of ids that may be drawn in each one's table.
-            draws: Random numbers of the step.
-        """
+        """Replaces some of the new ids by neighbours of the old ones."""
         chosen = np.flatnonzero(self._has_graph.take(draws.streams))
         states = draws.states.take(chosen)
         numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
@@ -192,11 +268,11 @@ def _draws_neighbors(sse: SSE) -> bool:
 
 
 def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, int]:
-    """Returns what the graphs take of the memory of every rank's device, in bytes by table.
+    """Returns the memory of every rank's device that the graphs take, in bytes by table.
 
     On CUDA every rank has a copy of all arrays. On a CPU a graph that is mapped from its folder counts nothing: ranks
     of a machine share the file's pages, which the system drops and reads again as it needs to. A graph that was built
-    in memory counts in full, in each process. Sizes are those of arrays and files; their contents are not read.
+    in memory counts in full, in each process.
 
     Args:
         sse: Rules by table, as :func:`distembed.sse.config.build_sse` returns them.
@@ -217,10 +293,7 @@ def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, 
 
 
 def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
-    """Yields the reserved ids beyond those from 0 on: the least one of each stream, then the second one, and so on.
-
-    A stream that has no more of them gives an id that is in no table.
-    """
+    """Yields the reserved ids beyond the run from 0 on: the least of each stream, then each second, and so on."""
     rest = [s.sse.reserved[s.num_first_reserved :] for s in streams]
     for i in range(max((len(ids) for ids in rest), default=0)):
         yield [ids[i] if i < len(ids) else _NO_ID for ids in rest]
@@ -233,6 +306,6 @@ def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
             raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")
         if torch.iinfo(dtype).max < stream.num_embeddings - 1:
             raise UserError(
-                f"table {stream.table!r}: ids are of {dtype}, which does not hold those that may be drawn, up to "
+                f"table {stream.table!r}: ids are of {dtype}, which does not hold the table's largest id, "
                 f"{stream.num_embeddings - 1}; give int64."
             )

@@ -18,8 +18,8 @@ class Walk:
     """A random walk with restart, which draws a neighbour instead of one step along an edge.
 
     The walk takes one step. Before each further one it ends with probability ``restart``; it also ends at a node
-    without neighbours, and after ``max_steps``. The node where it ends is drawn; where that is the node at which it
-    began, the node before is.
+    without neighbours, and after ``max_steps``. The node where it ends is drawn; where the walk ends at its first node,
+    the node before is drawn.
 
     Attributes:
         restart: Probability that the walk ends before a step, 0 to 1; at 1 every walk has one step.
@@ -55,7 +55,7 @@ class SSE:
         walk: Random walk at whose end the neighbour is drawn; None for neighbours next to the id.
         schedule: Points ``(step, factor)``, in rising order of steps: p0 is multiplied by the factor, which is linear
             between the points and constant before the first and after the last. Factors lie in 0 to 1.
-        reserved: Ids that are never drawn, such as those of missing values and of padding; N counts the others.
+        reserved: Ids that are never drawn, like the ids of missing values and of padding; N counts the other ids.
         keep_reserved: Whether reserved ids are never replaced either.
 
     Raises:
@@ -134,11 +134,7 @@ def _require_probability(field: str, value: object) -> None:
 
 
 def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Returns the points of a schedule, if they are ones.
-
-    Raises:
-        UserError: A step or factor is out of its range, or the steps do not rise.
-    """
+    """Returns the points of a schedule, if they are ones."""
     wanted = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
     try:
         pairs = tuple((step, factor) for step, factor in points)
@@ -160,7 +156,39 @@ def _checked_reserved(ids: Sequence[int]) -> tuple[int, ...]:
     distinct = tuple(sorted(set(ids)))
     if len(distinct) > MAX_RESERVED:
         raise UserError(
-            f"reserved has {len(distinct)} ids; at most {MAX_RESERVED} can be reserved: those of missing, unknown and "
-            "padding values."
+            f"reserved has {len(distinct)} ids; at most {MAX_RESERVED} can be reserved: the ids of missing, unknown "
+            "and padding values."
         )
     return distinct
+
+
+@dataclass(frozen=True)
+class IdStream:
+    """The ids of one feature, which are replaced by random numbers of their own.
+
+    Raises:
+        UserError: The rule does not fit the table.
+    """
+
+    table: str  # name of the table that the feature is looked up in
+    feature: str  # name of the feature
+    num_embeddings: int  # number of ids, which lie in ``[0, num_embeddings)``
+    sse: SSE  # rule by which the ids are replaced
+    seed: int  # seed of the random numbers, which also depend on both names
+
+    def __post_init__(self) -> None:
+        self.sse.require_valid_for(self.num_embeddings, f"table {self.table!r}: sse")
+
+    @property
+    def num_drawable(self) -> int:
+        """Number of ids that may be drawn: all but the reserved ones."""
+        return self.num_embeddings - len(self.sse.reserved)
+
+    @property
+    def num_first_reserved(self) -> int:
+        """Number of reserved ids from 0 on, without a gap."""
+        return sum(reserved == expected for expected, reserved in enumerate(self.sse.reserved))
+
+    def rate(self, step: int) -> float:
+        """Returns the probability that an id is replaced at this step: 0 where there is no other id to draw."""
+        return self.sse.rate(step) if self.num_drawable > 1 else 0.0

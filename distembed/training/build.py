@@ -17,13 +17,12 @@ from distembed.base.machine import is_intel_processor, multiplies_faster_in_bf16
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.grown import load_grown
 from distembed.data.dataset.schema import Schema
-from distembed.embedding.exchange import VectorExchange
-from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding.collections import embedding_modules, table_configs
+from distembed.embedding.settings import VectorExchange
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
 from distembed.optim.declared import TableOptimizers
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.optim.tables import table_parameters
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
 from distembed.planning import make_plan
 from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit

@@ -21,8 +21,8 @@ from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.mirror import is_remote_dataset
 from distembed.data.dataset.row_groups import verify_dataset
 from distembed.data.remote import is_url
+from distembed.graph.csr import verify_graph
 from distembed.graph.folder import GRAPH_FILE
-from distembed.graph.verification import verify_graph
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.training.config import load_config
 from distembed.training.resume import load_run_config

@@ -218,7 +218,7 @@ def _built(
     model_config: ModelConfig, inputs: ModelInputs
 ) -> tuple[list[CompositionalEmbeddingConfig], Shapes, tuple[TiedOutput, ...]]:
     """Builds a model for the tables, the shapes of its dense layers and its tied tables."""
-    from distembed.embedding.modules import embedding_modules, table_configs
+    from distembed.embedding.collections import embedding_modules, table_configs
 
     model = model_config.build(inputs)
     collections = embedding_modules(model).values()

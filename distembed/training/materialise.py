@@ -12,7 +12,7 @@ from distembed.base.units import enumerate_names
 from distembed.checkpoints.checkpoint import load_weights
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import materialise
-from distembed.embedding.modules import embedding_modules, table_configs, weight_names_of_table
+from distembed.embedding.collections import embedding_modules, table_configs, weight_names_of_table
 from distembed.models import ModelInputs
 from distembed.tasks import batch_schema
 from distembed.training.config import Config

@@ -13,8 +13,7 @@ from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.embedding import assignment_checksums
-from distembed.graph.verification import missing_checksums_note as graph_note
-from distembed.sse.config import graph_fingerprints, graph_paths
+from distembed.sse.config import graph_fingerprints
 from distembed.tasks.seen_items import SEEN_ITEMS
 from distembed.training.build import used_precision
 from distembed.training.config import Config
@@ -69,7 +68,7 @@ def train_run(
         Collectives().on_first(lambda: require_same_precision(start.folder, precision))
     info = run_info(config, start)
     if ranks.is_first:
-        for line in (*info["kept_full"], *_missing_checksums(config)):
+        for line in info["kept_full"]:
             say(line)
     run_folder = RunFolder(start.folder)
     trainer = Trainer(config, run_folder, ranks, start, console, evaluated)
@@ -94,11 +93,6 @@ def train_run(
         facts |= {"unreadable_row_groups": sorted(trainer.unreadable)} if trainer.unreadable else {}
         run_folder.end("finished", facts=facts)
     return FinishedRun(start.folder, evaluation, described)
-
-
-def _missing_checksums(config: Config) -> list[str]:
-    """Returns a note for each graph that older versions made without checksums."""
-    return [f"note: {text}" for text in map(graph_note, graph_paths(config.sse)) if text]
 
 
 def run_info(config: Config, start: RunStart) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT
 from distembed.base.validation import Count, Interval
-from distembed.embedding.exchange import QuantizedCommsConfig
+from distembed.embedding.settings import QuantizedCommsConfig
 from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
 from distembed.tasks.reported_metrics import ReportedMetric
 

@@ -23,9 +23,9 @@ from distembed.base.units import format_bytes
 from distembed.commands import cli
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.embedding.modules import embedding_modules
+from distembed.embedding.collections import embedding_modules
 from distembed.models import DCNConfig, ModelInputs
-from distembed.optim.tables import table_parameters
+from distembed.optim.optimizers import table_parameters
 from distembed.planning import load_plan
 from distembed.planning.networks import ExampleBatch, OnDevice, estimate_network, estimate_own_networks
 from distembed.sharding import default_sharders

@@ -21,7 +21,7 @@ from distembed.embedding import (
 )
 from distembed.embedding.share import TableShare
 from distembed.models.queries import Catalogue
-from distembed.optim.tables import table_parameters
+from distembed.optim.optimizers import table_parameters
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.tasks.catalogue.softmax import SoftmaxItems, cross_entropy
 from tests.embedding.schemes import make_partition

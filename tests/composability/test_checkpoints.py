@@ -11,10 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -24,6 +21,7 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.test_sharding import our_head, stock_head
 from tests.layouts import EPS, PLAIN_OPTIMIZERS, RATE, Head, Trained, Whole, build, gather_numbers
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 from tests.sharding import test_sequences as sequences
 
@@ -60,18 +58,11 @@ def shard_by_torchrec(model: nn.Module, layout: str, optimizer: str) -> tuple[nn
     apply_optimizer_in_backward(
         PLAIN_OPTIMIZERS[optimizer], collection.embedding_bags.parameters(), {"lr": RATE, "eps": EPS}
     )
-    constraints = {
-        config.name: ParameterConstraints(sharding_types=[layout], min_partition=4)
-        for config in collection.embedding_bag_configs()
-    }
+    kinds = {config.name: layout for config in collection.embedding_bag_configs()}
     for table in collection.tables() if is_ours else ():
         if table.function_tables() and layout == "column_wise":  # a function needs whole vectors
-            constraints[table.name] = ParameterConstraints(sharding_types=["table_wise"])
-    world = dist.get_world_size()
-    topology = Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+            kinds[table.name] = "table_wise"
+    sharded = shard_as(model, sharders, kinds)
     others = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     dense = KeyedOptimizerWrapper(others, lambda own: torch.optim.Adam(own, lr=RATE))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -38,6 +37,7 @@ from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
 from tests.composability.test_checkpoints import AnyTypeSharder, shard_by_torchrec
 from tests.composability.test_sharding import Head as OverBags
 from tests.composability.test_sharding import summed_tables
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 from tests.sharding import test_sharded_equals_unsharded as bags
 
@@ -364,11 +364,7 @@ def test_planners_count_half_of_the_bytes() -> None:
 
 
 def shard_one(collection: nn.Module, sharder: Any, kind: str) -> nn.Module:
-    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
-    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(collection, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    return shard_as(collection, [sharder], {"t": kind}, min_partition=None)
 
 
 def check_outputs(rank: int, world_size: int) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.shard import shard, shard_modules
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
@@ -21,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, ShardedCompositionalEmbeddingBagCollection
 from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
+from tests.placing import plan_as
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import draw, tables
 
@@ -72,14 +71,8 @@ def both() -> list[Made]:
 
 
 def make_plan(model: nn.Module, sharder: Any, kind: str = "table_wise") -> ShardingPlan:
-    world_size = dist.get_world_size()
-    constraints = {
-        config.name: ParameterConstraints(sharding_types=[kind])
-        for config in model.get_submodule("embeddings").embedding_bag_configs()
-    }
-    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    configs = model.get_submodule("embeddings").embedding_bag_configs()
+    return plan_as(model, [sharder], {config.name: kind for config in configs}, min_partition=None)
 
 
 def require_same_steps(model: nn.Module, make: Callable[[str], nn.Module], features: KeyedJaggedTensor) -> None:

@@ -170,11 +170,7 @@ def rehearsed(cell: Cell, world_size: int = WORLD_SIZE) -> Iterator[Rehearsed]:
         ]
         huge = 2**40
         topology = Topology(
-            world_size=world_size,
-            local_world_size=world_size,
-            compute_device="cuda",
-            hbm_cap=huge,
-            ddr_cap=huge,
+            world_size=world_size, local_world_size=world_size, compute_device="cuda", hbm_cap=huge, ddr_cap=huge
         )
         constraint = ParameterConstraints(sharding_types=[cell.sharding], min_partition=DIM // 2)
         planner = EmbeddingShardingPlanner(topology=topology, constraints=dict.fromkeys(FEATURES, constraint))

@@ -32,11 +32,7 @@ def planned(*kernels: str) -> ShardingPlan:
     ],
 )
 def test_tables_in_host_memory_are_prefetched(
-    device: torch.device,
-    world_size: int,
-    kernels: tuple[str, ...],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device, world_size: int, kernels: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[str, Any]] = []
     for name in NAMES:

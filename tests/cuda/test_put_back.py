@@ -12,10 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import grouped
 from distembed.sharding import feature_rows
 from distembed.sharding.bucket_pool import split_bags
-from distembed.sharding.distinct import distinct_ids
-from distembed.sharding.feature_rows import FeatureRows, IdCounts
 from distembed.sharding.groups import base, per_id
 from distembed.sharding.groups.base import LookupRequest
+from distembed.sharding.ids import FeatureRows, IdCounts, distinct_ids
 from distembed.sse import SSE, replacement
 from distembed.sse.draws import Drawer
 from tests.cuda.pretend import Refused

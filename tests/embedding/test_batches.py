@@ -17,7 +17,7 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.embedding.batches import require_whole
+from distembed.embedding.batches import require_whole_batch
 
 F = ["f", "g"]
 THREE = torch.tensor([1, 2, 3])
@@ -160,11 +160,7 @@ _NUMBERS = st.lists(st.integers(-1, 3), min_size=0, max_size=6)
     num_weights=st.none() | st.integers(0, 6),
 )
 def test_what_torchrec_refuses_is_refused(
-    keys: list[str],
-    num_ids: int,
-    lengths: list[int] | None,
-    offsets: list[int] | None,
-    num_weights: int | None,
+    keys: list[str], num_ids: int, lengths: list[int] | None, offsets: list[int] | None, num_weights: int | None
 ) -> None:
     """And what it lets pass is refused only for a bag of less than no ids."""
     batch = KeyedJaggedTensor(
@@ -180,10 +176,10 @@ def test_what_torchrec_refuses_is_refused(
     except ValueError:
         is_whole = False
     if is_whole:
-        require_whole(batch)
+        require_whole_batch(batch)
     else:
         with pytest.raises(UserError):
-            require_whole(batch)
+            require_whole_batch(batch)
 
 
 @pytest.mark.gpu
@@ -194,7 +190,7 @@ def test_a_gpu_looks_at_lengths_without_waiting() -> None:
     batch.length_per_key(), batch.stride()  # known to a batch that the reader made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        require_whole(batch)
+        require_whole_batch(batch)
         with pytest.raises(RuntimeError):
             batch.lengths().sum().item()  # which waits, as this mode notices
     finally:

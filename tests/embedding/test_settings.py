@@ -29,11 +29,7 @@ def schemes(config: EmbeddingConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def test_tables_up_to_the_threshold_stay_full() -> None:
     found = schemes(EmbeddingConfig(TableConfig(partition="quotient_remainder", threshold=200)))
-    assert found == {
-        "tiny": ("naive", (5,)),
-        "small": ("naive", (200,)),
-        "large": ("quotient_remainder", (2500, 4)),
-    }
+    assert found == {"tiny": ("naive", (5,)), "small": ("naive", (200,)), "large": ("quotient_remainder", (2500, 4))}
 
 
 def test_compression_that_saves_no_rows_falls_back_to_the_full_table() -> None:

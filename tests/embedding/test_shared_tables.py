@@ -61,11 +61,7 @@ def test_a_feature_of_a_table_that_is_not_there_is_refused() -> None:
 
 def test_a_schema_reads_back() -> None:
     plain = Schema("label", ("x",), FEATURES[:1])
-    assert plain.to_json() == {
-        "label": "label",
-        "dense": ["x"],
-        "categorical": [{"name": "user", "num_embeddings": 7}],
-    }
+    assert plain.to_json() == {"label": "label", "dense": ["x"], "categorical": [{"name": "user", "num_embeddings": 7}]}
     whole = Schema(None, (), FEATURES, ("hour",), missing_dense=True)
     numbers = Schema("rating", (), FEATURES, label_kind="number")
     assert [Schema.from_json(each.to_json()) for each in (plain, whole, numbers)] == [plain, whole, numbers]

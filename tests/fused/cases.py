@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distembed.kernels.operation import FusedLookup
-from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.partitions.base import Digit
 
 RATE, EPS = 0.1, 1e-2
@@ -263,7 +263,7 @@ class Fused:
                 weight_start = 0
                 if case.optimizers[j] is not None:
                     weight_start = _start(side.weights[j], number, 3 * len(case.columns[j]))
-                own_parts.append(Part(digit, first, rows, weight_start, _start(side.states[j], number, 3)))
+                own_parts.append(TablePart(digit, first, rows, weight_start, _start(side.states[j], number, 3)))
             parts += [own_parts] * table.num_features
         self.lookup = lookup(
             Formula(case.columns, case.is_product, case.batch != "sequence"),

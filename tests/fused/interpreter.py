@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.kernels.triton_lookup import TritonLookup
 
 Run = Callable[..., Any]
@@ -48,11 +48,7 @@ class InterpretedLookup:
     """Is made and called as :class:`distembed.kernels.operation.FusedLookup` is."""
 
     def __init__(
-        self,
-        formula: Formula,
-        parts: Sequence[Sequence[Part]],
-        tables: Sequence[int],
-        storages: Sequence[Storage],
+        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
         assert os.environ["TRITON_INTERPRET"] == "1"
         self._lookup = TritonLookup(formula, parts, tables, storages)

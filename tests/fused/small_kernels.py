@@ -7,10 +7,10 @@ from distembed.kernels.rows import compiled, entry
 
 @compiled
 def _sum_below(number: Any) -> Any:
-    total = 0
+    sum_lanes = 0
     for i in range(number):
-        total += i
-    return total
+        sum_lanes += i
+    return sum_lanes
 
 
 @entry

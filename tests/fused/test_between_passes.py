@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.kernels.operation import FusedLookup, in_threads
-from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.partitions.base import Digit
 from tests.fused.test_refusals import PLAIN, Case, build, is_fused
 from tests.ranks import run_on_ranks
@@ -28,7 +28,7 @@ def tables(is_product: bool = True, rate: float = 0.5) -> tuple[FusedLookup, lis
     generator = torch.Generator().manual_seed(0)
     weights = [torch.rand(rows * DIM, generator=generator).requires_grad_() for rows in ROWS]
     storages = [Storage([own], "sgd", learning_rate=rate) for own in weights]
-    parts = [Part(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
+    parts = [TablePart(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
     return FusedLookup(Formula([range(DIM)] * 2, is_product, True), [parts] * 2, [2], storages), storages
 
 
@@ -94,7 +94,7 @@ def replicated_tables() -> tuple[FusedLookup, list[Storage]]:
     """Returns the same tables, of weights that every rank has, which an optimizer updates elsewhere."""
     generator = torch.Generator().manual_seed(0)
     storages = [Storage([torch.rand(rows, DIM, generator=generator).requires_grad_()]) for rows in ROWS]
-    parts = [Part(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
+    parts = [TablePart(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
     return FusedLookup(Formula([range(DIM)] * 2, True, True), [parts] * 2, [2], storages), storages
 
 

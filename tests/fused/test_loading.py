@@ -39,12 +39,12 @@ assert loading.reason_unavailable() is None, loading.reason_unavailable()
 print("ready", flush=True)
 sys.stdin.readline()
 with event.install_listener("numba:compile", Watch()):
-    kernels = loading.load(8)
+    kernels = loading.load_kernels(8)
 assert config.OPT == 3  # kernels alone are compiled at another level
 if chosen != "real":
     assert kernels.update(5, 0, 0, 0, 7) == 17
 print(json.dumps({
-    "times": [min(Watch.times), max(Watch.times)] if Watch.times else [],
+    "times": Watch.times,
     "hits": [sum(kernel.stats.cache_hits.values()) for kernel in kernels],
     "misses": [sum(kernel.stats.cache_misses.values()) for kernel in kernels],
     "folders": [str(kernel.stats.cache_path) for kernel in kernels],
@@ -57,7 +57,7 @@ class Loader:
     """A process that loads the kernels when it is told to.
 
     Args:
-        folder: Where it has its lock and, unless others are named, its files.
+        folder: Folder of its files, unless others are named.
         kernels: ``real``, or a module that stands in for them.
         is_blocked: Whether it stops as soon as it compiles.
         environment: More of its environment.
@@ -107,6 +107,7 @@ def run(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def check_together(folder: Path, kernels: str, number: int) -> None:
+    """Processes that start together compile side by side, and all later ones take the kernels from their files."""
     loaders = [Loader(folder, kernels) for _ in range(number)]
     try:
         for loader in loaders:
@@ -115,37 +116,29 @@ def check_together(folder: Path, kernels: str, number: int) -> None:
     finally:
         for loader in loaders:
             loader.end()
-    # one compiles both passes, and all others take them from its files
-    assert sorted(result["misses"] for result in results) == [[0, 0]] * (number - 1) + [[1, 1]]
-    assert sorted(result["hits"] for result in results) == [[0, 0]] + [[1, 1]] * (number - 1)
-    spans = sorted(result["times"] for result in results if result["times"])
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    assert len(spans) == 1
+    for result in results:
+        assert [sum(pair) for pair in zip(result["hits"], result["misses"], strict=True)] == [1, 1]
+    assert run(folder, kernels=kernels)["hits"] == [1, 1]
 
 
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_all_have_kernels(tmp_path: Path) -> None:
     check_together(tmp_path, SMALL, 3)
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_the_real_kernels_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_all_have_the_real_kernels(tmp_path: Path) -> None:
     check_together(tmp_path, "real", 4)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_compiles_lets_the_next_one_compile(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_compiles_leaves_the_next_one_alone(tmp_path: Path) -> None:
     first = Loader(tmp_path, is_blocked=True)
-    second = Loader(tmp_path)
     try:
         first.go()
         assert first.line() == "compiling"
-        second.go()
-        first.process.kill()
-        assert second.result()["misses"] == [1, 1]
     finally:
         first.end()
-        second.end()
-    assert run(tmp_path)["hits"] == [1, 1]
+    assert run(tmp_path)["misses"] == [1, 1] and run(tmp_path)["hits"] == [1, 1]
 
 
 @pytest.mark.slow
@@ -196,9 +189,6 @@ def test_kernels_are_had_wherever_their_files_can_be_kept_and_where_they_cannot(
     for _ in range(2):
         found = run(tmp_path, **settings, HOME=str(blocked), XDG_CACHE_HOME=str(blocked / "cache"))
         assert found["hits"] == [0, 0] and found["times"]
-    # nor can the lock be opened
-    (own / f"distembed-kernels-{os.getuid()}.lock").mkdir()
-    assert run(own, **settings, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))["times"]
 
 
 def test_a_processor_that_cannot_convert_float16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,33 +198,3 @@ def test_a_processor_that_cannot_convert_float16_is_told(monkeypatch: pytest.Mon
     assert ask() is None
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx2,+fma")
     assert "cannot convert float16 (f16c)" in str(ask())
-
-
-@pytest.mark.parametrize(
-    "hindrance",
-    [(loading.fcntl, "flock"), (loading.tempfile, "gettempdir"), (loading.os, "open")],
-    ids=lambda own: own[1],
-)
-def test_without_a_lock_each_process_compiles_for_itself(
-    hindrance: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*given: Any) -> None:
-        raise OSError(38, "Function not implemented")
-
-    caplog.set_level("DEBUG", loading.__name__)
-    monkeypatch.setattr(*hindrance, fail)
-    with loading._one_at_a_time():
-        monkeypatch.undo()
-        assert "compiled without a lock ([Errno 38] Function not implemented)" in caplog.text
-
-
-def test_a_process_that_is_stopped_is_not_waited_for_without_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(loading.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(loading, "_LONGEST_WAIT", 0.1)
-    with loading._one_at_a_time(), loading._one_at_a_time():
-        assert "it is not waited for" in caplog.text
-    caplog.clear()
-    with loading._one_at_a_time():
-        assert not caplog.text

@@ -7,8 +7,8 @@ import torch
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.kernels.operation import FusedLookup
-from distembed.kernels.tables import Formula, Part, Storage
-from distembed.kernels.triton_backward import update_bytes
+from distembed.kernels.tables import Formula, Storage, TablePart
+from distembed.kernels.triton_lookup import update_bytes
 from distembed.kernels.triton_tables import DeviceTables
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.groups.fused import FusedGroup
@@ -83,7 +83,7 @@ def test_a_plan_counts_the_rows_of_each_range_of_columns_on_a_gpu(
     digits = scheme.digits()
     assert digits is not None
     own = load.slices[0].partitions
-    parts_of_feature = [Part(digits[each.partition], 0, scheme.num_rows[each.partition]) for each in own]
+    parts_of_feature = [TablePart(digits[each.partition], 0, scheme.num_rows[each.partition]) for each in own]
     storages = [Storage([torch.zeros(scheme.num_rows[each.partition], each.num_columns)], "sgd") for each in own]
     formula = Formula([range(each.num_columns) for each in own], composition == "product", True)
     features = [count for count in features_of_tables for _ in ranges]
@@ -97,7 +97,7 @@ def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tabl
     assert digits is not None
     weights = [torch.zeros(len(features_of_tables) * rows * dim, requires_grad=True) for rows in scheme.num_rows]
     parts = [
-        [Part(digit, 0, rows, table * rows * dim) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
+        [TablePart(digit, 0, rows, table * rows * dim) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
         for table, count in enumerate(features_of_tables)
         for _ in range(count)
     ]

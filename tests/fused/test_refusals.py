@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing import spawn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,6 +23,7 @@ from distembed.partitions import Explicit, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
+from tests.placing import shard_as
 from tests.ranks import free_port, run_on_ranks, start
 
 NUM_IDS = 64
@@ -72,13 +70,8 @@ def build(case: Case, kernel: str) -> DistributedModelParallel:
     model.embeddings = CompositionalEmbeddingBagCollection([table], device="meta")
     apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.embedding_bags.parameters(), dict(rate))
     given = {name: value for name, value in fused_params.items() if value is not None}
-    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(fused_params=given or None)]
-    constraints = {"clicks": ParameterConstraints(sharding_types=[sharding_type])}
-    topology = Topology(world_size=1, local_world_size=1, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    sharders = [CompositionalEmbeddingBagCollectionSharder(fused_params=given or None)]
+    return shard_as(model, sharders, {"clicks": sharding_type}, min_partition=None)
 
 
 def is_fused(model: DistributedModelParallel) -> bool:
@@ -152,7 +145,7 @@ def check_without_compiler(rank: int, world_size: int) -> None:
         tried.append(kernel)
         raise RuntimeError("no such target")
 
-    loading.load.cache_clear()
+    loading.load_kernels.cache_clear()
     loading.reason_not_compiled.cache_clear()
     loading._compile = fail
     case: Case = (PLAIN, RATE, {}, "table_wise", "")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distembed.kernels.operation import FusedLookup
-from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.partitions.base import Digit
 from tests.fused.interpreter import InterpretedLookup, interpreter
 
@@ -32,7 +32,7 @@ def build(lookup: Any, is_product: bool, pools: bool) -> tuple[Any, list[Storage
     states = [torch.zeros(own.shape) for own in whole]
     storages = [Storage([own], "adagrad", state, 0.1, 1e-2) for own, state in zip(whole, states, strict=True)]
     start = MARGIN * DIM
-    parts = [Part(digit, *here, start, start) for digit, here in zip(DIGITS, HERE, strict=True)]
+    parts = [TablePart(digit, *here, start, start) for digit, here in zip(DIGITS, HERE, strict=True)]
     made = lookup(Formula([range(DIM)] * 2, is_product, pools), [parts] * 2, [2], storages)
     return made, storages, [*whole, *states]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distembed.kernels import triton_backward, triton_lookup, triton_tables
-from distembed.kernels.tables import Formula, Part, Storage
+from distembed.kernels import triton_lookup, triton_tables
+from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.kernels.triton_lookup import TritonLookup
 from distembed.kernels.triton_tables import TritonKernels
 from distembed.partitions.base import Digit
@@ -85,12 +85,11 @@ def test_every_kernel_compiles(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DISTEMBED_CHECK_ROWS", "0")  # kernels are compiled, and write no keys
     seen: list[str] = []
-    kernels = TritonKernels(*[Compiled(kernel, seen) for kernel in triton_tables.load()])
-    for module in (triton_lookup, triton_backward):
-        monkeypatch.setattr(module, "load", lambda: kernels)
+    kernels = TritonKernels(*[Compiled(kernel, seen) for kernel in triton_tables.triton_kernels()])
+    monkeypatch.setattr(triton_lookup, "triton_kernels", lambda: kernels)
     parts = (
-        [Part(Digit(1, 250), 0, 250, feature * 250 * columns, feature * 250 * columns) for feature in range(2)],
-        [Part(Digit(250, None), 0, 4, feature * 4 * columns, feature * 4 * columns) for feature in range(2)],
+        [TablePart(Digit(1, 250), 0, 250, feature * 250 * columns, feature * 250 * columns) for feature in range(2)],
+        [TablePart(Digit(250, None), 0, 4, feature * 4 * columns, feature * 4 * columns) for feature in range(2)],
     )
     own = [storage(2 * rows, columns, optimizer, dtype) for rows in (250, 4)]
     ranges = [range(columns), range(columns, 2 * columns)] if kind == "columns" else [range(columns)] * 2

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from distembed.base.errors import UserError
-from distembed.kernels.tables import OPTIMIZERS, Formula, Part, Storage
-from distembed.kernels.triton_backward import CHUNK, JOINED_NUMBERS
-from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart
+from distembed.kernels.triton_lookup import CHUNK, JOINED_NUMBERS, TritonLookup
 from distembed.kernels.triton_tables import num_lanes
 from distembed.partitions.base import Digit
 from tests.fused.cases import BATCHES, Case, Fused, Side, Table, check, draw_batch
@@ -66,10 +65,7 @@ def test_it_equals_a_plain_computation_in_every_combination(run: Run, batch: str
     for turn, (kind, k, optimizer) in enumerate(product(KINDS, (1, 2, 3), OPTIMIZERS)):
         for halves in (False, True):
             columns = columns_of(kind, DIMS[(turn + halves) % len(DIMS)], k)
-            run(
-                steps,
-                Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn),
-            )
+            run(steps, Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn))
 
 
 @pytest.mark.parametrize("optimizers", [[None, None], ["adagrad", None], [None, "row_wise_adagrad"]])
@@ -90,8 +86,7 @@ def test_ids_have_64_bits(run: Run, centre: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adagrad", *[pytest.param(own, marks=pytest.mark.slow) for own in OPTIMIZERS if own != "adagrad"]],
+    "optimizer", ["adagrad", *[pytest.param(own, marks=pytest.mark.slow) for own in OPTIMIZERS if own != "adagrad"]]
 )
 def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
     # a run has more chunks than are read at once
@@ -169,7 +164,7 @@ def replicated_columns() -> None:
     whole = [torch.randn(5, 12, requires_grad=True), torch.randn(4, 8).half().requires_grad_()]
     rows = [whole[0][:, 2:10], whole[1]]
     storages = [Storage([own], gradient_scale=scale) for own, scale in zip(rows, (3, 1), strict=True)]
-    parts = [[Part(digit, 0, number) for digit, number in zip(digits, (5, 4), strict=True)]]
+    parts = [[TablePart(digit, 0, number) for digit, number in zip(digits, (5, 4), strict=True)]]
     lookup = TritonLookup(Formula([range(8)] * 2, True, True), parts, [1], storages)
     ids, gradient = torch.arange(20), torch.randn(10, 8)
     outputs = lookup(ids, torch.arange(0, 21, 2), None, storages)
@@ -194,7 +189,7 @@ def rounded(seed: int | None, number: float = 1.5, change: float = 0.3 * 2**-10)
     weights = [torch.full((rows * 64,), number if rows > 1 else 1.0).half() for rows in (64, 1)]
     seeds = None if seed is None else (lambda: seed)
     storages = [Storage([own], "sgd", None, 1.0, rounding_seed=seeds) for own in weights]
-    parts = [[Part(Digit(1, 64), 0, 64), Part(Digit(64, None), 0, 1)]]
+    parts = [[TablePart(Digit(1, 64), 0, 64), TablePart(Digit(64, None), 0, 1)]]
     lookup = TritonLookup(Formula([range(64)] * 2, True, True), parts, [1], storages)
     lookup(torch.arange(64), torch.arange(65), None, storages).backward(torch.full((64, 64), change))
     return weights[0]
@@ -225,7 +220,7 @@ def test_rounding_at_random_keeps_the_mean(run: Run, number: float) -> None:
 
 def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
     storages = [Storage([torch.rand(rows, 8, requires_grad=True)], optimizer) for rows in (25, 4)]
-    parts = [Part(digit, 0, rows) for digit, rows in zip(QUOTIENT_REMAINDER.digits, (25, 4), strict=True)]
+    parts = [TablePart(digit, 0, rows) for digit, rows in zip(QUOTIENT_REMAINDER.digits, (25, 4), strict=True)]
     return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
 
 

@@ -17,8 +17,7 @@ from distembed.base.ranks import Ranks
 from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.optim.tables import table_parameters
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
@@ -47,11 +46,7 @@ class Head(nn.Module):
     """A collection and one linear layer, on the device; tables may lie on the meta device."""
 
     def __init__(
-        self,
-        used: list[CompositionalEmbeddingBagConfig],
-        tables_on: str,
-        device: torch.device,
-        weighted: bool = False,
+        self, used: list[CompositionalEmbeddingBagConfig], tables_on: str, device: torch.device, weighted: bool = False
     ) -> None:
         super().__init__()
         self.embeddings = CompositionalEmbeddingBagCollection(used, device=tables_on, is_weighted=weighted)

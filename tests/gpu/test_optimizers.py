@@ -15,8 +15,7 @@ from distembed.base.ranks import Ranks
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
-from distembed.optim.live_state import parameter_states
-from distembed.optim.local_shards import local_shards
+from distembed.optim.live_state import local_shards, parameter_states
 from distembed.partitions import QuotientRemainder
 from tests.gpu.formulas import FORMULAS, FormulaOptimizer, kernels_on_a_processor
 from tests.gpu.models import DENSE, Head, mean_square, shard

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from distembed.base.checksums import KEY, with_checksum
 from distembed.base.errors import UserError
-from distembed.graph import Graph, alias_method
-from distembed.graph.edges import MAX_NODES, stored_edges
+from distembed.graph import Graph, rows
+from distembed.graph.csr import verify_graph
 from distembed.graph.folder import array_types
-from distembed.graph.verification import missing_checksums_note, verify_graph
+from distembed.graph.rows import MAX_NODES, stored_edges
 from tests.graph.reference import check_graph, random_edges, reference_rows
 
 weights = st.one_of(st.just(1.0), st.floats(1e-6, 1e6), st.sampled_from([1e-300, 1e300, 5e-324]))
@@ -66,7 +66,7 @@ def test_tables_of_a_row_do_not_depend_on_the_block_it_is_in(monkeypatch: pytest
     edges = random_edges(60, 800, 3, 8.0)
     whole = Graph.from_edges(60, *edges)
     for size in (1, 7, 50):
-        monkeypatch.setattr(alias_method, "BLOCK_EDGES", size)
+        monkeypatch.setattr(rows, "BLOCK_EDGES", size)
         assert Graph.from_edges(60, *edges).fingerprint == whole.fingerprint
 
 
@@ -185,6 +185,10 @@ def change_json(folder: Path, **changes: object) -> None:
     (folder / "graph.json").write_text(json.dumps(with_checksum({k: v for k, v in value.items() if k != KEY})))
 
 
+def rename_checksum(path: Path) -> None:
+    path.write_text(path.read_text().replace(f'"{KEY}": "', '"checksun": "'))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -193,6 +197,8 @@ def change_json(folder: Path, **changes: object) -> None:
         (lambda folder: (folder / "graph.json").write_bytes(b"\xff{"), "not valid JSON"),
         (lambda folder: (folder / "graph.json").write_text("[]"), "does not describe a graph"),
         (lambda folder: change_json(folder, format_version=9), "format_version 9"),
+        (lambda folder: change_json(folder, format_version=1), "format_version 1"),
+        (lambda folder: rename_checksum(folder / "graph.json"), r"graph\.json is damaged"),
         (lambda folder: change_json(folder, arrays={}), "damaged"),
         (lambda folder: change_json(folder, num_edges=7), "damaged"),
         (lambda folder: change_json(folder, num_nodes=None), "damaged"),
@@ -240,12 +246,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_changed_byte_is_found_when_the_graph_is_opened(tmp_path: Path, old: bool) -> None:
+def test_a_changed_byte_is_found_when_the_graph_is_opened(tmp_path: Path) -> None:
     folder = tmp_path / "graph"
     Graph.from_edges(10, *random_edges(10, 30, 6)).write(folder)
-    if old:
-        make_old(folder)
     opened = Graph.open(folder)
     flip_a_bit(folder / "neighbors.bin")
     for read in (opened.verify, lambda: Graph.open(folder)):
@@ -258,32 +261,6 @@ def test_a_changed_byte_is_found_when_the_graph_is_opened(tmp_path: Path, old: b
         "alias",
     ]
     assert found.num_files == 5 and found.num_bytes == sum(path.stat().st_size for path in folder.iterdir())
-    assert found.has_checksums is not old
-
-
-def make_old(folder: Path) -> None:
-    """Makes a graph one of format version 1, which had no fast checksums."""
-    value = json.loads((folder / "graph.json").read_text())
-    del value[KEY]
-    for array in value["arrays"].values():
-        del array["checksum"]
-    (folder / "graph.json").write_text(json.dumps(value | {"format_version": 1}, indent=1))
-
-
-def test_old_graphs_are_read_and_what_only_looks_old_is_damaged(tmp_path: Path) -> None:
-    graph = Graph.from_edges(10, *random_edges(10, 30, 6))
-    graph.write(tmp_path / "graph")
-    path = tmp_path / "graph" / "graph.json"
-    written = path.read_text()
-    assert missing_checksums_note(tmp_path / "graph") is None
-    for damaged in (written.replace('_version": 2', '_version": 1'), written.replace(f'"{KEY}": "', '"checksun": "')):
-        path.write_text(damaged)
-        with pytest.raises(UserError, match=r"graph\.json is damaged"):
-            Graph.open(tmp_path / "graph")
-    path.write_text(written)
-    make_old(tmp_path / "graph")
-    assert Graph.open(tmp_path / "graph").fingerprint == graph.fingerprint
-    assert "carries no checksum" in (missing_checksums_note(tmp_path / "graph") or "")
 
 
 @pytest.mark.parametrize("outside", ["../starts.bin", "/starts.bin", "a/../../starts.bin", "", None, 5, "\0", "\ud800"])

@@ -27,9 +27,9 @@ from distembed.graph.prepare import (
     NodeIds,
     counted_edges,
     describe_graph,
-    edge_reader,
     preparation,
     prepare_graph,
+    readers,
 )
 from tests.data.reference import folder_bytes
 from tests.graph.edge_files import TEN, WEIGHTED, table_of, write
@@ -65,11 +65,7 @@ def test_every_kind_of_file_gives_the_graph_of_its_edges(
     stored = {(a, b) for a, row in rows.items() for b in row}
     distinct = stored if directed else {(min(a, b), max(a, b)) for a, b in stored}
     loops = int((EDGES[0] == EDGES[1]).sum())
-    assert graph.details["dropped"] == {
-        "duplicates": 2500 - loops - len(distinct),
-        "self_loops": loops,
-        "unknown": 0,
-    }
+    assert graph.details["dropped"] == {"duplicates": 2500 - loops - len(distinct), "self_loops": loops, "unknown": 0}
     assert graph.details["num_rows"] == 2500
     assert graph.details["num_connected"] == len(rows)
     assert graph.details["largest_degree"] == max(map(len, rows.values()))
@@ -265,7 +261,7 @@ def test_the_systems_own_refusal_to_write_is_explained(
 
 
 def test_progress_goes_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_reader, "_MOST_READ_BYTES", 1 << 13)
+    monkeypatch.setattr(readers, "_MOST_READ_BYTES", 1 << 13)
     for part in range(2):
         write(tmp_path / "in" / f"{part}.parquet", table_of(*EDGES))
     updates: list[ProgressUpdate] = []

@@ -50,6 +50,10 @@ ADDED = {
 }
 LAYOUTS = {"row_wise": "column_wise", "table_wise": "data_parallel"}
 """In which checkpoints are saved, and loaded on as many ranks."""
+Cases = list[tuple[str, str]]
+"""Optimizers, each with the layout of its checkpoint."""
+EACH_ONCE: Cases = list(zip(ADDED, itertools.cycle(LAYOUTS), strict=False))
+ALL_CASES: Cases = list(itertools.product(ADDED, LAYOUTS))
 
 
 def add() -> None:
@@ -59,9 +63,9 @@ def add() -> None:
     layouts.WITHOUT_EPS.add("lion")
 
 
-def train_and_save(rank: int, world_size: int, folder: Path) -> None:
+def train_and_save(rank: int, world_size: int, folder: Path, cases: Cases) -> None:
     add()
-    for name, layout in itertools.product(ADDED, LAYOUTS):
+    for name, layout in cases:
         check_storage(rank, layout, name, name)
         trained = build(layout, name, dense=name)
         save_trained(folder / f"{layout}-{name}", trained)
@@ -81,18 +85,19 @@ def check_numbers(found: dict[str, Any], expected: nn.Module) -> None:
         np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def load(rank: int, world_size: int, folder: Path) -> None:
+def load(rank: int, world_size: int, folder: Path, cases: Cases) -> None:
     add()
-    for name, (saved, loaded) in itertools.product(ADDED, LAYOUTS.items()):
-        layout = "plain" if world_size == 1 else loaded
+    for name, saved in cases:
+        layout = "plain" if world_size == 1 else LAYOUTS[saved]
         check_load(folder / f"{saved}-{name}", build(layout, name, dense=name))
 
 
 @pytest.mark.distributed
-def test_added_optimizers_are_planned_trained_and_saved_like_any(tmp_path: Path) -> None:
-    run_on_ranks(2, train_and_save, tmp_path)
-    run_on_ranks(2, load, tmp_path)
-    run_on_ranks(1, load, tmp_path)
+@pytest.mark.parametrize("cases", [EACH_ONCE, pytest.param(ALL_CASES, marks=pytest.mark.slow)], ids=["once", "all"])
+def test_added_optimizers_are_planned_trained_and_saved_like_any(tmp_path: Path, cases: Cases) -> None:
+    run_on_ranks(2, train_and_save, tmp_path, cases)
+    run_on_ranks(2, load, tmp_path, cases)
+    run_on_ranks(1, load, tmp_path, cases)
 
 
 @pytest.mark.parametrize("name", ADDED)

@@ -19,11 +19,15 @@ from distembed.base.errors import UserError
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, dense_names, row_wise_name, sparse_names, stateless_name
-from distembed.optim.live_state import optimizer_names, parameter_states, set_step_count
-from distembed.optim.local_shards import local_shards
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, learning_rate_factor, needs_dense_kernel
+from distembed.optim.live_state import local_shards, optimizer_names, parameter_states, set_step_count
+from distembed.optim.optimizers import (
+    Optimizers,
+    fuse_sparse_optimizer,
+    learning_rate_factor,
+    needs_dense_kernel,
+    table_parameters,
+)
 from distembed.optim.replicated import ReplicatedOptimizer
-from distembed.optim.tables import table_parameters
 from tests.layouts import Head, build, replicated_leaves
 from tests.ranks import run_on_ranks
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
-from distembed.partitions import Explicit, complementarity, explicit
+from distembed.partitions import Explicit, explicit
 
 # section 3 of the paper: {0}, {1,3,4}, {2}; {0,1,3}, {2,4}; {0,3}, {1,2,4}
 PAPER = [[0, 1, 2, 1, 1], [0, 0, 1, 0, 1], [0, 1, 1, 0, 1]]
@@ -37,22 +37,15 @@ def test_the_papers_example_is_complementary_and_not_every_two_of_it_are() -> No
     n=st.integers(1, 60),
     num_rows=st.lists(st.sampled_from([1, 2, 5, 8, 2**40]), min_size=1, max_size=4),
 )
-@pytest.mark.parametrize("buffer_keys", [2**26, 8])
-def test_a_collision_is_found_exactly_where_there_is_one(
-    data: st.DataObject, n: int, num_rows: list[int], buffer_keys: int
-) -> None:
+def test_a_collision_is_found_exactly_where_there_is_one(data: st.DataObject, n: int, num_rows: list[int]) -> None:
     columns = [data.draw(st.lists(st.integers(0, min(m, 9) - 1), min_size=n, max_size=n)) for m in num_rows]
     tuples = list(zip(*columns, strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        # few keys at once, so that many passes are made over few ids
-        patch.setattr(complementarity, "_MOST_KEYS", buffer_keys)
-        patch.setattr(complementarity, "_CHUNK_IDS", min(buffer_keys // 2, 2**14))
-        partition = Explicit(n, columns, num_rows, allow_collisions=True)
-        pair = partition.colliding_ids()
-        assert partition.ids_per_row == n / len(set(tuples))
-        if pair is not None:
-            with pytest.raises(UserError, match=f"ids {pair[0]} and {pair[1]} .* allow_collisions=True"):
-                Explicit(n, columns, num_rows)
+    partition = Explicit(n, columns, num_rows, allow_collisions=True)
+    pair = partition.colliding_ids()
+    assert partition.ids_per_row == n / len(set(tuples))
+    if pair is not None:
+        with pytest.raises(UserError, match=f"ids {pair[0]} and {pair[1]} .* allow_collisions=True"):
+            Explicit(n, columns, num_rows)
     if pair is None:
         assert len(set(tuples)) == n
         assert Explicit(n, columns, num_rows).inverse(torch.tensor(columns)).tolist() == list(range(n))
@@ -61,11 +54,8 @@ def test_a_collision_is_found_exactly_where_there_is_one(
 
 
 @pytest.mark.parametrize("num_rows", [(1000, 1000), (2**40, 2**40)])
-def test_one_collision_among_many_ids_is_found_in_several_passes(
-    num_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_collision_among_many_ids_is_found(num_rows: tuple[int, int]) -> None:
     n = 1_000_000
-    monkeypatch.setattr(complementarity, "_MOST_KEYS", 150_000)
     order = np.random.default_rng(0).permutation(n)
     assignments = [order % 1000, order // 1000]
     assert Explicit(n, assignments, num_rows).is_complementary()
@@ -75,34 +65,12 @@ def test_one_collision_among_many_ids_is_found_in_several_passes(
         Explicit(n, assignments, num_rows)
 
 
-def test_a_shared_hash_neither_makes_nor_hides_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a hash of 3 bits under the first salt, so that tuples past 63 bits must be compared themselves
-    honest = complementarity._Keys.chunks
-
-    def poor(self: Any) -> Any:
-        for start, keys in honest(self):
-            yield start, keys & 7 if self.salt == 0 else keys
-
-    monkeypatch.setattr(complementarity._Keys, "chunks", poor)
-    num_rows = [2**40, 2**40]
-    assert Explicit(50, [np.arange(50)] * 2, num_rows).is_complementary()
+def test_tuples_beyond_63_bits_are_told_apart() -> None:
+    assert Explicit(50, [np.arange(50)] * 2, [2**40, 2**40]).is_complementary()
     for last in range(1, 50):
         ids = np.arange(50)
         ids[last] = 0
-        assert Explicit(50, [ids] * 2, num_rows, allow_collisions=True).colliding_ids() == (0, last)
-
-
-def test_keys_crowded_into_one_range_are_all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # without a hash the keys are the rows themselves, many more in one range than the buffer holds
-    monkeypatch.setattr(complementarity, "mix64", lambda keys: keys)
-    monkeypatch.setattr(complementarity, "_MOST_KEYS", 8)
-    monkeypatch.setattr(complementarity, "_CHUNK_IDS", 4)
-    assert Explicit(60, [np.arange(60)]).is_complementary()
-    for num_rows in (59, 50, 9):
-        partition = Explicit(60, [np.arange(60) % num_rows], [60], allow_collisions=True)
-        first, second = partition.colliding_ids() or (0, 0)
-        assert first < second and (second - first) % num_rows == 0
-        assert partition.ids_per_row == 60 / num_rows
+        assert Explicit(50, [ids] * 2, [2**40, 2**40], allow_collisions=True).colliding_ids() == (0, last)
 
 
 def test_fewer_tuples_than_ids_collide_at_once() -> None:

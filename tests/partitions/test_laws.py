@@ -217,10 +217,7 @@ def test_distinct_ids_keep_distinct_embeddings_under_concatenation() -> None:
         (Remainder(100), "p_1(x) = x mod 25, about 4.0 ids a row (not complementary)"),
         (Remainder(100, num_buckets=100), "p_1(x) = x mod 100"),
         (QuotientRemainder(100, collisions=4), r"p_1(x) = x mod 25, p_2(x) = x \ 25"),
-        (
-            MixedRadix(990, moduli=[11, 10, 9]),
-            r"p_1(x) = x mod 11, p_2(x) = (x \ 11) mod 10, p_3(x) = (x \ 110) mod 9",
-        ),
+        (MixedRadix(990, moduli=[11, 10, 9]), r"p_1(x) = x mod 11, p_2(x) = (x \ 11) mod 10, p_3(x) = (x \ 110) mod 9"),
         (ChineseRemainder(100, moduli=[10, 11]), "p_1(x) = x mod 10, p_2(x) = x mod 11"),
         (Explicit(2, [[0, 1], [0, 2]]), "p_1(x) = a_1[x] of 2 rows, p_2(x) = a_2[x] of 3 rows"),
         (

@@ -33,7 +33,7 @@ from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
+from distembed.embedding.settings import QuantizedCommsConfig, VectorExchange
 from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.declared import TableOptimizers

@@ -16,7 +16,7 @@ from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_w
 from distembed.base.ranks import Ranks
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.embedding.exchange import QuantizedCommsConfig
+from distembed.embedding.settings import QuantizedCommsConfig
 from distembed.partitions import QuotientRemainder
 from distembed.planning.calibrate import count_device_numbers
 from distembed.planning.devices import DEVICES

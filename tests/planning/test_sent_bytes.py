@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distembed.base.ranks import Ranks
-from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
+from distembed.embedding.settings import QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import Step
 from distembed.planning.networks import NetworkEstimate

@@ -19,8 +19,8 @@ from distembed.data.dataset.row_groups import require_whole_splits, verify_datas
 from distembed.data.prepare import prepare_criteo, write_parquet
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph import Graph
+from distembed.graph.csr import verify_graph
 from distembed.graph.folder import array_types
-from distembed.graph.verification import verify_graph
 from tests.data import reference
 from tests.data.small_dataset import make_dataset
 from tests.graph.reference import random_edges

@@ -5,11 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -29,6 +26,7 @@ from distembed.sharding.placement import BY_ROWS, SHARDING_TYPES, can_be_placed
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE
 from tests.embedding.schemes import make_partition, small_composition
+from tests.placing import shard_as
 
 DIM, RATE, WORLD_SIZE, NUM_STEPS = 8, 0.02, 2, 2
 TREATMENTS = ("error", "clip_to_oov", "modulo", "hash")
@@ -192,14 +190,7 @@ def shard(case: Case) -> DistributedModelParallel:
     vectors = model.embeddings.embedding_bags if case.pools else model.embeddings.embeddings
     apply_optimizer_in_backward(torch.optim.SGD, vectors.parameters(), {"lr": RATE})
     sharders = [CompositionalEmbeddingBagCollectionSharder(), CompositionalEmbeddingCollectionSharder()]
-    constraints = {
-        name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in case.sharding_types.items()
-    }
-    topology = Topology(world_size=WORLD_SIZE, local_world_size=WORLD_SIZE, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return shard_as(model, sharders, case.sharding_types)
 
 
 Step = dict[str, Tensor]

@@ -47,12 +47,7 @@ def look_up(weights: list[Tensor], buckets: Buckets, num_features: int, of_ids: 
     for j, weight in enumerate(weights):
         scale = of_ids[buckets.order] if of_ids is not None and j == buckets.largest else None
         summed = embedding_bag(
-            buckets.rows[j],
-            weight,
-            buckets.offsets[j],
-            mode="sum",
-            per_sample_weights=scale,
-            include_last_offset=True,
+            buckets.rows[j], weight, buckets.offsets[j], mode="sum", per_sample_weights=scale, include_last_offset=True
         )
         sums.append(summed.view(num_features, len(summed) // num_features, DIM).transpose(0, 1))
     return sums

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distembed.sharding.distinct import DistinctIds, distinct_ids, every_id
-from distembed.sharding.feature_rows import IdCounts
+from distembed.sharding.ids import DistinctIds, IdCounts, distinct_ids, every_id
 
 FEATURES = st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=5)
 

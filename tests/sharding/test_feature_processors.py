@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
@@ -30,6 +28,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.stock import take_weights
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 DIM, MOST_IDS, ROWS, LR = 8, 4, 5, 0.5
@@ -132,20 +131,10 @@ def test_unsharded_processors_weight_each_ids_vector(by_feature: bool) -> None:
 def shard(model: Model, inner: Any, kind: str) -> DistributedModelParallel:
     collection = model.embeddings._embedding_bag_collection
     apply_optimizer_in_backward(torch.optim.SGD, collection.embedding_bags.parameters(), {"lr": LR})
-    constraints = {
-        # a function needs whole vectors
-        config.name: ParameterConstraints(
-            sharding_types=["table_wise" if config.name == "d" and ("column" in kind or "grid" in kind) else kind],
-            min_partition=4,
-        )
-        for config in collection.embedding_bag_configs()
-    }
-    world = dist.get_world_size()
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    sharders: list[Any] = [FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=inner)]
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    kinds = {config.name: kind for config in collection.embedding_bag_configs()}
+    if "column" in kind or "grid" in kind:
+        kinds["d"] = "table_wise"  # a function needs whole vectors
+    return shard_as(model, [FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=inner)], kinds)
 
 
 def shard_ours(tables: list[CompositionalEmbeddingBagConfig], kind: str, by_feature: bool) -> DistributedModelParallel:

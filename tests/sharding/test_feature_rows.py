@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distembed.partitions import PARTITIONS, Partition
-from distembed.sharding.feature_rows import FeatureRows, IdCounts
+from distembed.sharding.ids import FeatureRows, IdCounts
 
 SIZES = (10, 1000, 57)
 

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -30,6 +27,7 @@ from distembed.embedding.settings import LookupKernel
 from distembed.partitions import PARTITIONS
 from distembed.sharding import default_sharders
 from tests.embedding.schemes import make_partition, small_composition
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights, sharding_types_of
 
@@ -93,21 +91,13 @@ class Model(nn.Module):
 def shard(model: Model, sharding_type: str) -> DistributedModelParallel:
     vectors = [weight for name, weight in model.named_parameters() if ".functions." not in name]
     apply_optimizer_in_backward(torch.optim.SGD, vectors, {"lr": RATE})
-    world, constraints = dist.get_world_size(), {}
+    kinds = {}
     for table in model.tables():
         types = sharding_types_of(table, sharding_type) if hasattr(table, "pooling") else [sharding_type]
         if table.function_tables() and "column" in sharding_type:
             types = ["table_wise"]
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=types, min_partition=None if types == ["table_wise"] else 4
-        )
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"), constraints=constraints
-    )
-    sharders = default_sharders(False)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        kinds[table.name] = types
+    return shard_as(model, default_sharders(False), kinds)
 
 
 def draw(sizes: dict[str, int], rows: int, has_all: bool, generator: torch.Generator) -> list[list[Tensor]]:

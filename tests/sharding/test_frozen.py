@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -37,6 +33,7 @@ from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.lookup import sharded_lookups
 from distembed.sharding.placement import can_be_placed
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 ROWS, STEPS, RATE, EPS, DIM, NUM_IDS = 8, 3, 0.1, 1e-3, 8, 90
@@ -125,20 +122,11 @@ def shard(model: nn.Module, case: Case) -> DistributedModelParallel:
             apply_optimizer_in_backward(torch.optim.Adagrad, vectors(model, prefix), dict(settings))
     if why != NO_OPTIMIZER:  # though an optimizer is declared
         freeze(model)
-    world = dist.get_world_size()
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=[sharding_type if can_be_placed(table, sharding_type) else "table_wise"], min_partition=4
-        )
+    kinds = {
+        table.name: sharding_type if can_be_placed(table, sharding_type) else "table_wise"
         for table in model.get_submodule("embeddings").tables()
     }
-    topology = Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, SHARDERS, dist.group.WORLD)
-    for placed in plan.plan["embeddings"].values() if kernel == "dense" else ():
-        placed.compute_kernel = "dense"
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=SHARDERS)
+    return shard_as(model, SHARDERS, kinds, kernel="dense" if kernel == "dense" else None)
 
 
 def batch(number: int, keys: list[str], start: int, stop: int) -> KeyedJaggedTensor:
@@ -260,11 +248,7 @@ def check_stock(rank: int, world_size: int) -> None:
     config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=NUM_IDS, feature_names=["t"])
     model = nn.ModuleDict({"embeddings": EmbeddingBagCollection([config], device=torch.device("meta"))})
     model.requires_grad_(False)
-    topology = Topology(world_size=world_size, compute_device="cpu")
-    constraints = {"t": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
-    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
-    plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, sharders)
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    sharded = shard_as(model, [EmbeddingBagCollectionSharder()], {"t": "table_wise"}, compute_kernels=["fused"])
     before = list(weights(sharded))
     sharded.module["embeddings"](batch(0, ["t"], 0, ROWS)).values().sum().backward()
     for (_, _, first), (_, _, last) in zip(before, weights(sharded), strict=True):

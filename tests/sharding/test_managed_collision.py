@@ -17,7 +17,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -47,6 +46,7 @@ from distembed.sharding import (
     CompositionalManagedCollisionEmbeddingBagCollectionSharder,
     CompositionalManagedCollisionEmbeddingCollectionSharder,
 )
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 DIM, ROWS, LR, MOST_RAW = 8, 6, 0.1, 4000
@@ -199,20 +199,9 @@ def our_sharder(bags: bool) -> Any:
 
 
 def shard(model: Model, sharder: Any, kind: str = "row_wise") -> DistributedModelParallel:
-    world = dist.get_world_size()
-    constraints = {
-        name: ParameterConstraints(
-            # a function needs whole vectors
-            sharding_types=["table_wise" if kind == "column_wise" and name == "d" else kind],
-            min_partition=4,
-            compute_kernels=["dense" if kind == "data_parallel" else "fused"],
-        )
-        for name in SLOTS
-    }
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+    # a function needs whole vectors
+    kinds = {name: "table_wise" if kind == "column_wise" and name == "d" else kind for name in SLOTS}
+    return shard_as(model, [sharder], kinds, compute_kernels=["dense" if kind == "data_parallel" else "fused"])
 
 
 def shard_ours(bags: bool, kind: str, by_hash: bool = False) -> DistributedModelParallel:
@@ -271,11 +260,7 @@ def check_sharded(rank: int, world_size: int, folder: Path, bags: bool, by_hash:
 @pytest.mark.parametrize("bags", [True, False])
 @pytest.mark.parametrize(
     ("by_hash", "kinds"),
-    [
-        (False, KINDS[:1]),
-        pytest.param(False, KINDS[1:], marks=pytest.mark.slow),
-        (True, KINDS[:1]),
-    ],
+    [(False, KINDS[:1]), pytest.param(False, KINDS[1:], marks=pytest.mark.slow), (True, KINDS[:1])],
 )
 def test_sharded_tables_look_up_the_slots_of_stock_modules(
     tmp_path: Path, bags: bool, by_hash: bool, kinds: list[str]

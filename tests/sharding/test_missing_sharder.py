@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -23,6 +21,7 @@ from distembed.embedding import (
 )
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 NUM_IDS, DIM = 40, 4
@@ -99,13 +98,7 @@ def test_a_missing_sharder_is_named_before_tables_are_replicated() -> None:
 
 
 def data_parallel_plan(make: Make) -> nn.Module:
-    sharders = [SHARDERS[make]()]
-    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    constraints = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    model = Model(make("cpu"))
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    return shard_as(Model(make("cpu")), [SHARDERS[make]()], {"t": "data_parallel"}, min_partition=None)
 
 
 DELIBERATE: dict[str, Callable[[Make], nn.Module]] = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable
 
-from distembed.sharding.release import release_promptly
+from distembed.sharding.dists import release_promptly
 
 CPU = torch.device("cpu")
 SECONDS_LATE = 0.05

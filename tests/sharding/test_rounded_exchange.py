@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
+from distembed.embedding.settings import QuantizedCommsConfig, VectorExchange
 from tests.composability.test_dtypes import whole_weights
 from tests.ranks import run_on_ranks
 from tests.sharding import test_sharded_equals_unsharded as bags

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -21,6 +18,7 @@ from distembed.embedding import CompositionalEmbeddingCollection, CompositionalE
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
 from tests.layouts import scatter_columns
+from tests.placing import plan_as
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
@@ -67,24 +65,15 @@ def _sum_rows(vectors: Tensor, lengths: Tensor) -> Tensor:
 
 def shard(model: Head, optimizer: Any, settings: dict[str, float], sharding_type: str) -> DistributedModelParallel:
     apply_optimizer_in_backward(optimizer, model.embeddings.embeddings.parameters(), dict(settings))
-    world = dist.get_world_size()
     sharders = [CompositionalEmbeddingCollectionSharder()]
-    constraints = {
-        table.name: ParameterConstraints(sharding_types=["table_wise"])
-        if sharding_type in ("column_wise", "scattered") and table.function_tables()
-        else ParameterConstraints(
-            sharding_types=["column_wise" if sharding_type == "scattered" else sharding_type], min_partition=4
-        )
-        for table in tables()
+    kind = "column_wise" if sharding_type == "scattered" else sharding_type
+    kinds = {
+        table.name: "table_wise" if kind == "column_wise" and table.function_tables() else kind for table in tables()
     }
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"), constraints=constraints
-    )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    plan = plan_as(model, sharders, kinds)
     if sharding_type == "scattered":
         scatter_columns(plan)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
 def draw(lengths: list[int], generator: torch.Generator) -> KeyedJaggedTensor:
@@ -158,8 +147,6 @@ def check_refusals(rank: int) -> None:
     tables[1] = config("b", feature_names=["b"], partition="quotient_remainder", composition="feature")
     model = nn.ModuleDict({"embeddings": CompositionalEmbeddingCollection(tables, device="meta")})
     sharders = [CompositionalEmbeddingCollectionSharder()]
-    world = dist.get_world_size()
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, dist.group.WORLD)
+    plan = plan_as(model, sharders, {})
     with pytest.raises(UserError, match=r"\{'a': 8, 'b': 16\} numbers"):
         DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -23,10 +20,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.embedding.exchange import VectorExchange
+from distembed.embedding.settings import VectorExchange
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
@@ -94,24 +92,11 @@ def shard(
     if optimizer is not None:
         vectors = model.get_submodule("embeddings.embedding_bags").parameters()
         apply_optimizer_in_backward(optimizer, vectors, dict(settings))  # TorchRec adds to the settings
-    world = dist.get_world_size()
     sharders = [CompositionalEmbeddingBagCollectionSharder()] if exchange is None else default_sharders(False, exchange)
-    constraints = {}
-    for table in model.get_submodule("embeddings").tables():
-        types = sharding_types_of(table, sharding_type)
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=types, min_partition=None if types == ["table_wise"] else 4
-        )
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu"),
-        constraints=constraints,
-    )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    if optimizer is None:
-        for placed in plan.plan["embeddings"].values():
-            placed.compute_kernel = "dense"
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    kinds = {
+        table.name: sharding_types_of(table, sharding_type) for table in model.get_submodule("embeddings").tables()
+    }
+    return shard_as(model, sharders, kinds, kernel="dense" if optimizer is None else None)
 
 
 def draw(rows: int, bags: str, generator: torch.Generator) -> KeyedJaggedTensor:

@@ -175,10 +175,7 @@ def check_early_evaluation(own: Sequence[Batch]) -> None:
 
 def check_looked_up_early(own: Sequence[Batch]) -> None:
     """The same where a pipeline looks the next batch up within the step before, and only waits for it later."""
-    for model, module in (
-        (clicks("meta", 2), "model.embeddings"),
-        (with_sequences(), "embeddings"),
-    ):
+    for model, module in ((clicks("meta", 2), "model.embeddings"), (with_sequences(), "embeddings")):
         sharded = (
             pipelines.shard(model, "mixed")
             if module.startswith("model")

@@ -43,7 +43,7 @@ PLAIN_CASES: list[Case] = [("test_parameter_init", {}), ("test_meta_device_dmp_s
 EXPLAINED = {
     # it takes names of weights for those of tables, and one shard for each 4 columns: ours are partitions', and ranges
     # that are neighbours on a rank are one; behind that it has loaded, trained and compared the outputs
-    "test_load_state_dict_cw_multiple_shards",
+    "test_load_state_dict_cw_multiple_shards"
 }
 """Tests of TorchRec's that fail, each with the reason."""
 COMPOSITIONS = ("product", "sum", "concat", "path_mlp")

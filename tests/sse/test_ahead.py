@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.sse import SSE
-from distembed.sse.ahead import DrawAhead
-from distembed.sse.draws import Drawer, StepDraws
-from distembed.sse.stream import IdStream
+from distembed.sse.draws import DrawAhead, Drawer, StepDraws
+from distembed.sse.rule import IdStream
 
 RULES = {
     "often": SSE(p0=0.5),

@@ -11,16 +11,9 @@ from scipy import stats
 
 from distembed.graph import Graph
 from distembed.sse import SSE, Walk
-from distembed.sse.neighbors import NeighborDraw
+from distembed.sse.replacement import NeighborDraw
 from tests.sse.draws import MANY, evenly, replaced
-from tests.sse.reference import (
-    FALSE_ALARM,
-    independence_p_value,
-    p_value,
-    replacement_law,
-    share_p_value,
-    transitions,
-)
+from tests.sse.reference import FALSE_ALARM, independence_p_value, p_value, replacement_law, share_p_value, transitions
 
 NUM_NODES = 16
 
@@ -83,13 +76,7 @@ def test_draws_follow_equation_3(rule: dict[str, Any]) -> None:
     old = evenly(NUM_NODES, 200_000 if walk is None else 300_000 // walk[1])
     counts = transitions(old, replaced(old, NUM_NODES, sse, seed=6), NUM_NODES)
     law = replacement_law(
-        NUM_NODES,
-        0.9,
-        reserved=reserved,
-        keep_reserved=keep_reserved,
-        rho=rule["rho"],
-        weights=weights,
-        walk=walk,
+        NUM_NODES, 0.9, reserved=reserved, keep_reserved=keep_reserved, rho=rule["rho"], weights=weights, walk=walk
     )
     assert p_value(counts, law) > FALSE_ALARM
 

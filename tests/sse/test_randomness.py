@@ -193,7 +193,7 @@ def test_one_of_many_features_draws_the_same_as_alone() -> None:
 def test_what_is_replaced_does_not_hinge_on_how_many_numbers_are_made_at_first(
     rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distembed.sse import positions
+    from distembed.sse import random_words as positions
 
     counts, rates = (1000, 0, 1, 5000, 17), (rate, rate, rate, rate / 3, 1.0)
     starts = (0, 1000, 1000, 1001, 6001)

@@ -17,7 +17,7 @@ from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints import load_checkpoint
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
-from distembed.embedding.modules import embedding_modules, weight_names_of_table
+from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.config import load_config
 from distembed.training.describe import describe

@@ -1,8 +1,8 @@
-"""Edges in ascending order: those that rows name, and those of ids that share a value.
+"""Sorts edges that rows name, and makes the edges of ids that share a value.
 
-Named edges that fit in memory are sorted there, which takes less time; all others are sorted and joined by SQL. A group
-of g ids with the same value has g (g - 1) edges. Trade-off: the largest groups, such as "unknown", cost the most and
-say the least; so groups of more than ``max_shared`` ids are left out.
+Named edges that fit in memory are sorted there, which is faster; all others are sorted and joined by SQL. A group
+of g ids with the same value has g (g - 1) edges. Trade-off: the largest groups, of values like "unknown", cost the most
+and say the least; so groups of more than ``max_shared`` ids are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from distembed.data.prepare.count import Database
 from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
-from distembed.graph.edges import Edges, merge_equal, sort_edges
 from distembed.graph.prepare.options import COSINE, GraphOptions
+from distembed.graph.rows import Edges, merge_equal, sort_edges
 
 _BATCH_ROWS = 2**20
 
@@ -32,7 +32,7 @@ class EdgeTables:
     options: GraphOptions
     memory_bytes: int  # of the edges that are sorted in memory
     report: ProgressCallback
-    dropped: Counter[str] = field(default_factory=Counter)  # counts of what was left out
+    dropped: Counter[str] = field(default_factory=Counter)  # counts of rows, values and edges left out
 
     def add_named(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> pa.Table | None:
         """Takes edges: keys, or keys, places and weights; returns them if they fit in memory."""

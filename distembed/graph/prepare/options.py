@@ -1,4 +1,4 @@
-"""What a prepared graph depends on besides its input: which ids its nodes are, and how rows become edges."""
+"""The options of a prepared graph: which ids its nodes are, and how rows become edges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT, COSINE = "count", "cosine"
 
 @dataclass(frozen=True)
 class NodeIds:
-    """Which ids a graph is over: those of a dataset's table, or all below a number.
+    """Which ids a graph is over: the ids of a dataset's table, or all ids below a number.
 
     Raises:
         UserError: Neither is given, or both, or one of ``data`` and ``table`` alone.
@@ -35,8 +35,8 @@ class NodeIds:
 class GraphOptions:
     """How rows become edges; ``graph.json`` records it.
 
-    Rows name both ends of an edge, or an id and an attribute: ids that share an attribute are neighbours. Or there are
-    no rows but those that a dataset trains on: ids that occur together are neighbours.
+    Rows name both ends of an edge, or an id and an attribute: ids that share an attribute are neighbours. Without rows,
+    ids that occur together in a dataset's training split are neighbours.
 
     Raises:
         UserError: An option is out of its range, or two do not go with each other.
@@ -44,15 +44,15 @@ class GraphOptions:
 
     source: str = "source"  # column of one end of each edge; with an attribute, of the id
     target: str = "target"  # column of the other end
-    weight: str | None = None  # column of weights above 0; those of an edge given several times are added up
+    weight: str | None = None  # column of weights above 0; an edge given several times weighs the sum
     directed: bool = False  # whether the target is a neighbour of the source, and not the other way round
     # column of integers or texts, or of lists of them: ids that share a value are neighbours, and no target is read
     attribute: str | None = None
     max_shared: int = 1000  # values that more ids share are left out; 2 or more
     count_shared: bool = False  # whether an edge weighs the number of values that its ends share
     min_shared: int = 1  # edges between ids that share fewer values are left out
-    # What edges between ids that share something weigh: the number of what they share (``count``), or that over the
-    # square root of the product of the ids' own numbers (``cosine``), by which frequent ids are not near to everything.
+    # Weight of an edge between ids that share values: their number (``count``), or this number over the square root of
+    # the product of the ids' own numbers of values (``cosine``), so that frequent ids are not near to everything.
     measure: str = COUNT
     # Most neighbours of an id: the heaviest, the lower ids among equals. Such a graph is directed. None keeps all.
     max_neighbors: int | None = None
@@ -105,7 +105,7 @@ class GraphOptions:
 
     @property
     def droppable(self) -> list[str]:
-        """Names of the counts of what can be left out of this kind of input."""
+        """Names of the counts of rows, values and edges that this kind of input can have left out."""
         kinds = {
             "duplicates": True,  # rows whose edge, or whose id with its attribute, was given before
             "self_loops": not self.is_shared,  # rows from an id to itself

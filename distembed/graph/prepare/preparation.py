@@ -1,6 +1,6 @@
 """Prepares a knowledge graph over the ids of one table, from files of edges or of shared attributes.
 
-Rows become edges between ids as they are read (``edge_reader.py``), are sorted and merged by SQL in bounded memory
+Rows become edges between ids as they are read (``readers.py``), are sorted and merged by SQL in bounded memory
 (``counted_edges.py``), and written as compressed sparse rows (:mod:`distembed.graph.folder`). The folder appears under
 its name when it is complete, and not before (:mod:`distembed.data.prepare.staging`). Its bytes depend on the rows and
 the options alone: not on the memory, nor, but for the checksums of the input, on the kind of file.
@@ -24,13 +24,12 @@ from distembed.data.prepare.options import NoteCallback, ProgressCallback, ignor
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.graph.csr import Graph
-from distembed.graph.edges import Edges, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
-from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
 from distembed.graph.prepare.counted_edges import EdgeTables
-from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
+from distembed.graph.prepare.readers import CoOccurrenceReader, EdgeReader
 from distembed.graph.prepare.value_ids import ValueIds, plain_ids, table_ids
+from distembed.graph.rows import Edges, require_num_nodes
 
 LEAST_MEMORY_BYTES = 256 << 20
 
@@ -57,19 +56,19 @@ def prepare_graph(
     """Prepares a graph over the ids of a table.
 
     Args:
-        inputs: Parquet, CSV, TSV or JSON lines files (``.gz`` too), folders of them, URLs, or pipes of text, of which
-            ``-`` is standard input; text begins with the columns' names. Or files of a JSON object of lists, whose keys
-            are the first column and whose entries the second. None of it where a dataset's training split is read.
+        inputs: Parquet, CSV, TSV or JSON lines files (``.gz`` too), folders of them, URLs, or pipes of text (``-`` is
+            standard input); text begins with the columns' names. Or files of a JSON object of lists, whose keys are the
+            first column and whose entries the second. Empty where a dataset's training split is read.
         output: Folder to make.
         nodes: Which ids the graph is over.
         options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
-        memory_limit_bytes: Working memory above what the interpreter itself takes; 256 MiB or more.
+        memory_limit_bytes: Working memory beyond the interpreter's own; 256 MiB or more.
         overwrite: Whether a graph at ``output`` is replaced.
         progress: Function that is called now and then.
         note: Function that is told which files of a folder are not read.
 
     Returns:
-        The graph, mapped from its folder. Its ``details`` say what was dropped.
+        The graph, mapped from its folder. Its ``details`` count the dropped rows.
 
     Raises:
         UserError: The memory is too little, or the input cannot be read or has no edges. Nothing was written.
@@ -125,7 +124,7 @@ def prepare_graph(
 
 
 def describe_graph(graph: Graph) -> list[str]:
-    """Returns lines of text that say what a prepared graph holds and what was left out of it."""
+    """Describes a prepared graph and the rows that were left out of it, in lines of text."""
     details, dropped = graph.details, graph.details["dropped"]
     left_out = [f"{dropped[name]:,} {words}" for name, words in _DROPPED_WORDS.items() if dropped.get(name)]
     lines = [
@@ -145,7 +144,7 @@ def describe_graph(graph: Graph) -> list[str]:
 
 
 def _value_ids(nodes: NodeIds) -> tuple[ValueIds, Mapping[str, Any]]:
-    """Returns how values become ids, and what ``graph.json`` says of it."""
+    """Returns how values become ids, and its description for ``graph.json``."""
     if nodes.data is None or nodes.table is None:
         num_nodes = require_num_nodes("num_embeddings", nodes.num_embeddings)
         return plain_ids(num_nodes), {"num_embeddings": nodes.num_embeddings}

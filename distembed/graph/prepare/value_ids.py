@@ -2,8 +2,8 @@
 
 A value is an integer or a text. Where a dataset's keys are 32-bit numbers, as Criteo's are, a text is 1 to 8
 hexadecimal digits, as in the raw files, and an integer is the number that they stand for. Where values are ids already,
-a text is a decimal number. Where a vocabulary's keys are texts, an integer stands for its decimal digits. Of tables of
-any columns, a value is what it was in the table.
+a text is a decimal number. Where a vocabulary's keys are texts, an integer stands for its decimal digits. The values of
+a table of any columns keep the type that they had in the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distembed.graph.csr import Graph
 
 
 class FoundIds(NamedTuple):
-    """The ids of values, none of which is missing."""
+    """The ids of values without missing ones."""
 
     ids: NDArray[np.int64]  # meaningless where the value is malformed or unknown
     malformed: NDArray[np.bool_]  # whether each value is none of the kind that is allowed
@@ -90,7 +90,7 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
-    """Returns what the ids of a table are in JSON; its ``fingerprint`` is that of all ids of the same values."""
+    """Describes the ids of a table in JSON values; tables that give values the same ids have one ``fingerprint``."""
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
@@ -116,10 +116,7 @@ def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
-    """Makes sure that a graph was not prepared for other ids than those of a dataset's table.
-
-    A graph over plain ids says nothing of what they stand for, and fits every table of its size.
-    """
+    """Makes sure that a graph was prepared for the ids of a dataset's table; a graph over plain ids fits any table."""
     graph_ids = graph.details.get("ids", {})
     if "fingerprint" not in graph_ids:
         return

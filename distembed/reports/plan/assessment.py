@@ -11,8 +11,8 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.units import enumerate_names
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
 from distembed.planning.devices import Cluster

@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.base.units import enumerate_names
-from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS, sparse_names, stateless_name
 from distembed.planning import PlanConfig, PlanRequest, Workload
@@ -29,7 +29,7 @@ from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.reports.plan.own_options import NamedFunction, OwnStep
 from distembed.reports.plan.plannable import ModelOnCluster, Plannable
 from distembed.sharding import default_sharders
-from distembed.sharding.exchange import common_exchange
+from distembed.sharding.sharder import common_exchange
 
 _WITH_TABLES = (
     EmbeddingBagCollectionInterface,

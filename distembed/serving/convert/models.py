@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.base.names import nearest
 from distembed.base.units import enumerate_lines
+from distembed.embedding.collections import EmbeddingModule, embedding_modules, table_configs, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs, weight_names_of_table
 from distembed.embedding.tables import CompositionalTables
 from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.serving.convert.tables import FitError, fit_table, full_vectors, require_fit

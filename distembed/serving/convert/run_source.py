@@ -10,8 +10,8 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.vocabulary import FIRST_ID
+from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.modules import embedding_modules, weight_names_of_table
 from distembed.serving.convert.models import full_table_names
 from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.serving.convert.tables import full_vectors

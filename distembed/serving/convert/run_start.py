@@ -27,11 +27,11 @@ from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, checkpoint_place
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
-from distembed.embedding.modules import embedding_modules, weight_names_of_table
+from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.embedding.tables import CompositionalTables
 from distembed.models import Model
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
-from distembed.optim.tables import table_parameters
+from distembed.optim.optimizers import table_parameters
 from distembed.serving.convert.models import from_stock, full_table_names
 from distembed.serving.convert.run_source import RunAsStock, id_occurrences
 from distembed.serving.convert.tables import FitError, carried_sums

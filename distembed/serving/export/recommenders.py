@@ -34,8 +34,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import ITEM, ITEM_TARGET, SPARSE_FEATURES, USER
 from distembed.data.reader import Batch
+from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.modules import embedding_modules
 from distembed.embedding.tables import CompositionalTables
 from distembed.models import MF, Model
 from distembed.models.mf import queries_of_users

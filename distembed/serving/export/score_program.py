@@ -20,7 +20,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, Schema
 from distembed.data.reader import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.embedding.modules import embedding_modules
+from distembed.embedding.collections import embedding_modules
 from distembed.models import Model
 from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures, plain_inputs
 from distembed.serving.export.programs import ProgramInputs

@@ -1,8 +1,7 @@
 r"""Groups: tables that are looked up together on the rank that owns them, ids -> rows -> vectors -> composed -> pooled.
 
-Ids come in and composed vectors, summed over bags, go out, as with a plain table. Tables with the same scheme,
-composition and dimensions form a *group*: one FBGEMM table-batched embedding (TBE) a partition serves the T features of
-the group's tables::
+Tables with the same scheme, composition and dimensions form a *group*: one FBGEMM table-batched embedding (TBE) a
+partition serves the T features of the group's tables::
 
     p_1 rows of all T features -> TBE 1 -> vectors [B, T, dim_1] \
     p_2 rows of all T features -> TBE 2 -> vectors [B, T, dim_2] / composed [B, T, width]
@@ -10,15 +9,37 @@ the group's tables::
 Weights that every rank has are stacked, and looked up by torch in the place of a TBE. Each kind of group has its lookup
 and the lookup's memory and time, from which plans are made; :func:`group_type` chooses the kind for both.
 
-FBGEMM's unpooled mode has a backward 40 times slower on the CPU than its pooled one, so a single id is looked up as a
-bag of its own. One TBE for the tables of all partitions is slower too: the gradients of its output have to be put
-together again.
+FBGEMM's unpooled backward is 40 times slower on the CPU than its pooled one, so a single id is looked up as a bag of
+its own. One TBE for the tables of all partitions is slower too: the gradients of its output have to be joined again.
 """
 
-from distembed.sharding.groups.base import Group, LookupRequest
-from distembed.sharding.groups.choice import group_key, group_type, lookup_formula, make_group
-from distembed.sharding.groups.fused import fused_refusal, reason_not_fused
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from distembed.composition import Product
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.optim.kinds import fused_optimizer_name
+from distembed.sharding.groups.base import AbsentGroup, Group, LookupRequest
+from distembed.sharding.groups.fused import (
+    FusedGroup,
+    fused_refusal,
+    reason_against_settings,
+    reason_not_fused,
+    reason_not_loaded,
+)
 from distembed.sharding.groups.load import GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
+from distembed.sharding.groups.per_id import (
+    DistinctGroup,
+    PathGroup,
+    PerIdGroup,
+    PooledGroup,
+    ProductGroup,
+    SequenceGroup,
+    zeros_stay_zero,
+)
+from distembed.sharding.table_slice import LocalTable, TableSlice, is_pooled
 
 __all__ = [
     "Group",
@@ -35,3 +56,75 @@ __all__ = [
     "make_group",
     "reason_not_fused",
 ]
+
+
+def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
+    """Returns the kind of group that looks a slice up on a kind of device, ``cpu`` or ``cuda``, with an optimizer."""
+    table = table_slice.table
+    if _may_fuse(table) and reason_not_fused(table_slice, device_kind, optimizer) is None:
+        return FusedGroup
+    return unfused_group_type(table)
+
+
+def _may_fuse(table: CompositionalEmbeddingConfig) -> bool:
+    """Returns whether a table may be looked up in one pass; tables of a single partition only with ``fused``."""
+    return table.kernel == "fused" or (table.kernel == "auto" and len(table.scheme.num_rows) > 1)
+
+
+def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
+    """Returns the kind of group that looks a table up by FBGEMM's tables, one for each partition."""
+    pools = is_pooled(table)
+    if not pools:
+        return SequenceGroup
+    if table.function_tables():
+        return PathGroup
+    takes_max = getattr(table, "pooling", None) == "max"
+    if not takes_max and (table.combine.commutes_with_sum or len(table.scheme.num_rows) == 1):
+        return PooledGroup
+    if not takes_max and type(table.combine) is Product:
+        return ProductGroup
+    return PerIdGroup if zeros_stay_zero(table.combine) else DistinctGroup
+
+
+def make_group(
+    tables: Sequence[LocalTable],
+    replicated: Mapping[str, nn.Parameter],
+    gradient_scale: int,
+    tbes: Sequence[Any],
+    device_kind: str,
+) -> Group:
+    """Makes the group of tables with one :func:`group_key`."""
+    own = tables[0]
+    if not own.partitions:
+        return AbsentGroup(tables, is_pooled(own.table))
+    optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
+    if _may_fuse(own.table):
+        reasons = ((local.table, reason_not_fused(local, device_kind, optimizer)) for local in tables)
+        table, reason = next((found for found in reasons if found[1] is not None), (own.table, None))
+        reason = reason or reason_against_settings(tbes) or reason_not_loaded(own, device_kind)
+        if reason is None:
+            return FusedGroup(tables, replicated, gradient_scale)
+        if own.table.kernel == "fused":
+            raise fused_refusal(table, reason)
+    return unfused_group_type(own.table)(tables, replicated, gradient_scale)
+
+
+def group_key(table_slice: TableSlice) -> Hashable:
+    """Returns the key of a group: equal for tables that one TBE a partition and one formula can serve."""
+    return (*lookup_formula(table_slice.table), table_slice.shape)
+
+
+def lookup_formula(table: CompositionalEmbeddingConfig) -> tuple[Hashable, ...]:
+    """Returns the part of a group's key that does not depend on the placement."""
+    combine = table.combine
+    # with one partition there is nothing to compose, and compositions do not differ
+    formula = (combine.name, *combine.setting_values().values())
+    return (
+        table.scheme.name,
+        len(table.scheme.num_rows),
+        formula if len(table.scheme.num_rows) > 1 else None,
+        table.embedding_dim,
+        getattr(table, "pooling", None) == "max",
+        table.data_type,
+        table.kernel,
+    )

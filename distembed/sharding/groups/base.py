@@ -12,23 +12,15 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.kernels.operands import FLOATS, as_operand
+from distembed.kernels.tables import FLOATS, as_operand
 from distembed.sharding.bucket_pool import Buckets
-from distembed.sharding.distinct import DistinctIds
-from distembed.sharding.feature_rows import FeatureRows, IdCounts
-from distembed.sharding.groups.load import (
-    LONG_BYTES,
-    GroupLoad,
-    Launches,
-    LookupMemory,
-    LookupWork,
-    TableLoad,
-)
+from distembed.sharding.groups.load import LONG_BYTES, GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
+from distembed.sharding.ids import DistinctIds, FeatureRows, IdCounts
 from distembed.sharding.table_slice import LocalTable
 
 _SORT_BYTES = 64
-"""Bytes for each id in FBGEMM's backward on CUDA, which sorts ids: places in the table and in the batch, both of them
-sorted, the rows that are left, how often each comes and where it begins, and the sorting itself."""
+"""Bytes for each id in FBGEMM's backward on CUDA: places in table and batch, unsorted and sorted, distinct rows, their
+counts and starts, and the sorting itself."""
 
 
 class _ReplicatedStack:
@@ -39,48 +31,36 @@ class _ReplicatedStack:
         self.gradient_scale = gradient_scale
 
     def weights(self) -> list[Tensor]:
-        """Returns each table's columns that take part, as they are."""
+        """Returns each table's columns that take part, unstacked."""
         if not self._columns:
             return list(self._weights)
         return [weight[:, own] for weight, own in zip(self._weights, self._columns, strict=True)]
 
     def rows(self) -> Float[Tensor, "rows dim"]:
-        """Returns all weights in float32; their gradients on the way back are multiplied by the scale."""
+        """Returns all weights in float32; the backward pass multiplies their gradients by the scale."""
         weights = self.weights()
         stacked = (torch.cat(weights) if len(weights) > 1 else weights[0]).float()
         return CommOpGradientScaling.apply(stacked, self.gradient_scale) if self.gradient_scale > 1 else stacked
 
     def first_rows(self) -> list[int]:
-        """Returns where each table's weight begins."""
+        """Returns the first row of each table's weight."""
         return list(accumulate([len(weight) for weight in self._weights], initial=0))[:-1]
 
 
 @dataclass
 class LookupRequest:
-    """The rows that a group asks of its TBEs and stacks for a batch, and all it needs to compose the answer.
+    """The rows that a group looks up in its TBEs and stacks for a batch, and the rest of the lookup's inputs."""
 
-    Attributes:
-        rows: Rows to look up in each partition's slice, and after these in each function partition.
-        offsets: Where the bags that are looked up begin and where the last ends, for each slice.
-        weights: Weights of the rows of each slice, or None where it is pooled without.
-        features: The batch.
-        distinct: The batch's distinct ids, where these are looked up.
-        buckets: The batch's bags by code, where these are looked up.
-    """
-
+    # rows to look up in each partition's slice, then in each function partition
     rows: Int64[Tensor, "slices rows"] | list[Int64[Tensor, " rows"]]
-    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]
-    weights: Sequence[Float[Tensor, " rows"] | None]
-    features: KeyedJaggedTensor
-    distinct: DistinctIds | None = None
-    buckets: Buckets | None = None
+    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]  # starts of the bags to look up, and the last one's end, by slice
+    weights: Sequence[Float[Tensor, " rows"] | None]  # weights of the rows of each slice; None for an unweighted one
+    features: KeyedJaggedTensor  # the batch
+    distinct: DistinctIds | None = None  # the batch's distinct ids, where distinct ids are looked up
+    buckets: Buckets | None = None  # the batch's bags by code, where buckets are looked up
 
     def record_stream(self, stream: Any) -> None:
-        """Keeps all that the request holds alive until a stream of the device, which now uses it, has done so.
-
-        Args:
-            stream: A stream other than the one on which the request was made.
-        """
+        """Keeps all tensors alive until a stream of the device has used them."""
         for tensor in (*self.rows, *self.offsets, *self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
@@ -90,22 +70,16 @@ class LookupRequest:
 
 
 class Group(ABC):
-    """Tables of one scheme and composition, held in the same way.
+    """Tables with one :func:`~distembed.sharding.groups.group_key`.
 
-    Attributes:
-        has_single_ids: Whether no bag of any rank has more than one id, as far as is known before a batch is looked at.
-        is_frozen: Whether the tables' vectors are never updated.
-
-    Args:
-        tables: The tables as the rank holds them; all share one key of a group.
-        replicated: Weights that are the same on every rank, by partition table's name.
-        gradient_scale: Factor of the gradients of replicated weights.
+    ``replicated`` holds the weights that are the same on every rank, by partition table's name; their gradients are
+    multiplied by ``gradient_scale``.
     """
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
     ) -> None:
-        self.has_single_ids = False
+        self.has_single_ids = False  # whether bags of all ranks are known, without a look, to have one id at most
         first = tables[0]
         self.is_frozen = first.is_frozen
         per_feature = [local for local in tables for _ in local.table.feature_names]
@@ -140,17 +114,14 @@ class Group(ABC):
         """Returns the rows to look up for a batch."""
 
     def has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
-        """Returns whether no bag has more than one id, so that there is nothing to pool.
-
-        On a CPU the batch is looked at. A GPU would be waited for: there :attr:`has_single_ids` decides.
-        """
+        """Returns whether bags have one id at most; on a GPU, which would be waited for, ``has_single_ids`` decides."""
         lengths = features.lengths()
         if features.values().numel() > lengths.numel():
             return False
         return bool((lengths <= 1).all()) if lengths.device.type == "cpu" else self.has_single_ids
 
     def request_each_bag(self, features: KeyedJaggedTensor, weights: Sequence[Tensor | None]) -> LookupRequest:
-        """Asks for the sum over each of the batch's bags, with these weights of each slice's rows."""
+        """Requests the sum over each of the batch's bags, with weights for each slice's rows."""
         rows = self.rows(features.values().long(), IdCounts.of_batch(features))
         return LookupRequest(rows, [features.offsets().long()] * self.num_slices, weights, features)
 
@@ -158,12 +129,12 @@ class Group(ABC):
     def finish(
         self, request: LookupRequest, vectors: Sequence[Float[Tensor, "bags features dim_j"]]
     ) -> Float[Tensor, "..."]:
-        """Composes and pools the vectors that were looked up; ``bags`` counts the bags of one feature."""
+        """Composes and pools the looked-up vectors; ``bags`` counts the bags of one feature."""
 
     def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Float[Tensor, "bags features dim_j"]]:
         """Returns each slice's vectors, summed over the request's bags.
 
-        Where distinct ids are asked for, replicated slices give the vectors of these ids, unpadded.
+        For a request of distinct ids, replicated slices give the ids' vectors unpadded.
         """
         remaining: Iterator[Any] = iter(tbes)
         return [
@@ -174,7 +145,7 @@ class Group(ABC):
         ]
 
     def prefetch(self, request: LookupRequest, tbes: Sequence[nn.Module | None], forward_stream: Any) -> None:
-        """Has the TBEs bring the request's rows into their caches; None is in the place of a TBE that has no cache."""
+        """Has the TBEs bring the request's rows into their caches; None stands for a TBE without a cache."""
         positions = [position for position in range(self.num_slices) if position not in self._stacks]
         own_tbes: Sequence[Any] = tbes
         for position, tbe in zip(positions, own_tbes, strict=True):
@@ -183,12 +154,11 @@ class Group(ABC):
                 tbe.prefetch(operands["indices"], operands["offsets"], forward_stream=forward_stream)
 
     def trains(self, weights: Tensor | None) -> bool:
-        """Returns whether a lookup has a backward pass: a frozen table's has one for the gradients of weights alone."""
+        """Returns whether a lookup has a backward pass; a frozen table's has one only for gradients of the weights."""
         needs_pass = not self.is_frozen or (weights is not None and weights.requires_grad)
         return torch.is_grad_enabled() and needs_pass
 
     def _sum_sharded(self, tbe: Any, position: int, request: LookupRequest) -> Tensor:
-        # weights that need gradients are not FBGEMM's: whoever has such weights looks ids up one by one
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             vectors: Tensor = tbe(**_operands(request, position))
         return vectors.unflatten(1, (self.num_features, -1))
@@ -208,12 +178,7 @@ class Group(ABC):
         return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
 
     def rows(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "used ids"]:
-        """Returns rows of every id in each partition that is used, counted within this rank's TBEs and stacks.
-
-        Args:
-            ids: Ids, feature after feature.
-            counts: How many ids there are of each feature.
-        """
+        """Returns the row of every id in each used partition, counted within this rank's TBEs and stacks."""
         rows = self._map(ids, counts)
         if self._used is not None:
             self._used = self._used.to(ids.device)  # copied once
@@ -230,7 +195,7 @@ class Group(ABC):
         """Returns the bytes that a lookup of this kind takes, with the gradients of replicated weights."""
         load = replace(load, finds_distinct=device_kind == "cpu")
         own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
-        # weights are stacked while they are looked up: of what is saved only rows are there, and nothing is pooled yet
+        # weights are stacked during the lookup: of the saved bytes only rows exist yet, and nothing is pooled
         indices = len(load.dims) * load.num_ids * LONG_BYTES
         stacking = stacked + own.update_bytes + indices - own.saved_bytes - load.output_bytes if load.stacks else 0
         update = own.update_bytes + (stacked if load.averages_gradients else 0)
@@ -252,7 +217,7 @@ class Group(ABC):
     @classmethod
     @abstractmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns how many operations the group starts in a step that has this load of one of its tables."""
+        """Returns the number of operations that the group starts in a step with this load of one of its tables."""
 
 
 def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]:
@@ -266,7 +231,7 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
 
 
 def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
-    """Returns the columns of a partition that take part in each table's slice; none where all do."""
+    """Returns the columns of a partition in each table's slice; an empty list where all columns take part."""
     slices = [local.partitions[position] for local in tables]
     if all(own.num_columns == own.part.dim for own in slices):
         return []
@@ -274,12 +239,7 @@ def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
 
 
 class AbsentGroup(Group):
-    """Tables that are divided by rows, on a rank without rows: only empty bags come, which give zeros.
-
-    Args:
-        tables: The tables.
-        pools: Whether ids are pooled over bags.
-    """
+    """Tables that are divided by rows, on a rank without rows: it receives only empty bags, which give zeros."""
 
     def __init__(self, tables: Sequence[LocalTable], pools: bool) -> None:
         self.num_features = sum(len(local.table.feature_names) for local in tables)
@@ -293,7 +253,7 @@ class AbsentGroup(Group):
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "rows width"]:
         device = request.features.device()
-        # with a gradient, since the other ranks wait for this one in the backward pass too
+        # with a gradient: other ranks wait for this one in the backward pass
         nothing = torch.zeros(0, device=device, requires_grad=True)
         return torch.zeros(request.features.stride() if self._pools else 0, self._width, device=device) + nothing.sum()
 

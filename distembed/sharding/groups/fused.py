@@ -1,9 +1,9 @@
 """One pass for a whole lookup: ids are mapped, looked up, composed and pooled together, and rows updated backward.
 
-It takes the place of the other kinds where all of these hold: the tables are on a CPU, or on a GPU with
-``kernel="fused"``, their partitions are digits of ids, their composition is a product, or columns that are added or
-stand side by side, bags are summed, and the optimizer is one that the kernels have (:mod:`distembed.kernels`). FBGEMM's
-tables keep the weights and the states, so that names and checkpoints do not differ.
+It takes the place of the other kinds where all conditions of :func:`reason_not_fused` hold: tables on a CPU, or on a
+GPU with ``kernel="fused"``; partitions that are digits of ids; a product, sum or concatenation; sums over bags; and an
+optimizer that the kernels have (:mod:`distembed.kernels`). FBGEMM's tables keep the weights and the states, so that
+names and checkpoints do not differ.
 """
 
 import math
@@ -27,9 +27,8 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.kernels.layout import BLOCK_IDS, place_bits
 from distembed.kernels.loading import reason_not_compiled, reason_unavailable
 from distembed.kernels.operation import FusedLookup
-from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storage, lanes_of
-from distembed.kernels.triton_backward import update_bytes
-from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Storage, TablePart, lanes_for
+from distembed.kernels.triton_lookup import TritonLookup, update_bytes
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -53,13 +52,7 @@ _PRECISIONS = (SparseType.FP32, SparseType.FP16)
 
 
 class FusedGroup(Group):
-    """Looks up and updates tables in one pass.
-
-    Args:
-        tables: The tables as the rank holds them; all share one key of a group.
-        replicated: Weights that are the same on every rank, by partition table's name.
-        gradient_scale: Factor of the gradients of replicated weights.
-    """
+    """Looks up and updates tables in one pass."""
 
     _lookup: FusedLookup | TritonLookup | None = None
 
@@ -71,7 +64,7 @@ class FusedGroup(Group):
         self._pools = is_pooled(tables[0].table)
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Returns the batch: rows are found when they are looked up."""
+        """Returns the batch: the pass finds the rows itself."""
         return LookupRequest([], [], [], features)
 
     def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Tensor]:
@@ -84,14 +77,15 @@ class FusedGroup(Group):
         with torch.set_grad_enabled(self.trains(weights)):
             vectors = self._vectors(ids, weights, features, storages)
         if vectors.requires_grad:
-            for tbe in tbes:
-                _count_step(tbe)
+            own_tbes: Sequence[Any] = tbes
+            for tbe in own_tbes:
+                tbe.step += 1  # as FBGEMM's own lookup does: it is the seed of rounding at random
         return [vectors]
 
     def _vectors(
         self, ids: Tensor, weights: Tensor | None, features: KeyedJaggedTensor, storages: Sequence[Storage]
     ) -> Tensor:
-        if isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
+        if isinstance(self._lookup, TritonLookup):  # it finds an id's feature by the starts of bags
             return self._lookup(ids, features.offsets(), weights, storages)
         assert self._lookup is not None
         if self._pools:
@@ -99,12 +93,11 @@ class FusedGroup(Group):
         return self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "..."]:
-        """Returns the vectors as they are: composed and pooled."""
         (composed,) = vectors
         return composed
 
     def _storages(self, tbes: Sequence[nn.Module]) -> list[Storage]:
-        """Returns where each partition's rows lie."""
+        """Returns the weights and states of each partition's rows."""
         remaining = iter(tbes)
         stacks = [self._stacks.get(position) for position in range(self.num_slices)]
         return [
@@ -116,7 +109,7 @@ class FusedGroup(Group):
 
     def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup | TritonLookup:
         first, remaining = self._tables[0], iter(tbes)
-        by_table: list[list[Part]] = [[] for _ in self._tables]
+        by_table: list[list[TablePart]] = [[] for _ in self._tables]
         for position, own in enumerate(first.partitions):
             tbe = None if position in self._stacks else next(remaining)
             for number, (local, parts) in enumerate(zip(self._tables, by_table, strict=True)):
@@ -124,11 +117,11 @@ class FusedGroup(Group):
                 assert digits is not None
                 digit = digits[own.partition]
                 if tbe is None:
-                    parts.append(Part(digit, 0, local.partitions[position].part.num_rows))
+                    parts.append(TablePart(digit, 0, local.partitions[position].part.num_rows))
                     continue
                 state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[number]
                 num_rows, start = tbe.embedding_specs[number][0], tbe.weights_physical_offsets[number]
-                parts.append(Part(digit, local.first_row, num_rows, start, state_start))
+                parts.append(TablePart(digit, local.first_row, num_rows, start, state_start))
         features_of_tables = [len(local.table.feature_names) for local in self._tables]
         by_feature = [parts for parts, number in zip(by_table, features_of_tables, strict=True) for _ in range(number)]
         columns = columns_of_partitions(first)
@@ -139,7 +132,7 @@ class FusedGroup(Group):
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of the lookup, and of the gradients of replicated weights, which are not stacked."""
+        """Returns the bytes of the lookup and of the gradients of replicated weights."""
         own, replicated = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         gradients = 0 if load.averages_gradients else replicated
         update = own.update_bytes + (replicated if load.averages_gradients else 0)
@@ -147,7 +140,7 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of where bags begin, and of the sums of gradients of the distinct rows of tables.
+        """Returns the bytes of the starts of bags, and of the sums of gradients of distinct rows.
 
         On a CPU, each thread of the rank updates a table at a time; a GPU updates all at once.
         """
@@ -165,7 +158,7 @@ class FusedGroup(Group):
             return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
         update = sum(table_bytes[: load.num_threads])
-        # the gradient of the vectors is there until all rows are updated
+        # the gradient of the vectors lives until all rows are updated
         return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
     @classmethod
@@ -180,27 +173,21 @@ class FusedGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Returns the two passes of a CPU, or the kernels of a GPU, and the operations that find the tables."""
+        """Counts a CPU's two passes, or a GPU's kernels, and the operations that find the tables."""
         return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=8, partition=2)
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
-    """Returns the bytes that a CPU's update of one table takes beside it."""
-    needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # where rows and sums are
+    """Returns the bytes that a CPU's update of one table takes for itself."""
+    needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # addresses of rows and sums
     for own, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
-        if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
+        if not is_replicated:  # a sum and a number for each distinct row, and a hash table to find it
             needed += min(rows, num_ids) * (own.num_columns + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
     return needed
 
 
 def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> str | None:
-    """Returns why tables are not looked up in one pass, in words that follow on "because"; None where they are.
-
-    Args:
-        table_slice: The slice that a rank holds of a table.
-        device_kind: ``cpu`` or ``cuda``.
-        optimizer: Name of the optimizer that updates the table's sharded partitions.
-    """
+    """Returns why tables are not looked up in one pass, in words that follow on "because"; None where they are."""
     table = table_slice.table
     if device_kind != "cpu" and table.kernel != "fused":
         return "the tables are on a GPU, on which it has not been measured to be faster"
@@ -223,22 +210,19 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
             return f"its compute kernel is {own.kernel}"
     if table_slice.sharded and optimizer not in OPTIMIZERS:
         return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
-    # whether a GPU's kernels can be had is known there: plans are made elsewhere too
+    # plans for GPUs are made on other machines too, which do not know whether a GPU's kernels are available
     return reason_unavailable() if device_kind == "cpu" else None
 
 
 def reason_not_loaded(table_slice: TableSlice, device_kind: str) -> str | None:
-    """Returns why the kernels of tables that can be looked up in one pass do not load; a CPU's are loaded by that.
-
-    A GPU's are compiled when they are first needed, and raise their errors then.
-    """
+    """Loads the CPU's kernels of a slice, and returns why they do not load; a GPU's are compiled at their first use."""
     columns = columns_of_partitions(table_slice)
     assert columns is not None
-    return reason_not_compiled(lanes_of(columns)) if device_kind == "cpu" else None
+    return reason_not_compiled(lanes_for(columns)) if device_kind == "cpu" else None
 
 
 def fused_refusal(table: CompositionalEmbeddingConfig, reason: str) -> UserError:
-    """Returns the error of a table that is to be looked up in one pass and cannot be, which says why not."""
+    """Returns the error of a table with ``kernel='fused'`` that cannot be looked up in one pass."""
     return UserError(
         f"table {table.name!r} has kernel='fused', but cannot be looked up in one pass, because {reason}; "
         "give it kernel='auto', which takes FBGEMM's lookups then."
@@ -246,9 +230,9 @@ def fused_refusal(table: CompositionalEmbeddingConfig, reason: str) -> UserError
 
 
 def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
-    """Returns the columns of a slice that each of its partitions takes part in; None where they are not told apart.
+    """Returns the columns of a slice that each partition takes part in; None where every column needs all of them.
 
-    Partitions have all columns in common, or none.
+    Partitions share all columns (product, sum) or none (concat).
     """
     table = table_slice.table
     columns = table.combine.columns(table.embedding_dim, len(table.scheme.num_rows))
@@ -262,7 +246,7 @@ def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
 
 
 def reason_against_settings(tbes: Sequence[Any]) -> str | None:
-    """Returns which setting of FBGEMM's tables the kernels do not have; None where they have all."""
+    """Returns a setting of FBGEMM's tables that the kernels do not support, or None."""
     for tbe in tbes:
         if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
             return f"the tables are FBGEMM's {type(tbe).__name__}"
@@ -287,17 +271,14 @@ def _readable(weights: list[Tensor]) -> list[Tensor]:
     return [own.float().contiguous() for own in weights]
 
 
-@cache
-def _optimizer_name(fused: EmbOptimType) -> str | None:
-    """Returns the name of FBGEMM's optimizer, which every step asks for."""
-    return fused_optimizer_name(fused)
+_optimizer_name = cache(fused_optimizer_name)  # every step asks for it
 
 
 def _storage(tbe: Any, is_frozen: bool) -> Storage:
-    """Returns where FBGEMM's tables have their rows and states."""
+    """Returns the rows and states of FBGEMM's tables."""
     optimizer = _optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
-    seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM has it on CUDA alone
+    seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM rounds so on CUDA alone
     weights = [_numbers(tbe, "weights")]
     rate, eps = tbe.get_learning_rate(), tbe.optimizer_args.eps
     return Storage(weights, optimizer, states, rate, eps, rounding_seed=seed, is_frozen=is_frozen)
@@ -309,8 +290,3 @@ def _numbers(tbe: Any, name: str) -> Tensor:
         return getattr(tbe, f"{name}_host")
     on_device: Tensor = getattr(tbe, f"{name}_dev")
     return on_device if on_device.numel() > 0 else getattr(tbe, f"{name}_uvm")
-
-
-def _count_step(tbe: Any) -> None:
-    """Counts a step as FBGEMM's own lookup does; rounding at random has its seed from there."""
-    tbe.step += 1

@@ -1,7 +1,7 @@
-"""The load of a group's lookup on a rank in a step, and the memory and time that it takes; plans are made from these.
+"""The load of a group's lookup on a rank in a step, and its memory and time; plans are made from both.
 
-How often ids repeat is unknown: as many distinct ids are assumed as uniform ids would have, the most that any
-distribution has on average.
+How often ids repeat is unknown. The number of distinct ids is taken to be that of uniform ids, the most that any
+distribution has on average: for d draws of n values, ``n (1 - (1 - 1/n)^d)``.
 """
 
 import math
@@ -19,7 +19,7 @@ from distembed.sharding.table_slice import TableSlice, is_pooled
 
 FLOAT_BYTES, LONG_BYTES = 4, 8
 _TIE = 0.06
-"""Share by which one size of chunks may cost more than another and yet be the better one for the ids that are drawn."""
+"""Share by which one size of chunks may cost more than another and still be chosen for the drawn ids."""
 _SPREAD = 0.1
 """Share by which the number of chunks differs from its mean, at most."""
 _DEVIATIONS = [NormalDist().inv_cdf((i + 0.5) / 16) for i in (0, 15, 7, 8, 3, 12, 5, 10, 1, 14, 6, 9, 2, 13, 4, 11)]
@@ -28,48 +28,30 @@ _DEVIATIONS = [NormalDist().inv_cdf((i + 0.5) / 16) for i in (0, 15, 7, 8, 3, 12
 
 @dataclass(frozen=True)
 class LookupMemory:
-    """Bytes that one lookup takes.
+    """Bytes that one lookup takes."""
 
-    Attributes:
-        saved_bytes: Bytes saved from the forward to the backward pass.
-        forward_bytes: Bytes beside these, while the forward pass runs.
-        backward_bytes: Bytes beside these, at most, while the backward pass runs.
-        update_bytes: Bytes when gradients reach the tables, and saved bytes are free again.
-        gradient_bytes: Bytes of gradients of replicated weights that stay in memory from then on, outside of buckets.
-    """
-
-    saved_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    update_bytes: int
-    gradient_bytes: int = 0
+    saved_bytes: int  # bytes saved from the forward to the backward pass
+    forward_bytes: int  # bytes beside these, while the forward pass runs
+    backward_bytes: int  # bytes beside these, at most, while the backward pass runs
+    update_bytes: int  # bytes when gradients reach the tables, and saved bytes are free again
+    gradient_bytes: int = 0  # bytes of lasting gradients of replicated weights, outside of buckets
 
 
 @dataclass(frozen=True)
 class TableLoad:
-    """The load of one table on a rank in a step, from which its time is estimated.
+    """The load of one table on a rank in a step, from which its time is estimated."""
 
-    Attributes:
-        slice: Columns of the table's output that the rank composes.
-        num_features: Number of features that the table looks up.
-        num_ids: How many ids come to the rank, on average.
-        num_bags: How many bags come to the rank.
-        possible_ids: How many different ids of a feature can come to the rank.
-        is_multi_hot: Whether a row may have more than one id of a feature.
-        finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
-    """
-
-    slice: TableSlice
-    num_features: int
-    num_ids: float
-    num_bags: float
-    possible_ids: int
-    is_multi_hot: bool
-    finds_distinct: bool = True
+    slice: TableSlice  # columns of the table's output that the rank composes
+    num_features: int  # number of features that the table looks up
+    num_ids: float  # mean number of ids that come to the rank
+    num_bags: float  # number of bags that come to the rank
+    possible_ids: int  # number of different ids of a feature that can come to the rank
+    is_multi_hot: bool  # whether a row may have more than one id of a feature
+    finds_distinct: bool = True  # whether each distinct id is composed once (CPU), or each occurrence (GPU)
 
     @property
     def num_composed(self) -> float:
-        """How many ids of all features are composed: the different ones, were they uniform, or all."""
+        """Number of composed ids of all features: the distinct ones of uniform ids, or all."""
         features = self.num_features
         if not self.finds_distinct:
             return self.num_ids
@@ -77,68 +59,44 @@ class TableLoad:
 
     @property
     def num_vectors(self) -> float:
-        """How many composed vectors go out: one a bag, or one an id of sequences."""
+        """Number of composed vectors that go out: one a bag, or one an id of sequences."""
         return self.num_bags if is_pooled(self.slice.table) else self.num_ids
 
 
 @dataclass(frozen=True)
 class LookupWork:
-    """The work of looking a table up in a step, forward and backward.
+    """The work of looking a table up in a step, forward and backward."""
 
-    Attributes:
-        lookups: How many rows are looked up in each partition, and in how many sums.
-        moved_bytes: Bytes that all else reads and writes: composing, pooling, finding distinct ids.
-        operations: Floating-point operations of the functions of paths.
-        in_one_pass: Whether rows are looked up and composed together, and updated without a sort; else by FBGEMM.
-    """
-
-    lookups: Sequence[tuple[float, float]]
-    moved_bytes: float
-    operations: float = 0.0
-    in_one_pass: bool = False
+    lookups: Sequence[tuple[float, float]]  # numbers of looked-up rows and of their sums, in each partition
+    moved_bytes: float  # bytes that composing, pooling and finding distinct ids read and write
+    operations: float = 0.0  # floating-point operations of the functions of paths
+    in_one_pass: bool = False  # whether the fused kernels look up and update, without a sort; else FBGEMM
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How many operations a kind of group starts in a step, forward and backward, however small they are.
+    """Number of operations that a kind of group starts in a step, forward and backward."""
 
-    Attributes:
-        group: Operations of the group as a whole.
-        partition: Operations for each partition whose vectors are looked up.
-    """
-
-    group: int
-    partition: int
+    group: int  # operations of the group as a whole
+    partition: int  # operations for each partition whose vectors are looked up
 
 
 @dataclass(frozen=True)
 class GroupLoad:
-    """The load of a group on a rank in one step, with an entry for each feature.
+    """The load of a group on a rank in one step, with an entry for each feature."""
 
-    Attributes:
-        slices: Slice of the table that the feature is looked up in.
-        possible_ids: How many different ids of the feature can come to this rank.
-        num_ids_per_feature: How many ids of the feature come to this rank, on average.
-        multi_hot: Whether a row may have more than one id of the feature.
-        num_rows: Number of rows whose ids come to this rank.
-        averages_gradients: Whether gradients of replicated weights go into buckets that are averaged over the ranks;
-            else they become the weights' own.
-        finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
-        num_threads: Number of threads that the rank computes in on a CPU.
-    """
-
-    slices: Sequence[TableSlice]
-    possible_ids: Sequence[int]
-    num_ids_per_feature: Sequence[float]
-    multi_hot: Sequence[bool]
-    num_rows: int
-    averages_gradients: bool
-    finds_distinct: bool = True
-    num_threads: int = 1
+    slices: Sequence[TableSlice]  # slice of the table that the feature is looked up in
+    possible_ids: Sequence[int]  # number of different ids of the feature that can come to this rank
+    num_ids_per_feature: Sequence[float]  # mean number of ids of the feature that come to this rank
+    multi_hot: Sequence[bool]  # whether a row may have more than one id of the feature
+    num_rows: int  # number of rows whose ids come to this rank
+    averages_gradients: bool  # whether gradients of replicated weights go into buckets that ranks average
+    finds_distinct: bool = True  # whether each distinct id is composed once (CPU), or each occurrence (GPU)
+    num_threads: int = 1  # number of threads that the rank computes in on a CPU
 
     @property
     def table(self) -> CompositionalEmbeddingConfig:
-        """The first feature's table, which has the group's key, as all others."""
+        """The first feature's table; all tables have the group's key."""
         return self.slices[0].table
 
     @property
@@ -158,7 +116,7 @@ class GroupLoad:
 
     @property
     def is_replicated(self) -> list[bool]:
-        """Whether the vectors of each partition are the same on every rank."""
+        """Whether every rank has the vectors, for each partition."""
         return [part.partition not in self.slices[0].sharded for part in self.slices[0].partitions]
 
     @property
@@ -178,7 +136,7 @@ class GroupLoad:
 
     @property
     def num_composed(self) -> list[int]:
-        """How many ids of each feature are composed in a step: the different ones, were they uniform, or all."""
+        """Number of composed ids of each feature: the distinct ones of uniform ids, or all."""
         if not self.finds_distinct:
             return list(map(math.ceil, self.num_ids_per_feature))
         return [
@@ -188,7 +146,7 @@ class GroupLoad:
 
     @property
     def max_num_rows(self) -> list[int]:
-        """Number of rows of each partition, in the table that has most."""
+        """Largest number of rows of each partition in any table."""
         return [max(rows) for rows in zip(*[table.scheme.num_rows for table in self.tables], strict=True)]
 
     @property
@@ -211,12 +169,12 @@ class GroupLoad:
 
 
 def expected_distinct(possible: int, draws: float) -> float:
-    """Returns how many of ``possible`` values occur among independent uniform draws, on average."""
+    """Returns the mean number of ``possible`` values that occur among independent uniform draws."""
     return -possible * math.expm1(draws * math.log1p(-1 / possible)) if possible > 1 else 1.0
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
-    """Returns the bytes that composing some vectors moves: all are read and one is written, twice so backward."""
+    """Returns the bytes that composing moves: each partition's vectors are read and one is written, twice backward."""
     if len(table_slice.table.scheme.num_rows) == 1:
         return 0.0
     dims = sum(part.num_columns for part in table_slice.partitions)
@@ -239,7 +197,7 @@ def bag_sums_memory(load: GroupLoad) -> LookupMemory:
     saves_vectors = num_slices > 1 and isinstance(combine, Product)
     # rows of all partitions; where bags begin, as they came and in 64 bits
     indices = num_slices * load.num_ids * LONG_BYTES + load.num_bags * LONG_BYTES
-    # a product of three saves that of the first two as well
+    # a product of three saves the product of the first two as well
     saved = vectors + max(0, num_slices - 2) * load.output_bytes if saves_vectors else 0
     # FBGEMM keeps the indices of the batch before
     forward = indices + load.num_ids * LONG_BYTES + (0 if saves_vectors or num_slices == 1 else vectors)
@@ -263,7 +221,7 @@ def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
             choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
         else:
             choices = [most_chunks(sum(counts), sum(buckets))]
-        # where sizes cost about the same, the ids that are drawn decide
+        # where sizes cost about as much, the drawn ids decide
         likely = [it for it in choices if it[0] <= (1 + _TIE) * choices[0][0]]
         memories = [_chunks_memory(load, function.dim, *it[1:], device_kind) for it in likely]
         # the first function's inputs are the vectors, which are counted there
@@ -295,7 +253,7 @@ def _chunks_memory(
     # gradients of a block's outputs, of its values and of its functions, these apart and put together
     gradients = column_bytes * (dim + widest) + 2 * packed_bytes
     if not is_one_block:
-        # what a block starts from, and from the second on what the one before has left
+        # a block's inputs, and from the second block on the leftovers of the block before
         second = min(1.0, num_chunks / step - 1)
         before = column_bytes * dim + packed_bytes
         gradients = max(gradients + block, math.ceil((gradients + block) * second) + before)
@@ -309,7 +267,7 @@ def _mean(values: Iterable[int]) -> int:
 
 
 def _spread(counts: Sequence[int], buckets: Sequence[int]) -> list[int]:
-    """Returns ids of each feature's buckets that vary as independent draws do, whose numbers are binomial."""
+    """Returns numbers of ids in each feature's buckets that vary as binomial ones do."""
     cases = [(count / rows, 1 - 1 / rows) for count, rows in zip(counts, buckets, strict=True) for _ in range(rows)]
     return [
         max(0, round(mean + deviation * math.sqrt(mean * others)))

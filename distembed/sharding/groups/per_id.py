@@ -1,14 +1,14 @@
 """Groups that look ids up by FBGEMM's tables: every kind but the fused one.
 
-A kind is chosen once, at construction (:mod:`.choice`), by whether composing commutes with the sum over a bag::
+A kind is chosen once, at construction, by whether composing commutes with the sum over a bag::
 
     pooled    sum_i compose(W1[p_i], W2[q_i])  =  compose(sum_i W1[p_i], sum_i W2[q_i])     sum, concat, feature
     product   sum_i W1[q_i] * W2[r_i]          =  sum_q W1[q] * (sum_{i: q_i = q} W2[r_i])  where buckets q are few
     others    every id is composed by itself, then pooled                                   maxima, paths
 
-Ids repeat within a batch, as in clicks: on a CPU each distinct id is looked up and composed once, on a GPU each
-occurrence (:mod:`distembed.sharding.distinct`). Where no bag has more than one id there is nothing to pool, and finding
-the distinct ids would take longer than composing repeated ones.
+On a CPU each distinct id is looked up and composed once, on a GPU each occurrence (:mod:`distembed.sharding.ids`).
+Where no bag has more than one id there is nothing to pool, and finding the distinct ids would take longer than
+composing repeated ones.
 """
 
 import math
@@ -21,8 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition, PathComposition, Product
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
-from distembed.sharding.distinct import DistinctIds, distinct_ids, every_id, take_once
-from distembed.sharding.feature_rows import IdCounts
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
     BAG_SUMS_LAUNCHES,
@@ -39,6 +37,7 @@ from distembed.sharding.groups.load import (
     embedding_bag_bytes,
     functions_memory,
 )
+from distembed.sharding.ids import DistinctIds, IdCounts, distinct_ids, every_id, take_once
 from distembed.sharding.table_slice import LocalTable
 
 _FINDING_BYTES = 400
@@ -58,10 +57,9 @@ class DistinctGroup(Group):
         return self.request_distinct(features)
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Asks for each distinct id once.
-
-        The i-th ids of all features lie side by side; features with fewer are padded with empty bags.
-        """
+        """Requests each distinct id once."""
+        # TBEs want equally many bags of each feature: bags of one id, and empty ones as padding
+        #   feature 0   7 | 4 | 9         feature 1   3 |   |
         ids, given = features.values().long(), IdCounts.of_batch(features)
         if ids.device.type == "cpu":
             distinct = distinct_ids(ids, given.on_host, self.num_embeddings)
@@ -72,11 +70,11 @@ class DistinctGroup(Group):
         filled = longest < counts.on_device.unsqueeze(1)
         offsets = rows.new_zeros(filled.numel() + 1)
         torch.cumsum(filled.flatten(), dim=0, out=offsets[1:])
-        # weights are for when these are pooled
+        # weights are applied in pooling
         return LookupRequest(rows, [offsets] * self.num_slices, [None] * self.num_slices, features, distinct)
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes the distinct ids' vectors and pools them; vectors of whole bags are composed."""
+        """Composes and pools the vectors of distinct ids, or composes the sums over bags."""
         features, distinct = request.features, request.distinct
         if distinct is None:
             return self.combine.compose(vectors).flatten(1)
@@ -187,11 +185,10 @@ class PerIdGroup(DistinctGroup):
 
 
 class PooledGroup(DistinctGroup):
-    """Pools each partition's vectors where they are looked up, and composes the sums.
+    """Pools each partition's vectors in the lookup, and composes the sums: as fast as plain tables.
 
-    It is as fast as a plain table of as many vectors. Where the ids' weights need gradients, these depend on vectors as
-    they were looked up, and FBGEMM's backward pass reads rows that another pass may have updated since: ids are then
-    looked up one by one.
+    Gradients of the ids' weights depend on the vectors as they were looked up, but FBGEMM's backward pass reads rows
+    that another pass may have updated since: ids whose weights need gradients are looked up one by one.
     """
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
@@ -224,7 +221,7 @@ class ProductGroup(PerIdGroup):
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
         ids, lengths = features.values().long(), features.lengths()
-        # a GPU would be waited for, to know which buckets are filled
+        # a GPU would be waited for to know the filled buckets
         is_slower = ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes)
         if is_slower or weights_need_gradients(features):
             return super().request_distinct(features)
@@ -269,7 +266,7 @@ def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:
     sorting = load.num_ids * LONG_BYTES * (len(load.dims) + 4) + num_buckets * LONG_BYTES
     largest_is_replicated = all(load.is_replicated)
     saved = indices + vectors + (embedding_bag_bytes(load, num_buckets) if largest_is_replicated else 0)
-    # bags are split before there are vectors; those of replicated weights come in another order, and are copied
+    # bags are split before there are vectors; vectors of replicated weights are reordered by a copy
     splitting = indices + sorting - vectors - load.output_bytes
     forward = max(0, splitting, vectors if largest_is_replicated else 0)
     return LookupMemory(saved, forward, vectors + load.output_bytes, update_bytes=vectors)
@@ -282,7 +279,7 @@ class PathGroup(DistinctGroup):
     """
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes the distinct ids' vectors; where each bag has one id, takes them in the place of pooling."""
+        """Composes the distinct ids' vectors, and pools them unless each bag has one id."""
         features, distinct = request.features, request.distinct
         assert distinct is not None
         has_one_id_each = features.values().numel() == features.lengths().numel()
@@ -304,7 +301,7 @@ class SequenceGroup(DistinctGroup):
 
 
 def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
-    """Returns whether the weights of a batch's ids have gradients."""
+    """Returns whether a batch has weights that need gradients."""
     weights = features.weights_or_none()
     return weights is not None and weights.requires_grad
 

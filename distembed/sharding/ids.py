@@ -1,44 +1,111 @@
-"""Distinct ids of each feature: the vector of an id is composed once for all its occurrences, then pooled.
+"""The ids of a batch as a lookup needs them: their rows in all partitions, and the distinct ones.
 
-Ids repeat within a batch, as in clicks. Sorting finds the distinct ones, and it also orders the occurrences of each, so
-that the gradient of its vector is a sum over a run of them::
+A GPU that is handed a list, or asked for a number, stops the step until all earlier work is done. So numbers of ids are
+kept on both sides, and the constants of the partitions are copied to the device once.
+
+Ids repeat within a batch, as in clicks. On a CPU the vector of an id is composed once for all its occurrences, then
+pooled. Sorting finds the distinct ids, and orders the occurrences of each, so that the gradient of its vector is a sum
+over a run of them::
 
     occurrences, sorted by id   | 3 3 3 | 7 | 9 9 |
     distinct ids                | 3     | 7 | 9   |
 
-On a GPU their number would have to be waited for, and computing an id's vector again takes less than sorting: every
-occurrence is taken to be an id of its own (:func:`every_id`).
+A GPU would have to be waited for to know their number, and computes a vector again faster than it sorts: there every
+occurrence counts as an id of its own (:func:`every_id`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.sharding.feature_rows import IdCounts
+from distembed.partitions import Partition
+
+
+class IdCounts:
+    """How many ids each feature has: on the host, where shapes follow from it, and on the ids' device."""
+
+    def __init__(self, on_host: Sequence[int], lengths: Int[Tensor, " bags"]) -> None:
+        self.on_host = on_host
+        self._lengths = lengths
+
+    @classmethod
+    def of_batch(cls, features: KeyedJaggedTensor) -> "IdCounts":
+        """Returns the numbers of ids of a batch, which TorchRec has brought to the host with the batch itself."""
+        return cls(features.length_per_key(), features.lengths())
+
+    @cached_property
+    def on_device(self) -> Int64[Tensor, " features"]:
+        """Number of ids of each feature, on the ids' device."""
+        if self._lengths.device.type == "cpu":
+            return torch.tensor(self.on_host)
+        return self._lengths.view(len(self.on_host), -1).sum(1)
+
+    @property
+    def total(self) -> int:
+        """Number of ids of all features."""
+        return sum(self.on_host)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all features have equally many ids."""
+        return len(set(self.on_host)) == 1
+
+    def of_each_id(self, numbers: Int64[Tensor, "*k features"]) -> Int64[Tensor, "*k ids"]:
+        """Returns each id's entry of numbers that there are for each feature."""
+        return numbers.repeat_interleave(self.on_device, dim=-1, output_size=self.total)
+
+
+class FeatureRows:
+    """Maps ids to their rows in all partitions, for features whose tables have one scheme."""
+
+    def __init__(self, partitions: Sequence[Partition]) -> None:
+        self._partitions = list(partitions)
+        self._scheme = type(self._partitions[0])
+        self._constants = self._scheme.constants(self._partitions)
+
+    def __call__(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
+        """Returns the row of each id in each partition, contiguous."""
+        # broadcasting may return rows with gaps, but operators read an address and a number of elements
+        return self._map(ids, counts).contiguous()
+
+    def _map(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
+        if self._constants is None:
+            return self._by_table(ids, counts)
+        if self._constants.device != ids.device:
+            self._constants = self._constants.to(ids.device)  # once
+        if counts.is_uniform:
+            by_feature = ids.view(len(self._partitions), -1)
+            return self._scheme.rows_by_constants(by_feature, self._constants.unsqueeze(2)).flatten(1)
+        if ids.device.type == "cpu":  # a division by one number takes less than one by a tensor
+            return self._by_table(ids, counts)
+        return self._scheme.rows_by_constants(ids, counts.of_each_id(self._constants))
+
+    def _by_table(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
+        if counts.is_uniform:
+            return self._scheme.rows_of_tables(self._partitions, ids.view(len(self._partitions), -1)).flatten(1)
+        by_feature = zip(self._partitions, ids.split(list(counts.on_host)), strict=True)
+        return torch.cat([partition.rows(own) for partition, own in by_feature], dim=1)
+
 
 _MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
 
 
 @dataclass(frozen=True)
 class DistinctIds:
-    """Ids without repetitions, feature after feature.
+    """Ids without repetitions, feature after feature."""
 
-    Attributes:
-        ids: The distinct ids.
-        counts: Number of distinct ids of each feature.
-        inverse: Index in ``ids`` of each given id.
-        order: Indices of the given ids, sorted by ``inverse``; None where every given id is one of ``ids``, in order.
-        starts: Index in ``order`` of the first occurrence of each distinct id; None where there is no ``order``.
-    """
-
-    ids: Int64[Tensor, " distinct"]
-    counts: IdCounts
-    inverse: Int64[Tensor, " ids"]
+    ids: Int64[Tensor, " distinct"]  # the distinct ids
+    counts: IdCounts  # number of distinct ids of each feature
+    inverse: Int64[Tensor, " ids"]  # index in ``ids`` of each given id
+    # indices of the given ids, sorted by ``inverse``; None where every given id is one of ``ids``, in order
     order: Int64[Tensor, " ids"] | None
+    # index in ``order`` of the first occurrence of each distinct id; None where there is no ``order``
     starts: Int64[Tensor, " distinct"] | None
 
     def record_stream(self, stream: Any) -> None:
@@ -50,7 +117,7 @@ class DistinctIds:
     def slots(self) -> Int64[Tensor, " distinct"]:
         """Returns each id's place when features, padded to one length, lie side by side, ``[positions, features]``."""
         counts, device = self.counts.on_device, self.ids.device
-        # of the first id of each feature, less the slots that the ids of features before it would take
+        # slot of each feature's first id, less the slots that earlier features' ids would take
         firsts = torch.arange(len(counts), device=device) - (counts.cumsum(0) - counts) * len(counts)
         return torch.arange(len(self.ids), device=device) * len(counts) + self.counts.of_each_id(firsts)
 
@@ -72,12 +139,12 @@ class DistinctIds:
 
 
 def every_id(ids: Int64[Tensor, " ids"], counts: IdCounts) -> DistinctIds:
-    """Returns all ids as they are, also where they are the same."""
+    """Returns all ids as they are, with repetitions."""
     return DistinctIds(ids, counts, torch.arange(len(ids), device=ids.device), None, None)
 
 
 def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
-    """Finds the distinct ids of every feature; on a GPU it would wait for their numbers."""
+    """Finds the distinct ids of every feature; on a GPU this would wait for their numbers."""
     values = None
     if len(counts) * num_embeddings > _MAX:
         values, ids = torch.unique(ids, return_inverse=True)
@@ -107,8 +174,7 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
 
 def take_once(vectors: Float[Tensor, "places dim"], places: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
     """Returns ``vectors[places]`` for places that differ, so that gradients are put back rather than added up."""
-    taken: Tensor = _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
-    return taken
+    return _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
 
 
 class _TakeOnce(torch.autograd.Function):
@@ -127,7 +193,7 @@ class _TakeOnce(torch.autograd.Function):
 
 
 class _SumBags(torch.autograd.Function):
-    """Sums over bags, whose backward sums over occurrences; that of ``embedding_bag`` sorts again and adds by row."""
+    """Sums over bags; its backward sums over runs of occurrences, where ``embedding_bag``'s would sort again."""
 
     @staticmethod
     def forward(

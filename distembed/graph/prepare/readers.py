@@ -1,8 +1,9 @@
-"""Reads rows of files as edges between ids: which values are ids, which rows are left out, what is an error."""
+"""Reads edges between ids from rows of files, or from the ids that occur together in a dataset's training split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,24 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
-from distembed.data.prepare.options import ProgressUpdate
+from distembed.base.names import one_of
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.prepare.options import ProgressCallback, ProgressUpdate
 from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.source import NamedRows, RowReader
 from distembed.data.table.keys import coded
 from distembed.data.table.numbers import finite_numbers
 from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT, type_kind
 from distembed.data.table.schema import TableSchema
-from distembed.graph.edges import Edges, stored_edges
 from distembed.graph.prepare.counted_edges import EdgeTables
 from distembed.graph.prepare.options import GraphOptions
 from distembed.graph.prepare.value_ids import ValueIds
+from distembed.graph.rows import Edges, stored_edges
 
 _MISSING = pa.array([""])
-_PAIRS = pa.schema({"value": pa.string(), "id": pa.int64()})
+_NAMED_VALUES = pa.schema({"value": pa.string(), "id": pa.int64()})
 _KEYS = pa.schema({"key": pa.int64()})
 _WEIGHTED_KEYS = pa.schema({"key": pa.int64(), "place": pa.int64(), "weight": pa.float64()})
 _NO_SEPARATOR = "\x1f"
@@ -33,14 +38,7 @@ _MOST_READ_BYTES = 16 << 20
 
 
 class EdgeReader:
-    """Reads the input once.
-
-    Args:
-        inputs: Inputs to read.
-        options: How rows become edges.
-        values: How values become ids.
-        memory_bytes: About what may be read at a time.
-    """
+    """Reads rows of files once; ``memory_bytes`` limits about how much is read at a time."""
 
     def __init__(
         self, inputs: Sequence[TableInput], options: GraphOptions, values: ValueIds, memory_bytes: int
@@ -60,7 +58,7 @@ class EdgeReader:
         return sum(self._rows.num_lines)
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns what ``graph.json`` says of the inputs, once all rows were read."""
+        """Returns the descriptions of the inputs for ``graph.json``, once all rows were read."""
         names = ("name", "bytes", "sha256", "num_rows")
         return [{name: getattr(source, name) for name in names} for source in self._rows.sources()]
 
@@ -70,7 +68,7 @@ class EdgeReader:
             schema = _WEIGHTED_KEYS if self._options.weighted else _KEYS
             held = tables.add_named(self._named_edges(tables, schema), schema)
         else:
-            tables.database.add("pairs", self._pairs(tables), _PAIRS)
+            tables.database.add("pairs", self._pairs(tables), _NAMED_VALUES)
         num_bytes = sum(source.bytes for source in self._rows.sources())
         tables.report(ProgressUpdate("read", num_bytes, num_bytes, self.num_rows))
         tables.dropped["unknown"] = self._num_unknown
@@ -102,12 +100,12 @@ class EdgeReader:
         """Reads rows of ids and attributes, as text: an integer is its decimal digits."""
         for rows in self._blocks(tables):
             ids, known = self._ids(rows, self._options.source)
-            lengths, values = _entries(self._column(rows, str(self._options.attribute), INTEGER, TEXT, LIST))
+            lengths, values = _list_values(self._column(rows, str(self._options.attribute), INTEGER, TEXT, LIST))
             tables.dropped["missing"] += int(np.count_nonzero(lengths == 0))
             known = self._known(known | (lengths == 0))
             ids, known = np.repeat(ids, lengths), np.repeat(known, lengths)
             values = values.filter(pa.array(known)).cast(pa.string())
-            yield pa.record_batch([values, ids[known]], schema=_PAIRS)
+            yield pa.record_batch([values, ids[known]], schema=_NAMED_VALUES)
 
     def _blocks(self, tables: EdgeTables) -> Iterator[NamedRows]:
         for rows in self._rows.blocks(min(_MOST_READ_BYTES, self._memory_bytes), tables.report):
@@ -117,7 +115,6 @@ class EdgeReader:
             yield rows
 
     def _column(self, rows: NamedRows, name: str, *kinds: str) -> pa.Array:
-        """Returns a column."""
         column = rows.columns[name]
         kind = type_kind(column.type)
         if kind == LIST and type_kind(column.type.value_type) not in (None, INTEGER, TEXT):
@@ -154,7 +151,7 @@ class EdgeReader:
             raise UserError(f"{self._place(rows, name, column, int(malformed.argmax()))}; it must be {allowed}")
 
     def _place(self, rows: NamedRows, name: str, column: pa.Array, row: int) -> str:
-        """Returns such as ``edges.csv, row 3: source is 'x'``, for an error."""
+        """Returns a text like ``edges.csv, row 3: source is 'x'``, for an error."""
         value = column[row].as_py()
         number = self._rows.num_lines[rows.source] - len(rows.lines) + row + 1
         shown = "nothing" if value is None or value == "" else repr(value)
@@ -166,7 +163,7 @@ class EdgeReader:
         return known
 
 
-def _entries(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
+def _list_values(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     """Returns how many values each row of a column of values or of lists has, and the values without missing ones."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.if_else(pc.equal(column, ""), None, column) if pa.types.is_string(column.type) else column
@@ -174,3 +171,79 @@ def _entries(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     values = column.flatten()
     rows = pc.list_parent_indices(column).filter(values.is_valid())
     return np.bincount(rows.to_numpy(), minlength=len(column)), values.drop_null()
+
+
+_SPLIT = "train"
+_PAIRS = pa.schema({"value": pa.int64(), "id": pa.int64()})
+_ENTRIES = pa.schema({"list": pa.int64(), "place": pa.int64(), "id": pa.int64()})
+
+
+class CoOccurrenceReader:
+    """Reads the ids that occur together in a dataset's training split.
+
+    Items of a user are neighbours of each other, and so are users of an item. In sequences, items may also be
+    neighbours only ``within`` a number of steps.
+    """
+
+    def __init__(self, dataset: Path, table: str, within: int | None) -> None:
+        self._manifest = Manifest.load(dataset)
+        features = {feature.name: feature for feature in self._manifest.schema.categorical}
+        one_of("table", table, features)
+        self._other = ITEM if table == USER else USER
+        if self._other not in features:
+            raise UserError(
+                f"{dataset} has no column {self._other!r}: co_occurrence reads datasets of `distembed prepare ratings` "
+                "or `prepare sequences`"
+            )
+        if within is not None and not features[table].multi_hot:
+            raise UserError(
+                f"within counts steps, and a row of {dataset} has a single {table}: give a dataset of `distembed "
+                "prepare sequences`, or leave within out"
+            )
+        self.num_rows = self._manifest.split(_SPLIT).num_rows
+        self._dataset, self._table, self._within = dataset, table, within
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Returns no files."""
+        return []
+
+    def edges(self, tables: EdgeTables) -> Iterator[Edges]:
+        """Yields all edges in ascending order, each once."""
+        if self._within is not None:
+            tables.database.add("entries", _list_entries(self._columns(tables.report, self._table)), _ENTRIES)
+            return tables.of_steps(self._within)
+        columns = self._columns(tables.report, self._other, self._table)
+        tables.database.add("pairs", map(_pairs, columns), _PAIRS)
+        return tables.of_values()
+
+    def _columns(self, report: ProgressCallback, *names: str) -> Iterator[list[pa.Array]]:
+        """Yields columns of the training split, a row group at a time."""
+        num_rows = 0
+        for group in list_row_groups(self._dataset, self._manifest, _SPLIT):
+            table = group.read(names)
+            yield [table[name].combine_chunks() for name in names]
+            num_rows += group.num_rows
+            report(ProgressUpdate("read", num_rows, self.num_rows, num_rows))
+
+
+def _list_entries(columns: Iterator[list[pa.Array]]) -> Iterator[pa.RecordBatch]:
+    num_lists = 0
+    for (lists,) in columns:
+        rows, ids = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        places = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+        yield pa.record_batch([rows + num_lists, places, _integers(ids)], schema=_ENTRIES)
+        num_lists += len(lists)
+
+
+def _pairs(columns: list[pa.Array]) -> pa.RecordBatch:
+    """Pairs the values of two columns; where one holds lists, each entry is paired with its row's other value."""
+    lists = next((column for column in columns if pa.types.is_list(column.type)), None)
+    if lists is not None:
+        rows = pc.list_parent_indices(lists)
+        columns = [column.flatten() if column is lists else column.take(rows) for column in columns]
+    return pa.record_batch(list(map(_integers, columns)), schema=_PAIRS)
+
+
+def _integers(column: pa.Array) -> NDArray[np.int64]:
+    return column.to_numpy().astype(np.int64)

@@ -1,4 +1,4 @@
-"""The dists of tables that are divided by rows, over all ranks or within a node.
+"""The dists of tables that are divided by rows, over all ranks or within a node, and the release of their memory.
 
 TorchRec's own input dist routes an id by its value. Here the id's row in the divided partition decides its rank, and
 the id itself is sent, so that its owner can compute its rows in the other partitions::
@@ -10,16 +10,26 @@ the id itself is sent, so that its owner can compute its rows in the other parti
                                            all-to-all between the ranks of one local number: each gets its own bags
 
 Within nodes, partial sums are added up over the node's faster network, and only whole sums go from node to node. Not
-every backend reduces parts of unequal sizes (gloo does not): they are padded to equal ones.
+every backend reduces parts of unequal sizes (gloo does not): unequal parts are padded.
+
+On CPUs, a thread of gloo's reports a collective as done before it releases the tensors that it has sent and received.
+Where that thread then waits for a core, vectors of a whole batch stay in memory for milliseconds more. So
+:func:`release_promptly` has a step wait for the release, which costs microseconds and makes its peak repeatable.
 """
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torchrec.distributed.comm_ops import Request
+from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     EmbeddingShardingContext,
@@ -31,17 +41,13 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.kernels.operands import FLOATS, INTEGERS, as_operand
+from distembed.kernels.tables import FLOATS, INTEGERS, as_operand
 from distembed.partitions import Partition
-from distembed.sharding.feature_rows import FeatureRows, IdCounts
+from distembed.sharding.ids import FeatureRows, IdCounts
 
 
 class DividedRows:
-    """Maps the ids of features to their rows in the partition of their table that is divided by rows.
-
-    Args:
-        divided: Scheme of each feature's table, and the number of the partition that is divided.
-    """
+    """Maps the ids of features to their rows in the partition of their table that is divided by rows."""
 
     def __init__(self, divided: Sequence[tuple[Partition, int]]) -> None:
         runs = groupby(divided, lambda own: (type(own[0]), len(own[0].num_rows), own[1]))
@@ -63,13 +69,7 @@ class DividedRows:
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends every id to one rank; all ranks construct and call it together.
-
-    Args:
-        pg: The process group.
-        divided: Scheme of each feature's table, and the number of the partition that is divided by rows.
-        device: Device of the batches.
-    """
+    """Sends every id to one rank; all ranks construct and call it together."""
 
     def __init__(
         self, pg: dist.ProcessGroup, divided: Sequence[tuple[Partition, int]], device: torch.device | None
@@ -87,10 +87,7 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 
 
 def sort_by_row_block(
-    features: KeyedJaggedTensor,
-    rows: Int64[Tensor, " ids"],
-    num_blocks: int,
-    rows_per_block: Int[Tensor, " features"],
+    features: KeyedJaggedTensor, rows: Int64[Tensor, " ids"], num_blocks: int, rows_per_block: Int[Tensor, " features"]
 ) -> tuple[KeyedJaggedTensor, Int[Tensor, " ids"]]:
     """Sorts the ids of a batch by the block of rows of their divided partitions that they are in.
 
@@ -101,8 +98,7 @@ def sort_by_row_block(
         rows_per_block: Number of rows in a block, for each feature.
 
     Returns:
-        The ids of all features block by block, with lengths and weights; and the place of each id of the batch among
-        them.
+        The ids of all features block by block, with lengths and weights; and each id's place in this order.
     """
     ids, weights = features.values(), features.weights_or_none()
     by_row = KeyedJaggedTensor(
@@ -148,10 +144,9 @@ class NodeInputDist(TwRwSparseFeaturesDist):
     Args:
         pg: The process group of all ranks.
         ranks_per_node: Number of ranks on each node.
-        num_features: How many features each rank has.
-        divided: For each feature, node after node, its table's scheme and the number of the partition that is divided
-            by rows.
-        rows_per_block: For each feature, number of rows of that partition on a rank.
+        num_features: Number of features of each rank.
+        divided: Each feature's scheme and the number of its divided partition, node after node.
+        rows_per_block: Number of rows of each feature's divided partition on a rank.
         device: Device of the batches.
     """
 
@@ -180,7 +175,7 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
 
     def __init__(self, stock: GridPooledEmbeddingDist) -> None:
         super().__init__()
-        stock._create_output_dist_modules()  # which it would do in the first step
+        stock._create_output_dist_modules()  # otherwise done in the first step
         self._stock = stock
 
     def forward(
@@ -190,13 +185,66 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
         assert sharding_ctx is not None
         stock, sizes = self._stock, sharding_ctx.batch_size_per_rank
         if len(set(sizes)) == 1:
-            equal: Awaitable[Tensor] = stock(local_embs, sharding_ctx)
-            return equal
+            return stock(local_embs, sharding_ctx)
         ranks_per_node = stock._intra_pg.size()
         own = stock._rank % ranks_per_node
         sizes_of_nodes = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
         parts = local_embs.split([sum(of_nodes) for of_nodes in sizes_of_nodes])
         padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True).flatten(0, 1)
         summed = stock._intra_dist(padded).wait()[: sum(sizes_of_nodes[own])]
-        sent: Awaitable[Tensor] = stock._cross_dist(summed, batch_size_per_rank=sizes_of_nodes[own])
-        return sent
+        return stock._cross_dist(summed, batch_size_per_rank=sizes_of_nodes[own])
+
+
+_MOST_LOOKS = 1000
+"""Most checks of the tensors that a collective still holds, each with a chance for its thread to run."""
+
+
+def release_promptly(output_dists: Iterable[nn.Module]) -> None:
+    """Has exchanges of vectors and of their gradients end when their memory is free again."""
+    for output_dist in output_dists:
+        for module in output_dist.modules():
+            module.register_forward_hook(_take_over)
+
+
+def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
+    """Takes over the request of an exchange that has begun, unless an inner dist's hook has done so."""
+    if isinstance(awaitable, PooledEmbeddingsAwaitable | SequenceEmbeddingsAwaitable):
+        request = awaitable._tensor_awaitable
+        if type(request) is Request and request.dummy_tensor.device.type == "cpu":
+            work = request.__dict__.pop("req")
+            # autograd knows the request already, and will set the work of the backward exchange in it
+            request.__class__ = _PromptRequest
+            request.req = work
+
+
+class _PromptRequest(Request[Any]):
+    """TorchRec's request; its work is done when the request alone holds the tensors.
+
+    The work has a name of its own: torch 2.11 does not compile a property that reads its own name in ``__dict__``.
+    """
+
+    @property
+    def req(self) -> Any:
+        """The work under way, or None."""
+        return self._prompt_work
+
+    @req.setter
+    def req(self, work: Any) -> None:
+        self._prompt_work = None if work is None else _PromptWork(work, self)
+
+
+class _PromptWork:
+    """A collective; waiting for it ends when its request alone holds the received tensors."""
+
+    def __init__(self, work: Any, request: Request[Any]) -> None:
+        self._work, self._request = work, request
+
+    def wait(self) -> None:
+        self._work.wait()
+        os.sched_yield()  # lets the collective's thread release its tensors
+        self._work = None
+        received = [tensor for tensor in tree_leaves(self._request.tensor) if isinstance(tensor, Tensor)]
+        for _ in range(_MOST_LOOKS):
+            if all(tensor._use_count() == 1 for tensor in received):  # type: ignore[attr-defined]
+                return
+            time.sleep(0)

@@ -1,8 +1,13 @@
-"""Walker's alias method for the rows of a graph: two random numbers draw a neighbour in proportion to its weight.
+"""From edges to compressed sparse rows: sorted edges, and the alias tables that draw weighted neighbours.
 
-A row of d edges has d slots of equal size. Slot i belongs to edge i up to ``keep[i]`` and to edge ``alias[i]`` beyond:
-draw a slot and a number u in [0, 1), take the slot's own edge if ``u < keep`` and its alias otherwise (Walker, "An
-efficient method for generating discrete random variables with general distributions", ACM TOMS 1977).
+The edge from s to t of a graph with n nodes is the key ``s * n + t``. Sorted keys are the rows one after the other,
+each with its neighbours in ascending order; repeated edges are adjacent, and their weights are summed in the order
+given. Trade-off: n is at most 3,037,000,499, so that keys fit 63 bits.
+
+Walker's alias method draws a neighbour in proportion to its weight by two random numbers. A row of d edges has d slots
+of equal size. Slot i belongs to edge i up to ``keep[i]`` and to edge ``alias[i]`` beyond: draw a slot and a number u in
+[0, 1), take the slot's own edge if ``u < keep`` and its alias otherwise (Walker, "An efficient method for generating
+discrete random variables with general distributions", ACM TOMS 1977).
 
 All rows are filled at once, by prefix sums in place of the usual stacks. Weights are first rounded to integers that sum
 to d slots of T units. Light edges (below T) leave a deficit, heavy ones an excess; laid end to end, in the row's order,
@@ -21,10 +26,15 @@ Trade-off: probabilities are rounded to multiples of 2^-40 / d (a row of more th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from distembed.base.errors import UserError
 
 BLOCK_EDGES = 2**20
 """Number of edges whose tables are made at once; a longer row is a block of its own."""
@@ -52,9 +62,6 @@ def alias_tables(
         starts: Where each row begins among the block's edges, from 0, and where the last one ends, ``[rows + 1]``.
         weights: Weight of each edge, finite and above 0, ``[edges]``.
 
-    Returns:
-        For each edge the probability that its slot gives the edge itself, and the position within the row of the edge
-        that the slot gives otherwise.
     """
     degrees = np.diff(starts)
     begins, degrees = starts[:-1][degrees > 0], degrees[degrees > 0]
@@ -70,14 +77,14 @@ def alias_tables(
         alias[light_edges] = heavy_edges[np.searchsorted(excesses, deficits[:-1], side="right")]
         overshoot = deficits[np.searchsorted(deficits, excesses, side="left")] - excesses
         keep[heavy_edges] = edge_slot[heavy_edges] - overshoot
-        # only where something is left over, which the last heavy edge of a row never has
+        # only heavy edges with an overshoot; the last heavy edge of a row never has one
         over = np.flatnonzero(overshoot)
         alias[heavy_edges[over]] = heavy_edges[over + 1]
     return keep / edge_slot, (alias - begins[row]).astype(np.int32)
 
 
 def _slot_units(degrees: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the number of units T in a slot of each row, such that the sums over a block stay below 2^62."""
+    """Returns the number of units T in a slot of each row, so that the sums over a block stay below 2^62."""
     bits = np.frexp(degrees.astype(np.float64))[1]
     return np.left_shift(np.int64(1), np.minimum(_SLOT_BITS, _SUM_BITS - bits).astype(np.int64))
 
@@ -95,8 +102,74 @@ def _units(
     shares = weights / np.maximum.reduceat(weights, begins)[row]  # no sum of these overflows
     scale = degrees * slot_units / np.add.reduceat(shares, begins)
     units = np.maximum(np.rint(shares * scale[row]).astype(np.int64), 1)
-    # What rounding left over goes to the row's first edge of the largest weight, which has T units or more.
+    # The row's first edge of the largest weight, which has T units or more, takes the rounding error.
     largest = np.flatnonzero(shares == 1.0)
     first = largest[np.searchsorted(largest, begins)]
     units[first] += degrees * slot_units - np.add.reduceat(units, begins)
     return units
+
+
+MAX_NODES = math.isqrt(2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Edges of a graph, in any order."""
+
+    keys: NDArray[np.int64]  # key ``source * num_nodes + target`` of each edge
+    weights: NDArray[np.float64] | None  # weight of each edge; None for a graph without weights
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def require_num_nodes(field: str, num_nodes: Any) -> int:
+    """Returns the number of nodes of a setting; a UserError names the setting if no graph can have so many."""
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int | np.integer) or not 1 <= num_nodes <= MAX_NODES:
+        raise UserError(
+            f"{field} is {num_nodes!r}; a graph has 1 to {MAX_NODES:,} nodes, one for each id of its table."
+        )
+    return int(num_nodes)
+
+
+def stored_edges(
+    num_nodes: int,
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    weights: NDArray[np.float64] | None,
+    directed: bool,
+) -> Edges:
+    """Returns the edges as they are stored, in the order given: without self-loops, both ways unless ``directed``."""
+    others = sources != targets
+    if not others.all():
+        sources, targets = sources[others], targets[others]
+        weights = None if weights is None else weights[others]
+    forward = sources * num_nodes + targets
+    if directed:
+        return Edges(forward, weights)
+    # An edge's two ways stay side by side: both rows then sum the weights of repeated edges in the same order.
+    keys = np.stack([forward, targets * num_nodes + sources], axis=1).reshape(-1)
+    return Edges(keys, None if weights is None else np.repeat(weights, 2))
+
+
+def sort_edges(edges: Edges) -> Edges:
+    """Returns the edges sorted by key; equal keys stay in the order given."""
+    if edges.weights is None:
+        return Edges(np.sort(edges.keys), None)
+    order = np.argsort(edges.keys, kind="stable")
+    return Edges(edges.keys[order], edges.weights[order])
+
+
+def merge_equal(edges: Edges) -> Edges:
+    """Merges repeated edges among sorted ones, and adds up their weights."""
+    first = np.ones(len(edges), bool)
+    np.not_equal(edges.keys[1:], edges.keys[:-1], out=first[1:])
+    if first.all():
+        return edges
+    if edges.weights is None:
+        return Edges(edges.keys[first], None)
+    with np.errstate(over="ignore"):
+        sums = np.add.reduceat(edges.weights, np.flatnonzero(first))
+    if not np.isfinite(sums).all():
+        raise UserError("the weights of an edge that is given several times add up to infinity; give smaller weights.")
+    return Edges(edges.keys[first], sums)
