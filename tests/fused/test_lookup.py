@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(case=cases())
 def test_it_equals_a_plain_computation(case: Case) -> None:
     check(case, num_steps=2)
@@ -63,7 +63,7 @@ def test_it_equals_a_plain_computation(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(case=cases())
 def test_it_equals_a_plain_computation_in_many_cases(case: Case) -> None:
     check(case)
@@ -205,9 +205,9 @@ def test_any_number_of_threads_gives_the_same_bits(optimizer: str) -> None:
     turns = [(batch, kind) for kind in ("product", "sum", "columns") for batch in ("weighted", "sequence")]
     for batch, kind in turns:
         case = threaded_case(batch, optimizer, kind)
-        batches = [draw_batch(case, step) for step in range(3)]
+        batches = [draw_batch(case, step) for step in range(2)]
         first = all_numbers(case, batches, 1)
-        for num_threads in (1, 2, 3, 8):
+        for num_threads in (2, 3, 8):
             for own, expected in zip(all_numbers(case, batches, num_threads), first, strict=True):
                 assert torch.equal(own, expected)
 

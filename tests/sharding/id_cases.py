@@ -109,6 +109,7 @@ def _draw_table(
             "pre_hash": KeyedHash(int(rng.integers(100))) if treatment == "hash" else None,
             "sse": SSE(0.3, reserved=[0] if num_ids > 5 else []) if rng.random() < 0.4 else None,
             "id_dtype": INT32 if rng.random() < 0.6 else INT64,
+            "kernel": "auto" if rng.random() < 0.7 else "fbgemm",
         }
         try:
             if not pools:
@@ -129,7 +130,7 @@ def _draw_batch(
     lengths_dtype: torch.dtype,
 ) -> KeyedJaggedTensor:
     """Bags of one id or ragged ones, at times no row at all, and a feature that no table reads, in any order."""
-    num_rows, is_single = int(rng.choice([0, 1, 4, 7])), rng.random() < 0.3
+    num_rows, is_single = int(rng.choice([0, 1, 1, 4, 7])), rng.random() < 0.3
     features: list[tuple[str, CompositionalEmbeddingConfig | None]] = [
         (name, table) for table in tables for name in table.feature_names
     ]
@@ -155,12 +156,15 @@ def _draw_batch(
 
 
 def as_dtype(features: KeyedJaggedTensor, dtype: torch.dtype) -> KeyedJaggedTensor:
-    """The batch with ids of a dtype, new as a reader's."""
+    """The batch with ids of a dtype; of an odd number of rows there are gaps in memory, as in a matrix's column."""
+    values, lengths = features.values().to(dtype), features.lengths()
+    if features.stride() % 2:
+        values, lengths = (own.repeat_interleave(2)[::2] for own in (values, lengths))
     return KeyedJaggedTensor(
         features.keys(),
-        features.values().to(dtype),
+        values,
         weights=features.weights_or_none(),
-        lengths=features.lengths(),
+        lengths=lengths,
         stride=features.stride(),
     )
 

@@ -7,7 +7,7 @@ from tests.ranks import run_on_ranks
 from tests.sharding.id_cases import RUNS, WORLD_SIZE, draw_case, train_sharded, train_unsharded
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
-SAMPLE = 12
+SAMPLE = 14
 
 
 def check_case(rank: int, number: int) -> None:

@@ -21,7 +21,7 @@ from distembed.embedding import (
 )
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
-from distembed.sharding.placement import can_be_placed, place_tables
+from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_tables
 from distembed.sharding.table_slice import width
 from tests.checkpoints.test_checkpoint import require_equal
 from tests.layouts import ROWS, Trained, batch, build, gather_numbers
@@ -106,7 +106,9 @@ def draw_tables(draw: random.Random, is_sequence: bool) -> list[CompositionalEmb
 def require_planned_is_placed(seed: int) -> None:
     """Draws tables, ranks and constraints; what TorchRec's planner makes of them is accepted."""
     draw = random.Random(seed)
-    is_sequence, world_size, device = draw.random() < 0.3, draw.randint(2, 8), draw.choice(["cpu", "cuda"])
+    is_sequence, device = draw.random() < 0.3, draw.choice(["cpu", "cuda"])
+    num_nodes, ranks_per_node = draw.choice([(1, draw.randint(2, 8)), (2, draw.randint(2, 4)), (4, 8)])
+    world_size = num_nodes * ranks_per_node
     drawn = draw_tables(draw, is_sequence)
     collection: nn.Module = (
         CompositionalEmbeddingCollection(drawn, device="meta")
@@ -114,18 +116,19 @@ def require_planned_is_placed(seed: int) -> None:
         else CompositionalEmbeddingBagCollection(drawn, device="meta")  # type: ignore[arg-type]
     )
     sharder = CompositionalEmbeddingCollectionSharder() if is_sequence else CompositionalEmbeddingBagCollectionSharder()
-    constraints = {}
+    favoured, constraints = draw.choice([WITHIN_NODES, ("column_wise", "table_column_wise")]), {}
     for table in drawn:
         possible = [kind for kind in sharder.sharding_types(device) if can_be_placed(table, kind)]
-        by_columns = [kind for kind in possible if "column" in kind]
-        chosen = by_columns if by_columns and draw.random() < 0.5 else possible
+        divided = [kind for kind in possible if kind in favoured]
+        chosen = divided if divided and draw.random() < 0.6 else possible
         narrowest = draw.choice([None, 4 * draw.randint(1, width(table) // 8)])
         constraints[table.name] = ParameterConstraints(sharding_types=chosen, min_partition=narrowest)
-    local_world_size = world_size // 2 if world_size % 2 == 0 and draw.random() < 0.5 else world_size
-    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device)
+    topology = Topology(world_size=world_size, local_world_size=ranks_per_node, compute_device=device)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.plan(nn.ModuleDict({"collection": collection}), [sharder])  # type: ignore[list-item]
     for placement in place_tables(drawn, plan.plan["collection"], world_size):  # type: ignore[arg-type]
+        if placement.unit.sharding_type in WITHIN_NODES:
+            assert placement.num_row_blocks == ranks_per_node
         # each number of a sharded partition lies on one rank, and on no other
         for part in placement.parts:
             if part.name in placement.sharded:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,15 +15,11 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardMetadata
 
 from distembed.base.errors import UserError
 from distembed.checkpoints import load_checkpoint, save_checkpoint
-from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import can_be_placed, place_tables
-from distembed.sharding.table_slice import width
 from tests.checkpoints.test_checkpoint import require_equal
 from tests.layouts import OPTIMIZER_NAMES, build, gather_numbers
 from tests.planning import test_storage as storage
@@ -33,7 +28,6 @@ from tests.sharding import test_pipelines as pipelines
 from tests.sharding import test_sharded_equals_unsharded as bags
 from tests.sharding import test_sse as sse
 from tests.sharding import test_traffic as traffic
-from tests.sharding.test_scattered_columns import draw_tables
 
 NODES = RANKS_PER_NODE = 2
 SHARDING_TYPES = ("table_row_wise", "grid_shard")
@@ -212,33 +206,6 @@ def check_all(rank: int, world_size: int, folder: Path) -> None:
         bags.check_half_precision(kind)
     pairs = [("grid_shard", "column_wise"), ("row_wise", "grid_shard"), ("table_row_wise", "grid_shard")]
     check_checkpoints(folder, [*pairs, ("data_parallel", "table_row_wise")], OPTIMIZER_NAMES)
-
-
-def require_planned_is_placed(seed: int) -> None:
-    """Draws tables, nodes and constraints; what TorchRec's planner divides within nodes is accepted."""
-    draw = random.Random(seed)
-    nodes, ranks_per_node = draw.choice([(2, 2), (2, 4), (4, 8)])
-    sharder, drawn, constraints = CompositionalEmbeddingBagCollectionSharder(), draw_tables(draw, False), {}
-    for table in drawn:
-        possible = [kind for kind in sharder.sharding_types("cuda") if can_be_placed(table, kind)]
-        within = [kind for kind in possible if kind in SHARDING_TYPES]
-        chosen = [draw.choice(within)] if within and draw.random() < 0.6 else possible
-        narrowest = draw.choice([None, 4 * draw.randint(1, width(table) // 8)])
-        constraints[table.name] = ParameterConstraints(sharding_types=chosen, min_partition=narrowest)
-    world_size = nodes * ranks_per_node
-    topology = Topology(world_size=world_size, local_world_size=ranks_per_node, compute_device="cuda")
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    collection = CompositionalEmbeddingBagCollection(drawn, device="meta")  # type: ignore[arg-type]
-    plan = planner.plan(nn.ModuleDict({"collection": collection}), [sharder])  # type: ignore[list-item]
-    for placement in place_tables(drawn, plan.plan["collection"], world_size):  # type: ignore[arg-type]
-        if placement.unit.sharding_type in SHARDING_TYPES:
-            assert placement.num_row_blocks == ranks_per_node
-
-
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.slow)], ids=len)
-def test_what_torchrecs_planner_divides_within_nodes_is_placed(seeds: range) -> None:
-    for seed in seeds:
-        require_planned_is_placed(seed)
 
 
 def check_one_node(rank: int, world_size: int) -> None:
