@@ -40,11 +40,17 @@ class PartitionTable:
     dim: int  # how many numbers make a row
     init: SeededInit  # fills the weight with its initial values
     is_function: bool  # whether a row is the packed weights of a function (path-based compositions) instead of a vector
+    bytes_per_number: int  # functions are float32, vectors have the table's data type
 
     @property
     def num_parameters(self) -> int:
         """How many numbers all rows have."""
         return self.num_rows * self.dim
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all rows' numbers, without optimizer state."""
+        return self.num_parameters * self.bytes_per_number
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,7 @@ class CompositionalEmbeddingConfig:
                 dims[j],
                 SeededInit(draws[j], self.seed, names[j], rows[j], dims[j]),
                 j >= num_lookups,
+                _BYTES_PER_FUNCTION_PARAMETER if j >= num_lookups else self.bytes_per_number,
             )
             for j in range(len(rows))
         )
@@ -256,9 +263,7 @@ class CompositionalEmbeddingConfig:
     @property
     def memory_bytes(self) -> int:
         """The bytes of all parameters, without optimizer state."""
-        vectors = sum(part.num_parameters for part in self.lookup_tables())
-        functions = sum(part.num_parameters for part in self.function_tables())
-        return vectors * self.bytes_per_number + functions * _BYTES_PER_FUNCTION_PARAMETER
+        return sum(part.num_bytes for part in self.partition_tables())
 
 
 @dataclass(frozen=True)

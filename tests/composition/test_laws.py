@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distembed.composition import COMPOSITIONS, Composition, Feature, Product
+from distembed.composition import COMPOSITIONS, Composition, Product
 from distembed.partitions.settings import setting_names
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
@@ -115,13 +115,6 @@ def test_distinct_rows_are_composed_to_distinct_vectors(name: str) -> None:
     weights = [torch.arange(rows * 2.0).view(rows, 2) for rows in (5, 4, 3)]
     rows = torch.tensor(list(pairs(range(5), range(4), range(3)))).T
     assert len(composition.embed(weights, rows).unique(dim=0)) == 60
-
-
-def test_a_features_vectors_are_those_of_its_partitions() -> None:
-    first, second = torch.randn(5, 3), torch.randn(2, 3)
-    vectors = Feature().embed([first, second], torch.tensor([[4, 0], [1, 1]])).view(2, 2, 3)
-    assert torch.equal(vectors[0], torch.stack([first[4], second[1]]))
-    assert torch.equal(vectors[1], torch.stack([first[0], second[1]]))
 
 
 def test_product_distinguishes_bags_that_pooling_first_would_merge() -> None:

@@ -53,13 +53,6 @@ def test_a_tensor_dict_is_taken_as_by_torchrec() -> None:
     assert torch.equal(collection(TensorDict({"f": nested}, batch_size=3)).values(), expected)
 
 
-def test_pairs_of_ids_that_share_all_rows_get_distinct_product_vectors() -> None:
-    # {3, 47} and {7, 43} use the same remainders and the same quotients at 10 remainder rows
-    collection = CompositionalEmbeddingBagCollection([table(partition=QuotientRemainder(50, num_buckets=10))])
-    output = collection(jagged({"f": [[3, 47], [7, 43]]}))["f"]
-    assert not torch.allclose(output[0], output[1])
-
-
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_gradients_are_those_of_the_outputs(composition: str, pooling: str) -> None:
@@ -148,12 +141,6 @@ def test_a_config_counts_what_a_module_has(partition: str, composition: str) -> 
     assert config.memory_bytes == sum(parameter.nbytes for parameter in parameters)
 
 
-def test_a_collection_on_the_meta_device_takes_no_memory() -> None:
-    huge = CompositionalEmbeddingBagConfig("t", 10**12, 16, ["f"], "naive")
-    collection = CompositionalEmbeddingBagCollection([huge], device="meta")
-    assert collection.embedding_bags["t__p0"].weight.shape == (10**12, 16)
-
-
 def test_half_precision_is_one_of_storage() -> None:
     for composition in COMPOSITIONS:
         config = table(partition="quotient_remainder", composition=composition, data_type=DataType.FP16)
@@ -195,15 +182,3 @@ def test_repeated_names_and_features_are_refused() -> None:
         CompositionalEmbeddingBagCollection([table("t", ("f",)), table("u", ("f",))])
     with pytest.raises(UserError, match="at least one table"):
         CompositionalEmbeddingBagCollection([])
-
-
-def test_half_precision_vectors_are_composed_in_float32() -> None:
-    table = CompositionalEmbeddingBagConfig(
-        "t", 50, 8, ["f"], QuotientRemainder(50, num_buckets=10), "product", data_type=DataType.FP16
-    )
-    collection = CompositionalEmbeddingBagCollection([table])
-    remainders, quotients = (bag.weight.detach() for bag in collection.embedding_bags.values())
-    assert remainders.dtype == torch.float16
-    ids = KeyedJaggedTensor(["f"], torch.tensor([47, 3]), lengths=torch.tensor([1, 1]))
-    expected = torch.stack([remainders[7].float() * quotients[4].float(), remainders[3].float() * quotients[0].float()])
-    assert torch.equal(collection(ids)["f"], expected)

@@ -63,14 +63,6 @@ def test_the_ids_that_come_with_the_outputs_are_those_of_the_batch() -> None:
     assert collection(jagged({"f": [[53, -1]]}))["f"].weights().tolist() == [53, -1]
 
 
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_a_collection_on_the_meta_device_takes_no_memory(composition: str) -> None:
-    config = CompositionalEmbeddingConfig("t", 10**12, 16, ["f"], "quotient_remainder", composition)
-    collection = CompositionalEmbeddingCollection([config], device="meta")
-    assert config.num_parameters == sum(parameter.numel() for parameter in collection.parameters())
-    assert next(collection.parameters()).is_meta
-
-
 def test_tables_of_several_dimensions_are_refused() -> None:
     other = CompositionalEmbeddingConfig("u", 50, 8, ["g"])
     with pytest.raises(UserError, match="table 'u' is 8 and that of 't' 6"):

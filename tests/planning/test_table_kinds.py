@@ -20,8 +20,7 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
-from distembed.embedding.settings import LookupKernel
+from distembed.embedding.settings import LookupKernel, QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, make_plan
@@ -31,8 +30,8 @@ from distembed.planning.layouts import Layouts
 from distembed.planning.search import find_plan
 from distembed.planning.storage import whole_table_storage
 from distembed.sharding import default_sharders
-from distembed.sharding.exchange import exchange_of
 from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_table
+from distembed.sharding.sharder import exchange_of
 from distembed.sharding.table_slice import unit_size
 from distembed.training.config import load_config
 from tests.planning.drawn_requests import model_of, request_of

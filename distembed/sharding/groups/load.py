@@ -165,7 +165,7 @@ class GroupLoad:
     def function_bytes(self) -> int:
         """Bytes of the functions of all tables."""
         tables = {table.name: table for table in self.tables}.values()
-        return sum(part.num_parameters for table in tables for part in table.function_tables()) * FLOAT_BYTES
+        return sum(part.num_bytes for table in tables for part in table.function_tables())
 
 
 def expected_distinct(possible: int, draws: float) -> float:
