@@ -17,12 +17,12 @@ from distembed.kernels.rows import (
     feature_block,
     field,
     inline,
-    is_half,
     is_outside,
     part_block,
     partition_block,
     read,
     row_of,
+    rows_are_half,
 )
 from distembed.kernels.simd import (
     lanes_of,
@@ -129,9 +129,9 @@ def _num_common(job: Any) -> Any:
 @inline
 def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
     """Returns numbers of an id's composed vector, from partition ``j`` and the partitions that share its columns."""
-    vector = read(read_long(rows + 8 * layout.BLOCK_IDS * j), column, is_half(job, j), zeros)
+    vector = read(read_long(rows + 8 * layout.BLOCK_IDS * j), column, rows_are_half(job, j), zeros)
     for other in range(j + 1, j + num_common):
-        own = read(read_long(rows + 8 * layout.BLOCK_IDS * other), column, is_half(job, other), zeros)
+        own = read(read_long(rows + 8 * layout.BLOCK_IDS * other), column, rows_are_half(job, other), zeros)
         vector = vector * own if field(job, layout.IS_PRODUCT) else vector + own
     return vector
 

@@ -47,7 +47,7 @@ def part_block(job: Any, feature: Any, j: Any) -> Any:
 
 
 @inline
-def is_half(job: Any, j: Any) -> Any:
+def rows_are_half(job: Any, j: Any) -> Any:
     """Returns whether the rows of a partition are float16."""
     return field(partition_block(job, j), layout.IS_HALF)
 

@@ -30,12 +30,12 @@ from distembed.kernels.rows import (
     feature_block,
     field,
     inline,
-    is_half,
     is_outside,
     part_block,
     partition_block,
     read,
     row_of,
+    rows_are_half,
 )
 from distembed.kernels.simd import (
     lanes_of,
@@ -89,7 +89,7 @@ def _add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: 
 @inline
 def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of two rows that are multiplied."""
-    half_0, half_1 = is_half(job, 0), is_half(job, 1)
+    half_0, half_1 = rows_are_half(job, 0), rows_are_half(job, 1)
     other = targets + 8 * _TARGET_FIELDS
     row_0, row_1 = field(targets, _TARGET_ROW), field(other, _TARGET_ROW)
     sum_0, sum_1 = field(targets, _TARGET_SUM), field(other, _TARGET_SUM)
@@ -111,7 +111,7 @@ def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: A
         product, target = load_floats(gradient + 4 * column, zeros) * factor, targets
         for j in range(num_partitions):
             store(products + _PRODUCT_BYTES * j, product)
-            product = product * read(field(target, _TARGET_ROW), column, is_half(job, j), zeros)
+            product = product * read(field(target, _TARGET_ROW), column, rows_are_half(job, j), zeros)
             target += 8 * _TARGET_FIELDS
         behind = splat(np.float32(1), zeros)
         for j in range(num_partitions - 1, -1, -1):
@@ -121,7 +121,7 @@ def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: A
                 place,
                 multiply_add(load_floats(products + _PRODUCT_BYTES * j, zeros), behind, load_floats(place, zeros)),
             )
-            behind = behind * read(field(target, _TARGET_ROW), column, is_half(job, j), zeros)
+            behind = behind * read(field(target, _TARGET_ROW), column, rows_are_half(job, j), zeros)
 
 
 @compiled

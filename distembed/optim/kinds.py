@@ -129,7 +129,7 @@ class OptimizerKind:
             parameters: The parameters to train.
             settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
-        from distembed.optim.torch_states import is_half, train_in_float32
+        from distembed.optim.float_copies import is_half, train_in_float32
 
         make: Any = imported(self.torch_class)
         assert make is not None

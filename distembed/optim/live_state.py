@@ -17,8 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 
 from distembed.base.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, torch_optimizer_name
-from distembed.optim.replicated import ReplicatedOptimizer
-from distembed.optim.torch_states import first_state
+from distembed.optim.replicated import ReplicatedOptimizer, first_state
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 
 from distembed.base.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, stateless_name
-from distembed.optim.torch_states import first_state
+from distembed.optim.float_copies import state_dtype
+from distembed.optim.kinds import OPTIMIZERS, NumberPer, OptimizerKind, fused_optimizer_name, stateless_name
 
 _FUSED_LEARNING_RATE, _FUSED_EPS = 0.01, 1e-8
 """FBGEMM's defaults."""
@@ -74,7 +74,7 @@ class ReplicatedOptimizer(FusedOptimizer):
     """Torch's form of a fused optimizer, which :class:`BackwardUpdates` steps; its own ``step`` sets the learning rate.
 
     Weights of half precision are trained in float32 and rounded to the nearest, as FBGEMM's are
-    (:mod:`distembed.optim.torch_states`).
+    (:mod:`distembed.optim.float_copies`).
 
     Attributes:
         name: Name of the optimizer, a key of ``OPTIMIZERS``.
@@ -223,3 +223,26 @@ class BackwardUpdates:
             elif weight.grad is not view:
                 view.copy_(weight.grad)
             weight.grad = view
+
+
+def first_state(kind: OptimizerKind, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the states that torch makes at the first step; a step with gradients of zero would also change weights.
+
+    Args:
+        kind: The optimizer.
+        parameter: The parameter.
+        group: Torch's settings of the parameter.
+    """
+    device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    live = {"step": torch.zeros((), dtype=torch.float32, device=device)} if kind.counts_steps else {}
+    for state, per in kind.states.items():
+        value = kind.initial_values.get(state, 0.0)
+        if per is NumberPer.PARAMETER:
+            live[state] = torch.full((), value, dtype=torch.float32, device=device)
+        elif per is NumberPer.ROW:
+            live[state] = parameter.detach().new_full((len(parameter), 1), value, dtype=state_dtype(parameter))
+        else:
+            live[state] = torch.full_like(
+                parameter, value, dtype=state_dtype(parameter), memory_format=torch.preserve_format
+            )
+    return live
