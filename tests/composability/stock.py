@@ -1,29 +1,36 @@
-"""TorchRec's own collection, beside which ours is put."""
+"""TorchRec's own collection and sharder, beside which ours are put."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from distembed.sharding.placement import SHARDING_TYPES
 
 DIM = 8
 NUM_IDS = {"user": 50, "item": 400, "tags": 70}
 
 
-def stock_configs(make: Any) -> list[Any]:
+class AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has what they need."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(SHARDING_TYPES)
+
+
+def stock_configs(make: Any, **settings: Any) -> list[Any]:
     return [
-        make(name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name])
+        make(name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name], **settings)
         for name, size in NUM_IDS.items()
     ]
 
 
-def stock_bags(device: str, weighted: bool = False) -> EmbeddingBagCollection:
+def stock_bags(device: str, weighted: bool = False, **settings: Any) -> EmbeddingBagCollection:
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name])
-        for name, size in NUM_IDS.items()
-    ]
+    tables = stock_configs(EmbeddingBagConfig, **settings)
     return EmbeddingBagCollection(tables, is_weighted=weighted, device=torch.device(device))
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -19,6 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from tests.composability.stock import AnyTypeSharder
 from tests.composability.test_sharding import our_head, stock_head
 from tests.layouts import EPS, PLAIN_OPTIMIZERS, RATE, Head, Trained, Whole, build, gather_numbers
 from tests.placing import shard_as
@@ -41,13 +41,6 @@ CHAINS: list[Chain] = [
     for further in range(len(layouts))
 ]
 SOME_CHAINS: list[Chain] = [("adagrad", 0, 1), ("adagrad", 3, 4), ("row_wise_adagrad", 2, 1)]
-
-
-class AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has what they need."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return ["table_wise", "row_wise", "column_wise", "data_parallel"]
 
 
 def shard_by_torchrec(model: nn.Module, layout: str, optimizer: str) -> tuple[nn.Module, CombinedOptimizer]:

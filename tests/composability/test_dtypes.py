@@ -33,8 +33,8 @@ from distembed.embedding import (
     vector_names,
 )
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
-from tests.composability.test_checkpoints import AnyTypeSharder, shard_by_torchrec
+from tests.composability.stock import DIM, NUM_IDS, AnyTypeSharder, stock_bags, take_weights
+from tests.composability.test_checkpoints import shard_by_torchrec
 from tests.composability.test_sharding import Head as OverBags
 from tests.composability.test_sharding import summed_tables
 from tests.placing import shard_as
@@ -192,13 +192,7 @@ def test_sharded_tables_take_the_steps_of_float32_on_all_layouts(world_size: int
 
 
 def stock_half(device: str, data_type: DataType) -> EmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name], data_type=data_type
-        )
-        for name, size in NUM_IDS.items()
-    ]
-    return EmbeddingBagCollection(tables, device=torch.device(device))
+    return stock_bags(device, data_type=data_type)
 
 
 def our_half(device: str, data_type: DataType) -> CompositionalEmbeddingBagCollection:

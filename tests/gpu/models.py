@@ -22,7 +22,7 @@ from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from tests.sharding.test_sharded_equals_unsharded import sharding_types_of
+from tests.sharding.test_sharded_equals_unsharded import check_weights, sharding_types_of
 
 DIM = 16
 SIZES = dict(zip(PARTITIONS, (60, 300, 1000, 900, 500, 400), strict=True))
@@ -172,21 +172,19 @@ def shard(
     return Sharded(sharded, Optimizers(sharded, DENSE, sparse, num_steps=100), ranks.device)
 
 
-def check_weights(model: nn.Module, reference: nn.Module, rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
-    """What this rank holds is what the unsharded module has there, and the ranks together hold all of it."""
-    state = model.state_dict()
-    assert state.keys() == reference.state_dict().keys()
-    for key, weight in reference.state_dict().items():
-        close = {"rtol": rtol, "atol": atol, "msg": lambda text, key=key: f"{key}: {text}"}
-        if not hasattr(state[key], "local_shards"):
-            torch.testing.assert_close(state[key].cpu(), weight, **close)
-            continue
-        held = 0
-        for local in state[key].local_shards():
-            (row, column), (rows, columns) = local.metadata.shard_offsets, local.metadata.shard_sizes
-            expected = weight[row : row + rows, column : column + columns]
-            torch.testing.assert_close(local.tensor.cpu(), expected, **close)
-            held += local.tensor.numel()
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, held)
-        assert sum(by_rank) == weight.numel(), key
+def require_equal_steps(
+    used: list[CompositionalEmbeddingBagConfig], composition: str, sharding_type: str, ranks: Ranks, rows: int
+) -> DistributedModelParallel:
+    """Three steps of tables on the device are those of plain tables on the CPU; returns the last model."""
+    for bags in ("single", "ragged", "weighted"):
+        weighted = bags == "weighted"
+        sharded = shard(Head(used, "meta", ranks.device, weighted), ranks, sharding_type)
+        reference = Reference(tables(composition), weighted)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(3):
+            batch = draw(rows, bags, generator)
+            found, expected = sharded.step(number, batch, mean_square), reference.step(batch, mean_square)
+            for own, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, wanted, msg=lambda text, bags=bags: f"{bags}: {text}")
+        check_weights(sharded.model, reference.model)
+    return sharded.model

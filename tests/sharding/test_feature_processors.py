@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -27,7 +26,7 @@ from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from tests.composability.stock import take_weights
+from tests.composability.stock import AnyTypeSharder, take_weights
 from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
@@ -253,13 +252,6 @@ def check_beside_stock(rank: int, world_size: int) -> None:
             for name in SIZES:
                 found, gradient = (model.module.position_weight(name).grad for model in (ours, stock))
                 torch.testing.assert_close(found, gradient, msg=f"{kind}: {name}")
-
-
-class AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has them."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return KINDS
 
 
 def whole_as_ours(whole: Model) -> nn.Module:

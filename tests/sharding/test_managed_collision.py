@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -46,6 +45,7 @@ from distembed.sharding import (
     CompositionalManagedCollisionEmbeddingBagCollectionSharder,
     CompositionalManagedCollisionEmbeddingCollectionSharder,
 )
+from tests.composability.stock import AnyTypeSharder
 from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
@@ -172,15 +172,8 @@ def test_no_cpu_kernel_of_mpzch_gives_out_slots_to_either(bags: bool) -> None:
             Model(manage(make(bags), bags, by_hash=True))(draw(0))
 
 
-class StockBagSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has what they need."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return ["row_wise"]
-
-
 class StockSharder(EmbeddingCollectionSharder):
-    """The same of sequences."""
+    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has what they need."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return ["row_wise"]
@@ -188,7 +181,7 @@ class StockSharder(EmbeddingCollectionSharder):
 
 def stock_sharder(bags: bool) -> Any:
     if bags:
-        return ManagedCollisionEmbeddingBagCollectionSharder(ebc_sharder=StockBagSharder({"learning_rate": LR}))
+        return ManagedCollisionEmbeddingBagCollectionSharder(ebc_sharder=AnyTypeSharder({"learning_rate": LR}))
     return ManagedCollisionEmbeddingCollectionSharder(ec_sharder=StockSharder({"learning_rate": LR}))
 
 

@@ -205,22 +205,24 @@ def check_equal(rank: int, world_size: int, sharding_type: str, name: str, bags:
     check_weights(model, reference)
 
 
-def check_weights(model: DistributedModelParallel, reference: nn.Module) -> None:
+def check_weights(model: nn.Module, reference: nn.Module, rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
     """What this rank holds is what the unsharded module has there, and the ranks together hold all of it."""
     state = model.state_dict()
     assert state.keys() == reference.state_dict().keys()
     for key, weight in reference.state_dict().items():
+        close = {"rtol": rtol, "atol": atol, "msg": lambda text, key=key: f"{key}: {text}"}
         if not hasattr(state[key], "local_shards"):
-            torch.testing.assert_close(state[key], weight, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(state[key].cpu(), weight, **close)
             continue
-        held = torch.zeros(1, dtype=torch.long)
+        held = 0
         for local in state[key].local_shards():
             (row, column), (rows, columns) = local.metadata.shard_offsets, local.metadata.shard_sizes
             expected = weight[row : row + rows, column : column + columns]
-            torch.testing.assert_close(local.tensor, expected, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(local.tensor.cpu(), expected, **close)
             held += local.tensor.numel()
-        dist.all_reduce(held)
-        assert int(held) == weight.numel()
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, held)
+        assert sum(by_rank) == weight.numel(), key
 
 
 def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> None:
