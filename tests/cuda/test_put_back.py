@@ -10,7 +10,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import grouped
-from distembed.sharding import feature_rows
 from distembed.sharding.bucket_pool import split_bags
 from distembed.sharding.groups import base, per_id
 from distembed.sharding.groups.base import LookupRequest
@@ -34,7 +33,7 @@ def counts_from_the_host(patch: pytest.MonkeyPatch) -> None:
     def on_device(counts: IdCounts) -> Tensor:
         return torch.tensor(counts.on_host, device=counts._lengths.device)
 
-    patch.setattr(feature_rows.IdCounts, "on_device", property(on_device))
+    patch.setattr(IdCounts, "on_device", property(on_device))
 
 
 def lengths_are_looked_at(patch: pytest.MonkeyPatch) -> None:
