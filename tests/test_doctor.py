@@ -14,7 +14,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from distembed.base.machine import available_memory_bytes
-from distembed.reports.doctor import facts, findings, report, trio
+from distembed.reports.doctor import facts, findings, trio
 from distembed.reports.doctor.facts import LoadResult
 from distembed.reports.doctor.findings import Finding, Status
 from distembed.reports.doctor.trio import Trio
@@ -291,10 +291,10 @@ def test_exit_code_and_remedies_follow_from_what_is_wrong(
     statuses: list[Status], has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding(f"[thing] {i}", status, "detail", f"mend --{i}") for i, status in enumerate(statuses)]
-    monkeypatch.setattr(report, "gather_facts", lambda: None)
-    monkeypatch.setattr(report, "judge", lambda _: found)
+    monkeypatch.setattr(findings, "gather_facts", lambda: None)
+    monkeypatch.setattr(findings, "judge", lambda _: found)
     console = Console(width=200, record=True, file=io.StringIO())
-    assert report.run_doctor(console if has_rich else None) == int("wrong" in statuses)
+    assert findings.run_doctor(console if has_rich else None) == int("wrong" in statuses)
     text = console.export_text() if has_rich else capsys.readouterr().out
     for finding in found:
         assert finding.subject in text

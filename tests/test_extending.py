@@ -24,9 +24,9 @@ from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.partitions import PARTITIONS
 from distembed.partitions.base import Partition
 from distembed.planning.devices import Cluster, find_device
-from distembed.reports.columns import report_columns
+from distembed.reports.comparison import report_columns
 from distembed.reports.plan.assessment import assess_capacity
-from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.reports.plan.remedies import find_remedies
 from distembed.reports.report import write_run_report
 from distembed.tasks import TASKS, Task

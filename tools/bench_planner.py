@@ -50,7 +50,7 @@ from distembed.planning.costs import PlacementCosts, step_times
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.planning.search import find_plan, plan_placements
-from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.training.config import load_config
 

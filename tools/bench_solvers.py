@@ -36,7 +36,7 @@ from distembed.planning.fastest.problem import Assignment, Problem
 from distembed.planning.fastest.solver import Solver
 from distembed.planning.search import CountedMemory
 from distembed.planning.table_problem import TableProblem
-from distembed.reports.plan.configured_model import ConfiguredModel
+from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.sharding import default_sharders
 from distembed.training.config import load_config
 

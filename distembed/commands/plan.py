@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distembed.planning.devices import Cluster
     from distembed.reports.plan.plan_files import PlanFiles
     from distembed.reports.plan.plannable import Plannable
-    from distembed.reports.plan.training_cost import TrainingRun
+    from distembed.reports.plan.report import TrainingRun
 
 app = typer.Typer()
 
@@ -157,7 +157,7 @@ class _RunOptions:
             raise UserError(f"--price is {self.price}; give a number above 0, the price of one device for an hour.")
         if self.price is not None and self.rows is None:
             raise UserError("--price needs --rows as well: the rows of the training run, such as 4200000000.")
-        from distembed.reports.plan.training_cost import TrainingRun
+        from distembed.reports.plan.report import TrainingRun
 
         return None if self.rows is None else TrainingRun(self.rows, self.price)
 
@@ -296,7 +296,7 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
         config = dataclasses.replace(config, data=_with_ids_per_row(config.data, own.ids_per_row))
     config.data.load_schema()
     to_write.require_writable()
-    from distembed.reports.plan.configured_model import ConfiguredModel
+    from distembed.reports.plan.plannable import ConfiguredModel
 
     return ConfiguredModel(config)
 

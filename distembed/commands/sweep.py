@@ -74,7 +74,7 @@ def sweep_command(
     if dry_run:
         _list_runs(runs)
         return
-    from distembed.reports.sweep_report import report_sweep
+    from distembed.reports.report import report_sweep
     from distembed.training.sweeps.train import train_sweep
 
     sweep = Sweep(config, settings or [], folder, runs, sampler, trials, prune, baseline)

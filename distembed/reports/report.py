@@ -1,30 +1,95 @@
-"""``distembed report``: one self-contained HTML file with the plots and the comparison of runs.
+"""``distembed report``: one self-contained HTML file with the plots and the comparison of runs, also of a sweep's.
 
-Figures are SVG inside of the page, see :mod:`distembed.reports.pages`. Unfinished and killed runs are shown up to their
+Figures are SVG inside of the page (:mod:`distembed.reports.pages`). Unfinished and killed runs are shown up to their
 last step.
 """
 
+import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distembed.base.errors import UserError
 from distembed.base.files import require_file, write_text
 from distembed.base.units import enumerate_names
+from distembed.base.validation import parse_yaml
 from distembed.reports import plots
-from distembed.reports.columns import ReportColumn, report_columns, reported_metrics
-from distembed.reports.config_differences import ConfigDifferences
-from distembed.reports.group_table import UNKNOWN, GroupTable
+from distembed.reports.comparison import (
+    UNKNOWN,
+    GroupTable,
+    ReportColumn,
+    RunGroup,
+    best_first,
+    group_runs,
+    report_columns,
+    reported_metrics,
+    without_seed,
+)
 from distembed.reports.pages import figure, line_swatch, page, section
 from distembed.reports.plots import ShownRun
-from distembed.reports.run_groups import RunGroup, group_runs, without_seed
+from distembed.training.run_folder.folder import holds_run
 from distembed.training.run_folder.record import RunRecord, RunSummary, unique_names
+from distembed.training.sweeps.sweep import SWEEP_REPORT, Sweep
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MOST_SETTINGS = 16
+"""Number of settings that a table has at most: whole sections that differ would make it endless."""
+_MOST_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class ConfigDifferences:
+    """The settings in which configs differ.
+
+    Attributes:
+        keys: Dotted keys of the settings, in the order of the configs; at most :data:`MOST_SETTINGS`.
+        values: The text of each setting, by config; empty where a config has none.
+        num_others: Number of further settings that differ.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+    num_others: int
+
+    @classmethod
+    def of(cls, configs: Sequence[str]) -> "ConfigDifferences":
+        """Returns what differs between configs in YAML; one that cannot be read has no settings."""
+        settings = [dict(_settings(config)) for config in configs]
+        known = dict.fromkeys(key for own in settings for key in own)
+        differ = [key for key in known if len({own.get(key) for own in settings}) > 1]
+        shown = differ[:MOST_SETTINGS]
+        values = tuple(tuple(own.get(key, "") for key in shown) for own in settings)
+        return cls(tuple(shown), values, len(differ) - len(shown))
+
+
+def _settings(config_yaml: str) -> Iterator[tuple[str, str]]:
+    """Yields the dotted key and the text of every setting."""
+    try:
+        values = parse_yaml(config_yaml, "the config")
+    except UserError:  # the report shows a damaged run as far as it can be read
+        return
+    if isinstance(values, Mapping):
+        yield from _flat(values, "")
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    """Returns a value in a line, of a long one the beginning."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 MOST_NAMED = 8
@@ -268,3 +333,21 @@ td:nth-child(2), tr:first-child th:nth-child(2) { text-align: left; white-space:
 table.settings td, table.settings tr:first-child th { text-align: left; }
 details details { border: 0; padding: .6rem 0 0; }
 """
+
+
+def report_sweep(sweep: Sweep, console: "Console", say: Callable[[str], None]) -> None:
+    """Writes the report of all runs that have begun, and prints their comparison, the best first.
+
+    Raises:
+        RunError: The report cannot be written.
+    """
+    begun = {run.name: run for run in sweep.runs if holds_run(run.folder)}
+    if not begun:
+        return
+    ordered = best_first([RunSummary.from_record(RunRecord.read(run.folder), name) for name, run in begun.items()])
+    # any run of a recipe stands for all of it
+    baseline = next((run.name for run in begun.values() if sweep.baseline in (run.name, run.recipe)), None)
+    output = sweep.folder / SWEEP_REPORT
+    summaries = write_run_report([run.path for run in ordered], output, baseline=baseline)
+    print_comparison(summaries, console, baseline)
+    say(f"report {output}")

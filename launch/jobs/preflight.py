@@ -61,7 +61,7 @@ def check_build(device_kind: str) -> Finding:
 def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
     """Checks that the plan fits; an elastic job is planned on the fewest nodes, where each rank holds most."""
     from distembed.base.units import format_bytes
-    from distembed.reports.plan.texts import shortage_lines
+    from distembed.reports.plan.tables import shortage_lines
 
     where = f"{assessment.cluster.nodes} x {assessment.cluster.ranks_per_node} {assessment.cluster.device.name}"
     if not assessment.fits:

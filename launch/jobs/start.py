@@ -62,8 +62,8 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         # a job that was submitted may have begun, and then needs no files of train.init_from
         planned = config if job.submissions else begun_config(config)
         # loads torch, so only now
-        from distembed.reports.plan.as_json import assessment_as_json
         from distembed.reports.plan.assessment import assess_capacity
+        from distembed.reports.plan.report import assessment_as_json
 
         assessment = assess_capacity(planned, cluster)
         findings = _checks(job, request.request, planned, assessment)

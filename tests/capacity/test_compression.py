@@ -19,8 +19,7 @@ from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity
-from distembed.reports.plan.compressible_table import CompressibleTable, CountedIds, ZipfIds
-from distembed.reports.plan.compression import allocate_buckets, compress_config
+from distembed.reports.plan.compression import CompressibleTable, CountedIds, ZipfIds, allocate_buckets, compress_config
 from distembed.training.config import Config, load_config
 
 KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"

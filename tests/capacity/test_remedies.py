@@ -15,8 +15,7 @@ from distembed.commands import cli
 from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan import remedies
 from distembed.reports.plan.assessment import assess_capacity
-from distembed.reports.plan.configured_model import ConfiguredModel
-from distembed.reports.plan.plannable import Plannable
+from distembed.reports.plan.plannable import ConfiguredModel, Plannable
 from distembed.reports.plan.remedies import Remedies, find_remedies
 from distembed.training.config import Config, load_config
 

@@ -14,12 +14,10 @@ from distembed.base.errors import UserError
 from distembed.base.units import parse_bytes
 from distembed.commands import cli
 from distembed.planning.devices import Cluster, find_device
-from distembed.reports.plan import report, smallest
+from distembed.reports.plan import remedies, report
 from distembed.reports.plan.assessment import Assessment, assess_capacity
-from distembed.reports.plan.configured_model import ConfiguredModel
-from distembed.reports.plan.plannable import Plannable
-from distembed.reports.plan.remedies import Remedies
-from distembed.reports.plan.smallest import find_smallest
+from distembed.reports.plan.plannable import ConfiguredModel, Plannable
+from distembed.reports.plan.remedies import Remedies, find_smallest
 from distembed.training.config import load_config
 
 KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
@@ -145,11 +143,11 @@ def small_plan() -> Assessment:
 
 def search(
     monkeypatch: pytest.MonkeyPatch, first: Assessment, gpus: int, fits: Callable[[int], bool]
-) -> tuple[smallest.Smallest, Counted]:
+) -> tuple[remedies.Smallest, Counted]:
     counted = Counted(fits, first)
-    monkeypatch.setattr(smallest, "is_fitting", lambda plannable, own: counted(plannable, own).fits)
-    monkeypatch.setattr(smallest, "assess", counted)
-    monkeypatch.setattr(smallest, "require_room", lambda request: None)
+    monkeypatch.setattr(remedies, "is_fitting", lambda plannable, own: counted(plannable, own).fits)
+    monkeypatch.setattr(remedies, "assess", counted)
+    monkeypatch.setattr(remedies, "require_room", lambda request: None)
     return find_smallest(ConfiguredModel(load_config(KAGGLE, [])), cluster("80GiB", gpus)), counted
 
 

@@ -12,11 +12,9 @@ from rich.console import Console
 from distembed.base.errors import UserError
 from distembed.commands import cli
 from distembed.planning.devices import Cluster, find_device
-from distembed.reports.plan.as_json import report_as_json
 from distembed.reports.plan.page import render_capacity_page
-from distembed.reports.plan.report import CapacityReport
+from distembed.reports.plan.report import CapacityReport, TrainingRun, report_as_json, training_cost
 from distembed.reports.plan.terminal import print_capacity_report
-from distembed.reports.plan.training_cost import TrainingRun, training_cost
 from tests.capacity.plan_values import plan_assessment, without_plan
 
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from distembed.base.errors import RunError, UserError
-from distembed.reports.columns import report_columns
-from distembed.reports.config_differences import ConfigDifferences
+from distembed.reports.comparison import report_columns
 from distembed.reports.labels import LabelledPoint, place_labels, text_width
-from distembed.reports.report import print_comparison, write_run_report
+from distembed.reports.report import ConfigDifferences, print_comparison, write_run_report
 from distembed.tasks.reported_metrics import CLICK_METRICS, ReportedMetric, parse_metrics
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.run_folder.record import RunRecord, RunSummary

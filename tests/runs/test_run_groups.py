@@ -11,8 +11,8 @@ from rich.console import Console
 from scipy.stats import ttest_ind
 
 from distembed.base.errors import UserError
+from distembed.reports.comparison import Sample, group_runs, without_seed
 from distembed.reports.report import print_comparison, write_run_report
-from distembed.reports.run_groups import Sample, group_runs, without_seed
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.config import load_config
 

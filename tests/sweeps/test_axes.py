@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
 from distembed.base.validation import parse_yaml
-from distembed.reports.run_groups import _common_name
+from distembed.reports.comparison import _common_name
 from distembed.training.config import load_config
 from distembed.training.sweeps.axes import Axis, named_runs, parse_axes
 from distembed.training.sweeps.train import share_of_cores

@@ -7,8 +7,15 @@ imported, so that ``python -m distembed.reports.doctor`` works where the rest of
 
 from distembed.base.cuda_driver import nvidia_smi_works
 from distembed.reports.doctor.facts import Facts, LoadResult, gather_facts, installed_versions
-from distembed.reports.doctor.findings import Finding, check_trio_versions, chosen_device, judge, name_trio
-from distembed.reports.doctor.report import print_doctor_report, run_doctor
+from distembed.reports.doctor.findings import (
+    Finding,
+    check_trio_versions,
+    chosen_device,
+    judge,
+    name_trio,
+    print_doctor_report,
+    run_doctor,
+)
 
 __all__ = [
     "Facts",

@@ -2,7 +2,7 @@
 
 import sys
 
-from distembed.reports.doctor.report import run_doctor
+from distembed.reports.doctor.findings import run_doctor
 
 try:
     from rich.console import Console

@@ -2,6 +2,5 @@
 
 ``run_plan`` is the command ``distembed plan`` without its options: ``assessment`` plans a model and lists the memory
 and time of each rank, ``remedies`` finds changes with which the model fits, ``compression`` the least compression.
-The renderers ``as_json``, ``terminal``, ``page`` and ``chart`` read the items of ``by_rank`` and the columns and
-sentences of ``texts``.
+``terminal`` and ``page`` show the columns and sentences of ``tables``.
 """

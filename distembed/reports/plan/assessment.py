@@ -20,8 +20,7 @@ from distembed.planning.other_placements import Alternative
 from distembed.planning.saved_plan import PlanInputs
 from distembed.planning.search import EstimatedPlan, find_plan, some_plan_fits
 from distembed.planning.storage import PlannedRank, TableStorage, whole_table_storage
-from distembed.reports.plan.configured_model import ConfiguredModel
-from distembed.reports.plan.plannable import ModelOnCluster, Plannable
+from distembed.reports.plan.plannable import ConfiguredModel, ModelOnCluster, Plannable
 from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
 from distembed.training.config import Config

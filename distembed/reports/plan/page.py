@@ -1,33 +1,54 @@
-"""A report as a page of HTML: verdict, remedies, and charts with tables of memory, of time and of the tables."""
+"""A report as a page of HTML, or its chart alone: verdict, remedies, bars and tables of memory, time and tables."""
 
-import re
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
-from distembed.reports.pages import figure, page, render_svg, section, swatch
-from distembed.reports.plan import chart, texts
-from distembed.reports.plan.by_rank import LineT, PlanColumn, RankQuantity, memory_by_rank, of_first, time_by_rank
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.patches import Patch
+
+from distembed.base.files import MADE_BY, whole_file
+from distembed.base.units import binary_unit
+from distembed.reports.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR, figure, page, render_svg, section, swatch
+from distembed.reports.plan import tables
+from distembed.reports.plan.assessment import Assessment
+from distembed.reports.plan.plan_files import require_known_suffix
 from distembed.reports.plan.report import CapacityReport
+from distembed.reports.plan.tables import LineT, PlanColumn, RankQuantity
+
+_MAX_BARS = 64
+_RED, _GREEN = "#d1495b", "#2a9d78"
+
+
+def write_capacity_report(report: CapacityReport, file: Path) -> None:
+    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all."""
+    require_known_suffix(file)
+    suffix = file.suffix.lower()[1:]
+    content = render_capacity_page(report).encode() if suffix == "html" else render_chart(report.assessment, suffix)
+    with whole_file(file) as temporary:
+        Path(temporary).write_bytes(content)
 
 
 def render_capacity_page(report: CapacityReport) -> str:
     """Returns the page's HTML, which fetches nothing."""
-    assessment, where = report.assessment, texts.cluster_text(report.assessment.cluster)
+    assessment, where = report.assessment, tables.cluster_text(report.assessment.cluster)
     kind = "fits" if assessment.fits else "short"
-    quantities = (memory_by_rank(assessment), time_by_rank(assessment)) if assessment.ranks else None
-    lines = [*texts.shortage_lines(assessment), *texts.host_lines(assessment)]
-    lines += texts.step_lines(assessment, *quantities) if quantities else []
+    quantities = (tables.memory_by_rank(assessment), tables.time_by_rank(assessment)) if assessment.ranks else None
+    lines = [*tables.shortage_lines(assessment), *tables.host_lines(assessment)]
+    lines += tables.step_lines(assessment, *quantities) if quantities else []
     lines += [*report.lines, *(f"fits with {argument}" for argument in report.remedies.arguments)]
-    sections = [f'<p class="{kind}">{escape(texts.verdict(assessment))}</p>\n{_paragraphs(lines)}']
+    sections = [f'<p class="{kind}">{escape(tables.verdict(assessment))}</p>\n{_paragraphs(lines)}']
     sections += map(_rank_section, quantities or [])
-    if not quantities:
-        drawn = render_svg(lambda drawing: chart.draw_demand(assessment, drawing.add_subplot()), (9, 2))
-        needed = figure("Needed and left", f"On all ranks of {where} together.", drawn)
-        sections.append(section("Memory", _legend(chart.DEMAND_COLOURS) + needed))
-    # where the tables lie, with what other placements would cost
-    tables = _table(texts.table_columns(assessment), assessment.tables, texts.is_in_host_memory)
-    has_alternatives = any(own.alternatives for own in assessment.tables)
-    sections.append(section("Tables", tables + _paragraphs([texts.ALTERNATIVES_LEGEND] * has_alternatives)))
+    # where the tables lie, with the costs of other placements
+    columns = [*tables.table_columns(assessment), *tables.reason_columns(assessment)]
+    legend = [tables.ALTERNATIVES_LEGEND] * any(own.alternatives for own in assessment.tables)
+    table = _table(columns, assessment.tables, tables.is_in_host_memory)
+    sections.append(section("Tables", table + _paragraphs(legend)))
     if report.notes:
         sections.append(section("Notes", _paragraphs(report.notes)))
     return page(f"distembed: plan for {where}", "".join(sections), _STYLE)
@@ -37,28 +58,14 @@ def _paragraphs(lines: Iterable[str]) -> str:
     return "".join(f"<p>{escape(line)}</p>\n" for line in lines)
 
 
-def _legend(colours: Mapping[str, str]) -> str:
-    shown = "".join(f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in colours.items())
-    return f'<p class="legend">{shown}</p>\n'
-
-
 def _rank_section(quantity: RankQuantity) -> str:
     """Returns the bars of all ranks, and their numbers in a table: a line for ranks that are alike."""
-    items = {item.name.replace(" ", "-"): item for item in quantity.items}
-
-    def with_tooltip(match: re.Match[str]) -> str:
-        rank, item = quantity.ranks[int(match[1])], items[match[2]]
-        title = f"rank {rank.rank}: {item.name} {quantity.text(item.amount(rank))}{quantity.unit}"
-        return f"{match[0]}<title>{escape(title)}</title>"
-
-    drawn = render_svg(lambda drawing: chart.draw_ranks(quantity, drawing.add_subplot()), (9, 4))
-    drawn = re.sub(rf'<g id="{quantity.name}-(\d+)-([^"]+)">', with_tooltip, drawn)
-    legend = _legend({item.name: chart.ITEM_COLOURS[item.name] for item in quantity.bar_items})
-    groups, left_out = quantity.shown_groups(chart.MAX_BARS)
-    columns = [*quantity.columns(), *map(of_first, quantity.remarks)]
-    table = _table(columns, groups, lambda group: not quantity.has_room(group[0]))
-    table += _paragraphs([left_out] if left_out else [])
-    return section(quantity.name.capitalize(), legend + figure(quantity.heading, quantity.caption, drawn) + table)
+    drawn = render_svg(lambda drawing: draw_ranks(quantity, drawing.add_subplot()), (9, 4))
+    names = "".join(f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in _colours(quantity).items())
+    groups, left_out = quantity.shown_groups(_MAX_BARS)
+    table = _table(quantity.columns, groups, lambda group: not quantity.has_room(group[0])) + _paragraphs(left_out)
+    shown = f'<p class="legend">{names}</p>\n{figure(quantity.heading, quantity.caption, drawn)}{table}'
+    return section(quantity.name.capitalize(), shown)
 
 
 def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marked: Callable[[LineT], bool]) -> str:
@@ -76,13 +83,76 @@ def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marke
     return f'<div class="wide"><table class="plan">\n<tr>{headings}</tr>\n{body}</table></div>\n'
 
 
+def _colours(quantity: RankQuantity) -> Mapping[str, str]:
+    return {
+        item.name: item.colour if isinstance(item.colour, str) else COLOURS[item.colour] for item in quantity.bar_items
+    }
+
+
+def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
+    """Draws a bar for each group of ranks, stacked by item; of very many groups the largest and the smallest."""
+    groups, _ = quantity.shown_groups(_MAX_BARS)
+    highest, limit = max(map(quantity.bar, quantity.ranks)) or 1.0, quantity.limit
+    has_limit = limit is not None and limit < 2.5 * highest  # where little is used the limit is far above the bars
+    highest = max(highest, limit or 0.0) if has_limit else highest
+    label, unit = "ms a step", 1
+    if limit is not None:
+        name, unit = binary_unit(int(highest))
+        label = f"{name} a rank"
+    bottom = np.zeros(len(groups))
+    for item in quantity.bar_items:
+        height = np.array([item.amount(group[0]) / unit for group in groups])
+        axes.bar(range(len(groups)), height, bottom=bottom, color=_colours(quantity)[item.name])
+        bottom += height
+    if limit is not None and has_limit:
+        axes.axhline(limit / unit, color=matplotlib.rcParams["text.color"], linestyle=(0, (4, 3)), linewidth=1.4)
+    labels = [tables.group_text(group) for group in groups]
+    axes.set_xticks(range(len(groups)), labels, rotation=90 if max(map(len, labels)) * len(groups) > 100 else 0)
+    axes.set_xlim(-0.5, max(len(groups), 6) - 0.5)
+    axes.set_ylim(0, 1.05 * highest / unit)
+    axes.set_xlabel("rank")
+    axes.set_ylabel(label)
+    axes.grid(False, axis="x")
+    axes.set_axisbelow(True)
+
+
+def render_chart(assessment: Assessment, file_format: str) -> bytes:
+    """Returns a file (``png`` or ``svg``) with the chart alone, on white; where there is no plan, with the shortage."""
+    dark = {key: "#222222" for key, value in FIGURE_SETTINGS.items() if value == PAGE_COLOUR}
+    with matplotlib.rc_context({**FIGURE_SETTINGS, **dark, "figure.facecolor": "white"}):
+        drawing = Figure(figsize=(10, 9.0 if assessment.ranks else 3.0), layout="constrained")
+        colour = _GREEN if assessment.fits else _RED
+        drawing.suptitle(tables.verdict(assessment), x=0.01, ha="left", parse_math=False, color=colour)
+        if assessment.ranks:
+            parts: Any = drawing.subfigures(2)
+            quantities = tables.memory_by_rank(assessment), tables.time_by_rank(assessment)
+            for part, quantity in zip(parts, quantities, strict=True):
+                axes = part.subplots()
+                draw_ranks(quantity, axes)
+                axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
+                _draw_legend(part, _colours(quantity))
+        else:
+            text = "\n".join(tables.shortage_lines(assessment))
+            drawing.text(0.01, 0.8, text, va="top", wrap=True, parse_math=False)
+        content = io.BytesIO()
+        # a date would make other bytes of the same values
+        metadata = {"Date": None, "Creator": MADE_BY} if file_format == "svg" else {"Software": MADE_BY}
+        drawing.savefig(content, format=file_format, dpi=150, metadata=metadata)
+    return content.getvalue()
+
+
+def _draw_legend(drawing: FigureBase, colours: Mapping[str, str]) -> None:
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    drawing.legend(handles=patches, loc="outside lower left", ncols=min(len(patches), 5))
+
+
 _STYLE = f"""
 .fits, .short {{ font-size: 1.15rem; font-weight: 600; }}
-.fits {{ color: {chart.GREEN}; }}
-.short {{ color: {chart.RED}; }}
+.fits {{ color: {_GREEN}; }}
+.short {{ color: {_RED}; }}
 p {{ margin: .35rem 0; overflow-wrap: anywhere; }}
 figure {{ margin-bottom: 1.5rem; }}
 table.plan .text {{ text-align: left; }}
 table.plan td.text:last-child, table.plan td.text:nth-last-child(2) {{ white-space: pre-line; min-width: 12rem; }}
-table.plan .marked {{ color: {chart.RED}; font-weight: 600; }}
+table.plan .marked {{ color: {_RED}; font-weight: 600; }}
 """

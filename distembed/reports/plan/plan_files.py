@@ -4,13 +4,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distembed.base.errors import UserError
-from distembed.base.files import require_file, whole_file
-
-if TYPE_CHECKING:
-    from distembed.reports.plan.report import CapacityReport
+from distembed.base.files import require_file
 
 REPORT_SUFFIXES = (".html", ".png", ".svg")  # a page, or the chart alone
 
@@ -39,22 +35,11 @@ class PlanFiles:
                 raise UserError(f"{other} and {option} both name {file}; name two files.")
             require_file(option, file, self.overwrite, may_replace_own=option == "--report")
         if self.report is not None:
-            _require_known_suffix(self.report)
+            require_known_suffix(self.report)
 
 
-def write_capacity_report(report: "CapacityReport", file: Path) -> None:
-    """Writes a report as a page (``.html``) or as the chart alone (``.png``, ``.svg``), whole or not at all."""
-    from distembed.reports.plan.chart import render_chart  # matplotlib takes a second to load
-    from distembed.reports.plan.page import render_capacity_page
-
-    _require_known_suffix(file)
-    suffix = file.suffix.lower()[1:]
-    content = render_capacity_page(report).encode() if suffix == "html" else render_chart(report.assessment, suffix)
-    with whole_file(file) as temporary:
-        Path(temporary).write_bytes(content)
-
-
-def _require_known_suffix(file: Path) -> None:
+def require_known_suffix(file: Path) -> None:
+    """Refuses a file whose suffix is of no form of report."""
     if file.suffix.lower() not in REPORT_SUFFIXES:
         found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
         raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")

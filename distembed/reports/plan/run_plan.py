@@ -11,14 +11,11 @@ from rich.console import Console
 from distembed.base.errors import InsufficientMemory
 from distembed.base.files import write_text
 from distembed.planning.devices import Cluster
-from distembed.reports.plan.as_json import report_as_json
 from distembed.reports.plan.compression import compress_config
-from distembed.reports.plan.configured_model import ConfiguredModel
-from distembed.reports.plan.plan_files import PlanFiles, write_capacity_report
-from distembed.reports.plan.plannable import Plannable
-from distembed.reports.plan.report import report_capacity
+from distembed.reports.plan.plan_files import PlanFiles
+from distembed.reports.plan.plannable import ConfiguredModel, Plannable
+from distembed.reports.plan.report import TrainingRun, report_as_json, report_capacity
 from distembed.reports.plan.terminal import print_capacity_report
-from distembed.reports.plan.training_cost import TrainingRun
 
 
 def run_plan(
@@ -59,5 +56,7 @@ def run_plan(
     if files.output is not None and fits:
         write_text(files.output, text + "\n", make_folder=True)
     if files.report is not None:
+        from distembed.reports.plan.page import write_capacity_report  # matplotlib takes a second to load
+
         write_capacity_report(report, files.report)
     return fits

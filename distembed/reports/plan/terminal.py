@@ -1,60 +1,38 @@
-"""A plan in a terminal: the tables and where they lie, what each rank holds, and whether it fits.
-
-Where a terminal is narrow, the columns that matter least are left out, or added up into one; what is left out is said.
-"""
+"""A plan in a terminal: the tables and where they lie, what each rank holds, and whether it fits."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from distembed.reports.plan import texts
+from distembed.reports.plan import tables
 from distembed.reports.plan.assessment import Assessment
-from distembed.reports.plan.by_rank import LineT, PlanColumn, RankQuantity, memory_by_rank, time_by_rank
 from distembed.reports.plan.report import CapacityReport
+from distembed.reports.plan.tables import LineT, PlanColumn, RankQuantity
 
 _MAX_LINES = 16
 _MAX_TABLES = 200
-_GAP = 2
-_BAR_WIDTHS = 8, 24
-_MAX_WIDTHS = {"table": 32, "why": 40}
-_TOLD_BELOW = ("why", "instead")  # columns whose texts stand below the table where there is no room for them
-
-
-@dataclass(frozen=True)
-class _PrintedColumn:
-    """A column as it is printed."""
-
-    column: PlanColumn[Any]
-    cells: Sequence[str]
-    max_width: int  # characters beyond which a cell is folded
-
-    @cached_property
-    def width(self) -> int:
-        """Width in characters; headings are broken between words."""
-        words = self.column.heading.split()
-        return min(self.max_width, max(map(cell_len, [*words, *"\n".join(self.cells).split("\n")])))
+_BAR_WIDTH = 24
+_MAX_WORD = 12
+_WIDE = 140  # characters from which on there is room for bars
+_LEAST_COLUMN = 7  # characters of a folded number, such as 1001.34, or of a shorter one and a space
 
 
 def print_capacity_report(report: CapacityReport, console: Console) -> None:
-    """Prints for a reader what ``distembed plan --json`` prints for a program; the width decides about columns."""
+    """Prints a report for a reader; in a narrow terminal cells are folded."""
     assessment = report.assessment
     if assessment.ranks:
         _print_tables(assessment, console)
-        memory, time = memory_by_rank(assessment), time_by_rank(assessment)
+        memory, time = tables.memory_by_rank(assessment), tables.time_by_rank(assessment)
         _print_ranks(memory, console)
         _print_ranks(time, console)
-        _print_lines(console, texts.step_lines(assessment, memory, time))
-    _print_lines(console, texts.host_lines(assessment), "bold yellow")
-    _print_lines(console, [texts.verdict(assessment)], "bold green" if assessment.fits else "bold red")
-    _print_lines(console, [f"  {line}" for line in texts.shortage_lines(assessment)])
+        _print_lines(console, tables.step_lines(assessment, memory, time))
+    _print_lines(console, tables.host_lines(assessment), "bold yellow")
+    _print_lines(console, [tables.verdict(assessment)], "bold green" if assessment.fits else "bold red")
+    _print_lines(console, [f"  {line}" for line in tables.shortage_lines(assessment)])
     _print_lines(console, report.lines)
     _print_lines(console, [f"note: {line}" for line in report.notes])
     _print_lines(console, [f"  fits with {argument}" for argument in report.remedies.arguments])
@@ -66,101 +44,66 @@ def _print_lines(console: Console, lines: Iterable[str], style: str = "") -> Non
         console.print(Text(line, style), soft_wrap=True)
 
 
-def _print_names(console: Console, title: str, names: Sequence[str]) -> None:
-    _print_lines(console, [f"{title}: {', '.join(names)}"] if names else [], "dim")
-
-
 def _print_tables(assessment: Assessment, console: Console) -> None:
-    """Prints a line for each table, in the model's order, and below why it lies there where the column has no room."""
-    num_tables = len(assessment.tables)
-    largest = sorted(range(num_tables), key=lambda index: -assessment.tables[index].storage.total)[:_MAX_TABLES]
-    assessment = replace(assessment, tables=tuple(assessment.tables[index] for index in sorted(largest)))
-    columns = texts.table_columns(assessment)
-    shown, left_out = _fitted(
-        lambda left_out: [own for own in columns if own.heading not in left_out], assessment.tables, console.width
-    )
-    room = console.width - _total_width(shown)  # which reasons may have
-    shown = [replace(own, max_width=own.width + room) if own.column.heading == "why" else own for own in shown]
-    grid = _grid("tables", shown)
-    for index, table in enumerate(assessment.tables):
-        style = "bold yellow" if texts.is_in_host_memory(table) else None
-        grid.add_row(*(Text(own.cells[index]) for own in shown), style=style)
+    """Prints a line for each table, in the model's order, and below it the reasons of their places."""
+    by_size = sorted(assessment.tables, key=lambda table: -table.storage.total)
+    largest = {table.name for table in by_size[:_MAX_TABLES]}
+    shown = [table for table in assessment.tables if table.name in largest]
+    columns = tables.table_columns(assessment)
+    grid = _grid("tables", columns, shown)
+    _add_rows(grid, columns, shown, tables.is_in_host_memory, "bold yellow")
     console.print(grid)
-    for column in columns:
-        if column.heading in _TOLD_BELOW and column.heading in left_out:
-            _print_lines(console, texts.lines_by_text(assessment, column))
-    if any(column.heading == "instead" for column in columns):
-        _print_lines(console, [texts.ALTERNATIVES_LEGEND], "dim")
-    _print_names(console, "left out in this width", [name for name in left_out if name not in _TOLD_BELOW])
+    lines = tables.reason_lines(assessment)
+    _print_lines(console, lines)
+    if any(table.alternatives for table in assessment.tables):
+        _print_lines(console, [tables.ALTERNATIVES_LEGEND], "dim")
+    if len(by_size) > _MAX_TABLES:
+        text = f"the {_MAX_TABLES} tables with most bytes of {len(by_size):,}; --json and --report have all"
+        _print_lines(console, [text], "dim")
     console.print()
-    if num_tables > _MAX_TABLES:
-        text = f"the {_MAX_TABLES} tables with most bytes of {num_tables:,}; --json and --report have all"
-        _print_lines(console, [text, ""], "dim")
 
 
 def _print_ranks(quantity: RankQuantity, console: Console) -> None:
-    """Prints a line for ranks that are alike, of those that are shown, with a bar."""
-    groups, left_out_groups = quantity.shown_groups(_MAX_LINES)
-    room = console.width - _GAP - _BAR_WIDTHS[0]
-    columns, left_out = _fitted(quantity.columns, groups, room)
-    width = min(_BAR_WIDTHS[1], max(_BAR_WIDTHS[0], console.width - _total_width(columns) - _GAP))
+    """Prints a line for ranks that are alike, with a bar where there is room."""
+    groups, left_out = quantity.shown_groups(_MAX_LINES)
     full = quantity.limit or max(map(quantity.bar, quantity.ranks))
-    grid = _grid(quantity.heading.lower(), columns)
-    grid.columns[0].justify = "right"
-    used = " used" if quantity.undrawn else ""
-    grid.add_column(f"of {quantity.text(full)}{quantity.unit}{used}", width=width)
-    for index, group in enumerate(groups):
-        has_room = quantity.has_room(group[0])
-        amount, colour = min(quantity.bar(group[0]), full), "default" if has_room else "red"
-        bar = Bar(full or 1.0, 0, amount, width=width, color=colour)
-        style = None if has_room else "bold red"
-        grid.add_row(*(Text(own.cells[index]) for own in columns), bar, style=style)
+    columns = quantity.columns[: len(quantity.columns) - len(quantity.remarks)]
+    if console.width < _LEAST_COLUMN * len(columns):
+        columns = [columns[0], *columns[1 + len(quantity.items) :]]
+        left_out = [*left_out, "the terminal is too narrow for all columns; --json and --report have them"]
+    grid = _grid(quantity.heading.lower(), columns, groups, gap=int(console.width >= _WIDE))
+    bars: list[Bar] = []
+    if console.width >= _WIDE:
+        grid.add_column(f"of {quantity.text(full)}", width=_BAR_WIDTH)
+        for group in groups:
+            colour = "default" if quantity.has_room(group[0]) else "red"
+            bars.append(Bar(full or 1.0, 0, min(quantity.bar(group[0]), full), width=_BAR_WIDTH, color=colour))
+    _add_rows(grid, columns, groups, lambda group: not quantity.has_room(group[0]), "bold red", bars)
     console.print(grid)
-    items = [item.name for item in quantity.items]
-    added = [name for name in items if name in left_out] if set(items) - set(left_out) else []
-    _print_names(console, "others", added)
-    _print_names(console, "left out in this width", [name for name in left_out if name not in added])
-    _print_lines(console, [left_out_groups] if left_out_groups else [], "dim")
+    _print_lines(console, left_out, "dim")
     console.print()
 
 
-def _fitted(
-    columns: Callable[[Sequence[str]], Sequence[PlanColumn[LineT]]], lines: Sequence[LineT], width: int
-) -> tuple[list[_PrintedColumn], list[str]]:
-    """Returns the columns that a width has room for, folded where needed, and the headings left out.
-
-    ``columns`` returns the columns where some headings are left out.
-    """
-    candidates = sorted(
-        (own for own in columns([]) if own.dispensable is not None), key=lambda own: own.dispensable or 0
-    )
-    for number in range(len(candidates) + 1):
-        left_out = [own.heading for own in candidates[:number]]
-        shown = [
-            _PrintedColumn(own, list(map(own.text, lines)), _MAX_WIDTHS.get(own.heading, width))
-            for own in columns(left_out)
-        ]
-        if _total_width(shown) <= width:
-            break
-    excess = _total_width(shown) - width
-    foldable = [index for index, own in enumerate(shown) if own.column.least_width is not None]
-    for index in sorted(foldable, key=lambda index: -(shown[index].column.least_width or 0)):
-        if excess > 0:
-            before = shown[index]
-            shown[index] = replace(before, max_width=max(before.column.least_width or 0, before.width - excess))
-            excess -= before.width - shown[index].width
-    return shown, left_out
-
-
-def _total_width(columns: Sequence[_PrintedColumn]) -> int:
-    return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
-
-
-def _grid(title: str, columns: Sequence[_PrintedColumn]) -> Table:
+def _grid(title: str, columns: Sequence[PlanColumn[LineT]], lines: Sequence[LineT], gap: int = 1) -> Table:
+    """Returns a table without rows; cells are folded between words, and long words of texts within."""
     grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0)
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
     )
     for own in columns:
-        justify: JustifyMethod = "right" if own.column.is_number else "left"
-        grid.add_column(own.column.heading, width=own.width, justify=justify, overflow="fold")
+        justify: JustifyMethod = "right" if own.is_number else "left"
+        longest = max((len(word) for line in lines for word in own.text(line).split()), default=0)
+        grid.add_column(own.heading, justify=justify, overflow="fold", min_width=min(longest, _MAX_WORD))
     return grid
+
+
+def _add_rows(
+    grid: Table,
+    columns: Sequence[PlanColumn[LineT]],
+    lines: Sequence[LineT],
+    is_marked: Callable[[LineT], bool],
+    style: str,
+    bars: Sequence[Bar] = (),
+) -> None:
+    for number, line in enumerate(lines):
+        cells = [Text(own.text(line)) for own in columns]
+        grid.add_row(*cells, *bars[number : number + 1], style=style if is_marked(line) else None)
