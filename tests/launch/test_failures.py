@@ -3,15 +3,15 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from distembed.base.errors import FolderInUse, RunError, UserError
 from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
 from launch.jobs.follow import first_failure
+from tests.processes import run_processes
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, file: Path, error: BaseException) -> None:
@@ -63,27 +63,27 @@ def test_the_time_of_errors_that_torch_itself_has_written_is_in_whole_seconds(tm
 
 TWICE = """
 import os, sys
-from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
+from distembed.commands.error_file import record_error
 number = os.environ["TORCHELASTIC_RESTART_COUNT"]
 record_error(RuntimeError(f"of start {number} on rank {os.environ['RANK']}"))
 sys.exit(1)
 """
 
 
+def launch_failing_rank(_: int, logs: Path, program: Path) -> None:
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    from torch.distributed.run import main
+
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+    main(["--nproc-per-node", "1", "--max-restarts", "1", *meeting, "--log-dir", str(logs), str(program)])
+
+
 def test_an_error_that_was_recovered_from_is_not_the_one_that_ended_the_job(tmp_path: Path) -> None:
     """What the launcher itself leaves of two starts of its ranks, and of the whole job."""
     (tmp_path / "fails.py").write_text(TWICE)
     node = tmp_path / "logs" / "app" / "node-0"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
-    ended = subprocess.run(
-        [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
-        + ["--log-dir", str(node), str(tmp_path / "fails.py")],
-        capture_output=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=120,
-    )
-    assert ended.returncode != 0
+    with pytest.raises(ProcessRaisedException, match="ChildFailedError"):
+        run_processes(1, launch_failing_rank, node, tmp_path / "fails.py")
     # the launcher gives each start of the job a folder of its own; this one has another name and is older
     (start,) = node.iterdir()
     shutil.copytree(start, node / f"{start.name}-earlier")

@@ -5,15 +5,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing import ProcessExitedException
 
 from distembed.base.process import PARENT_VARIABLE
 from launch.nodes.run import Starts
 from tests.launch.conftest import wait_until
+from tests.processes import run_processes, start_processes
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -81,25 +86,47 @@ class Node:
         (folder / "rank.py").write_text(RANK)
         host = host or ("127.0.0.2" if port else "localhost")  # which is waited for
         own = ["--node", str(number), "--starts", "starts", "--host", host, "--port", str(port)]
-        own += ["--grace", str(grace)]
         is_host = f",is_host={int(number == 0)}" if port and not meet else ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch.nodes.run", *own, "--"]
-            + ["--nnodes", j[0], "--nproc-per-node", str(j[1]), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
-            + ["--rdzv-endpoint", meet or f"{host}:{port}", "--max-restarts", str(max_restarts)]
-            + ["--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
-            + ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"],
-            cwd=folder,
-            env={**ENVIRONMENT, "PLAN": json.dumps(plan), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        arguments = [*own, "--grace", str(grace), "--"]
+        arguments += ["--nnodes", j[0], "--nproc-per-node", str(j[1]), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
+        arguments += ["--rdzv-endpoint", meet or f"{host}:{port}", "--max-restarts", str(max_restarts)]
+        arguments += ["--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
+        arguments += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"]
+        output = folder / f"printed-{number}-{len(list(folder.glob('printed-*')))}"
+        self.output = output.open("w+")
+        variables = {**ENVIRONMENT, "PLAN": json.dumps(plan), **environment}
+        (self.process,) = start_processes(1, run_node, arguments, folder, output, variables).processes
+
+    def line(self) -> str:
+        """The next line that it or its ranks print."""
+        wait_until(lambda: self._ends_a_line(), "it prints nothing")
+        return self.output.readline()
+
+    def _ends_a_line(self) -> bool:
+        at = self.output.tell()
+        has_line = self.output.readline().endswith("\n")
+        self.output.seek(at)
+        return has_line
 
     def end(self) -> tuple[int, str]:
-        """Its exit code, and what it and its ranks have printed."""
-        printed, _ = self.process.communicate(timeout=200)
-        return self.process.returncode, printed
+        """Its exit code, and what it and its ranks have printed since the last line that was read."""
+        self.process.join(timeout=200)
+        return self.process.exitcode, self.output.read()
+
+
+def run_node(_: int, arguments: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
+    """Does what ``python -m launch.nodes.run`` does, in a process that has loaded torch."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), descriptor)
+    from launch.nodes import run
+
+    sys.argv[1:] = arguments
+    code = run.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def starts(folder: Path, *ranks: int) -> list[int]:
@@ -156,16 +183,16 @@ def test_a_node_that_is_told_to_end_says_whether_its_ranks_have_saved(
     assert starts(tmp_path, 0, 1) == [1, 1]
 
 
-def storm(process: subprocess.Popen[str]) -> None:
+def storm(process: BaseProcess) -> None:
     """Tells a process to end, again and again, until it has ended."""
-    while process.poll() is None:
+    while process.is_alive():
         process.terminate()
 
 
 def test_a_node_that_is_told_to_end_twice_has_ended_by_the_first_time(tmp_path: Path) -> None:
     """While it waits for the first node, which is not there, and while it notes its end."""
     node = Node(tmp_path, {}, 1, ("2", 1), free_port(), DISTEMBED_MAX_RETRIES="3")
-    assert node.process.stdout is not None and "waiting up to 600 s" in node.process.stdout.readline()
+    assert "waiting up to 600 s" in node.line()
     storm(node.process)
     assert node.end() == (75, "")
     assert [file.name for file in (tmp_path / "starts").iterdir()] == ["0.interrupted"]
@@ -177,11 +204,9 @@ def test_a_node_that_is_told_to_end_while_it_starts_again_does_not(tmp_path: Pat
         port = first.getsockname()[1]
         again = {"DISTEMBED_START_AGAIN": "1", "DISTEMBED_MAX_RETRIES": "3"}
         node = Node(tmp_path, {0: "fail(75)"}, 1, ("1", 1), port, host="127.0.0.1", meet="localhost:0", **again)
-        assert node.process.stdout is not None
-        lines = []
-        while not lines or "starts again" not in lines[-1]:
-            lines.append(node.process.stdout.readline())
-            assert lines[-1], lines
+        lines = [node.line()]
+        while "starts again" not in lines[-1]:
+            lines.append(node.line())
         storm(node.process)
         code, printed = node.end()
     assert (code, printed) == (75, ""), lines
@@ -201,31 +226,32 @@ def test_a_mistake_on_one_node_ends_all_nodes_and_is_told_once(tmp_path: Path, m
     assert starts(tmp_path, 0, 1) == [1, 1]
 
 
-# Runs one rank, which ends by a mistake after the agent has looked at the exit codes and before torch does.
-BETWEEN_LOOKS = """
-import os, time
-from torch.distributed.run import config_from_args, parse_args
-from launch.nodes.agent import NodeAgent
+def run_slow_agent(_: int, folder: Path) -> None:
+    """Runs one rank, which ends by a mistake after the agent has looked at the exit codes and before torch does."""
+    os.chdir(folder)
+    from torch.distributed.run import config_from_args, parse_args
 
-class Slow(NodeAgent):
-    def _judge(self, failed, is_early):
-        verdict = super()._judge(failed, is_early)
-        open("judged", "w").close()
-        while self._exit_codes() != [2]:
-            time.sleep(0.01)
-        return verdict
+    from launch.nodes.agent import NodeAgent
 
-rank = "echo 0 >> starts-0; until [ -e judged ]; do sleep 0.01; done; exit 2"
-node = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-arguments = [*node, "--max-restarts=3", "--no-python", "bash", "-c", rank]
-config, entrypoint, program = config_from_args(parse_args(arguments))
-os._exit(Slow(config, entrypoint, tuple(program), 20, print).run_to_end())
-"""
+    class Slow(NodeAgent):
+        def _judge(self, failed: Sequence[int], is_early: bool) -> int | None:
+            verdict = super()._judge(failed, is_early)
+            open("judged", "w").close()
+            while self._exit_codes() != [2]:
+                time.sleep(0.01)
+            return verdict
+
+    rank = "echo 0 >> starts-0; until [ -e judged ]; do sleep 0.01; done; exit 2"
+    node = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    arguments = [*node, "--max-restarts=3", "--no-python", "bash", "-c", rank]
+    config, entrypoint, program = config_from_args(parse_args(arguments))
+    os._exit(Slow(config, entrypoint, tuple(program), 20, print).run_to_end())
 
 
 def test_a_rank_that_ends_while_it_is_looked_at_is_judged_by_its_exit_code(tmp_path: Path) -> None:
-    agent = subprocess.run([sys.executable, "-c", BETWEEN_LOOKS], cwd=tmp_path, env=ENVIRONMENT, timeout=100)
-    assert agent.returncode == 2
+    with pytest.raises(ProcessExitedException) as ended:
+        run_processes(1, run_slow_agent, tmp_path)
+    assert ended.value.exit_code == 2
     assert starts(tmp_path, 0) == [1]
 
 
@@ -254,7 +280,7 @@ def test_ranks_end_with_the_launcher_that_is_killed_and_save_before(tmp_path: Pa
     wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks do not start")
     ranks = [int((tmp_path / f"starts-{rank}").read_text()) for rank in range(2)]
     node.process.kill()
-    node.process.communicate()
+    node.process.join()
     wait_until(lambda: not any(map(is_running, ranks)), "ranks are left", seconds=20)
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
@@ -272,6 +298,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_process_on_this_machine_that_submitted_it(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     node = ["-m", "launch.nodes.run", "--node", "0", "--starts", "starts", "--", "--nproc-per-node", "2"]

@@ -278,6 +278,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Cannot determine resource instance type")
 def test_aws_batch_takes_the_job(aws: Any) -> None:
     # boto3 itself refuses fields that the service does not know
