@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from distembed.base.checksums import KEY, with_checksum
-from tests.robustness.commands import Commands
-from tests.robustness.workspace import Workspace, made_workspace
+from tests.robustness.commands import Commands, Workspace, made_workspace
 from tests.small_runs import config_values, write_dataset
 
 ROW = "1\t" + "\t".join(["7"] * 13) + "\t" + "\t".join(["0000abcd"] * 26) + "\n"

@@ -21,8 +21,7 @@ import yaml
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.robustness.checkpoint_numbers import change_metadata, to_earlier_format
-from tests.robustness.commands import Commands
-from tests.robustness.workspace import Workspace, made_workspace
+from tests.robustness.commands import Commands, Workspace, made_workspace
 from tests.small_runs import config_values, write_dataset
 
 CANARY = Path("canary")

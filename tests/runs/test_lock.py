@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import re
 import time
@@ -12,8 +13,8 @@ import pytest
 from distembed.base.errors import RunError, UserError
 from distembed.training.run_folder import lock
 from distembed.training.run_folder.lock import LOCK_NAME, locks_are_local, owned
-from tests.processes import start_processes
 
+FORK = multiprocessing.get_context("fork")  # nothing else needs the seconds in which a fresh process loads this package
 FOR_EVER = 240.0  # seconds; longer than any test takes that goes well
 
 
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def contend(number: int, folder: Path, log: Path, times: int) -> None:
+def contend(folder: Path, log: Path, times: int) -> None:
     lock._POLL_SECONDS = 0.02
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for _ in range(times):
@@ -36,7 +37,9 @@ def contend(number: int, folder: Path, log: Path, times: int) -> None:
 
 def test_never_two_own_it(folder: Path, tmp_path: Path) -> None:
     (log := tmp_path / "log").touch()
-    processes = start_processes(3, contend, folder, log, 3).processes
+    processes = [FORK.Process(target=contend, args=(folder, log, 3), daemon=True) for _ in range(3)]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
@@ -46,7 +49,7 @@ def test_never_two_own_it(folder: Path, tmp_path: Path) -> None:
         assert enters.endswith("enters") and leaves == enters.replace("enters", "leaves")
 
 
-def own(number: int, folder: Path, notes: Path) -> None:
+def own(folder: Path, notes: Path) -> None:
     os.environ["SLURM_JOB_ID"] = "4711"
     with owned(folder):
         notes.write_text(str(os.getpid()))
@@ -57,7 +60,8 @@ def test_it_is_refused_with_the_owners_name_and_free_once_the_owner_is_killed(fo
     from distembed.training.run_folder.folder import require_new_or_resume
 
     notes = tmp_path / "notes"
-    (process,) = start_processes(1, own, folder, notes).processes
+    process = FORK.Process(target=own, args=(folder, notes), daemon=True)
+    process.start()
     while not notes.exists() or not notes.read_text():
         assert process.is_alive()
         time.sleep(0.01)

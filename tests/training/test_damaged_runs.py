@@ -1,16 +1,25 @@
 """Run folders that are damaged, in every file and every way, under every command that reads them."""
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from distembed.base.errors import UserError
 from distembed.commands import cli
 from distembed.commands.shared import console
-from tests.small_runs import train_small
+from distembed.data.dataset.manifest import CHECKSUMS_NAME, PIECE
+from tests.data.test_damage import flip_a_bit
+from tests.robustness.disturbed_runs import DrawnRun, differences
+from tests.small_runs import command, config_values, distembed, train_small, write_dataset
+from tests.training.test_runs import losses, metrics
 
 
 def replace(kind: str, file: Path) -> None:
@@ -97,3 +106,134 @@ def test_a_damaged_run_is_read_as_far_as_it_goes_or_refused_in_a_sentence(
     }
     if (file, damage) != ("config.yaml", "half") and damage != "other values":
         assert must_refuse.get(file, set()) <= refused.keys()
+
+
+DAMAGED = r"part-0.parquet, row group {} is damaged: its checksum differs from the recorded one"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, Path]:
+    """A config and its dataset, to damage."""
+    dataset = write_dataset(tmp_path / "dataset")
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config_values(dataset)))
+    return tmp_path / "own.yaml", dataset
+
+
+@pytest.mark.distributed
+def test_damaged_row_groups_end_every_rank_with_their_name(own: tuple[Path, Path], tmp_path: Path) -> None:
+    config, dataset = own
+    train = dataset / "train" / "part-0.parquet"
+    # the splits' files are in order there, and the training split's has 8 row groups
+    for end in np.cumsum(np.fromfile(dataset / CHECKSUMS_NAME, PIECE)["bytes"])[:8].tolist():
+        flip_a_bit(train, end - 100)
+    ended = distembed("train", config, "--run-dir", tmp_path / "run", ranks=2, code=2)
+    assert "error: " in ended.stderr and "row group" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_row_group_that_is_damaged_for_one_rank_ends_both(own: tuple[Path, Path], tmp_path: Path) -> None:
+    """The other rank waits in a collective, and the launcher ends it."""
+    config, dataset = own
+    flip_a_bit(dataset / "train" / "part-0.parquet", 1000)
+    arguments = ("train", config, "--run-dir", tmp_path / "run")
+    ended = subprocess.run(command(*arguments, ranks=2), capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1  # the launcher's own
+    assert DAMAGED.format(0) in ended.stderr and "fetch the file again from where a whole copy is" in ended.stderr
+
+
+def damage(checkpoint: Path) -> None:
+    """Changes a bit of the first rank's weights."""
+    file = checkpoint / "rank-0.blocks"
+    whole = bytearray(file.read_bytes())
+    whole[100] ^= 4
+    file.write_bytes(whole)
+
+
+def train(config: Path, run: Path, max_steps: int, *options: str, ranks: int, code: int = 0) -> Any:
+    settings = ("train.checkpoint_every=3", "train.log_every=4", "train.evaluate_every=5", "train.keep_checkpoints=3")
+    return distembed(
+        "train", config, *settings, f"train.max_steps={max_steps}", "--run-dir", run, *options, ranks=ranks, code=code
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_it_goes_on_from_the_one_before(ranks: int, config: Path, tmp_path: Path) -> None:
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    train(config, undisturbed, 14, ranks=ranks)
+    shutil.copytree(undisturbed, run)
+    damage(run / "checkpoints" / "step-00000014")
+    if ranks == 2:
+        damage(run / "checkpoints" / "step-00000012")
+    before = "step-00000012" if ranks == 1 else "step-00000009"
+    refused = distembed("evaluate", run, code=2).stderr
+    assert "step-00000014 is damaged: rank-0.blocks, bytes" in refused and "remove" not in refused
+    done = train(config, run, 14, "--resume-or-start", ranks=ranks)
+    assert f"Going on from {run}/checkpoints/{before}." in done.stdout
+    assert "step-00000014, which is damaged, is kept as" in done.stdout
+    aside = sorted((run / "checkpoints").glob("damaged-*"))
+    assert [path.name for path in aside] == [f"damaged-step-{n:08d}" for n in ([14] if ranks == 1 else [12, 14])]
+    for path in aside:
+        shutil.rmtree(path)
+    same = DrawnRun(config, [], ranks, sync=False)
+    assert differences(run, same, undisturbed, same) == []
+
+
+def test_without_a_whole_one_it_fails_and_moves_nothing(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(config, run, 6, ranks=1)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    for name in names:
+        damage(run / "checkpoints" / name)
+    for _ in range(2):
+        failed = train(config, run, 6, "--resume", ranks=1, code=2).stderr
+        assert "no checkpoint in" in failed and all(f"{name} is damaged" in failed for name in names)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+
+
+def test_checkpoints_of_another_run_are_neither_read_nor_removed(config: Path, tmp_path: Path) -> None:
+    """Be they in the other run's own folder, or in a place of their own."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    place = f"train.checkpoint_dir={tmp_path / 'place'}"
+    train(config, other, 9, ranks=1)
+    train(config, tmp_path / "third", 9, place, ranks=1)
+    train(config, run, 3, ranks=1)
+    for theirs in (other / "checkpoints", tmp_path / "place"):
+        before = sorted(path for path in theirs.rglob("*") if path.name != ".run")
+        metrics = (run / "metrics.jsonl").read_text()
+        arguments = (f"train.checkpoint_dir={theirs}", "train.keep_checkpoints=1")
+        failed = train(config, run, 12, *arguments, "--resume", ranks=1, code=2).stderr
+        assert f"{theirs} holds checkpoints of another run than {run}" in failed
+        assert sorted(path for path in theirs.rglob("*") if path.name != ".run") == before
+        assert (run / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_place_with_older_checkpoints_than_the_runs_is_refused(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(config, run, 6, ranks=1)
+    shutil.copytree(run / "checkpoints", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "step-00000006")
+    failed = train(config, run, 9, f"train.checkpoint_dir={tmp_path / 'copy'}", "--resume", ranks=1, code=2).stderr
+    assert "the newest checkpoint is step-00000003; the run's newest is step-00000006 in" in failed
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_what_they_cannot_read(config: Path, dataset: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(dataset, damaged)
+    path = damaged / "train" / "part-0.parquet"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1  # in the first of eight row groups
+    path.write_bytes(data)
+    settings = [f"data.path={damaged}", "train.log_every=31"]
+    for ranks in (1, 2):
+        run = tmp_path / str(ranks)
+        done = distembed("train", config, *settings, "data.skip_unreadable=1", "--run-dir", run, ranks=ranks)
+        assert done.stdout.count("warning: rows of others take the place of those of") == 1
+        assert json.loads((run / "run.json").read_text())["unreadable_row_groups"] == [f"{path}, row group 0"]
+        assert metrics(run, "train")[-1]["unreadable_row_groups"] == 1
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+    refused = distembed("train", config, *settings, "--run-dir", tmp_path / "none", ranks=1, code=2)
+    assert "row group 0 is damaged" in refused.stderr

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distembed.commands import cli
-from distembed.training import evaluation
+from distembed.training import inference
 from distembed.training.prediction_columns import RankOrder
 from tests.processes import run_processes
 from tests.ranks import free_port
@@ -23,7 +23,7 @@ _BATCH = 37
 def use_run(rank: int, world_size: int, ports: list[int], run: Path, output: Path) -> None:
     """Predicts and evaluates with batches so small that each rank has several, and the last has fewer rows."""
     torch.set_num_threads(1)
-    evaluation.EVALUATION_BATCH_SIZE = _BATCH
+    inference.EVALUATION_BATCH_SIZE = _BATCH
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     predict = ["predict", str(run), "--output", str(output / "predictions.parquet")]

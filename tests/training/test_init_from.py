@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import shutil
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +255,18 @@ def test_the_next_day_of_raw_rows(tmp_path: Path) -> None:
     assert all(now[name] >= size for name, size in before.items()) and now != before
     distembed("predict", tmp_path / "second", "--input", rows, "-o", tmp_path / "scores.parquet")
     assert pq.read_metadata(tmp_path / "scores.parquet").num_rows == 400
+
+
+BENCH = Path(__file__).parents[2] / "tools" / "bench_grow.py"
+LATER = ["train.dense_optimizer.schedule.warmup=0.0", "train.dense_optimizer.learning_rate=0.0003"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_days_one_after_the_other_are_nearly_as_good_as_at_once(criteo_sample: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    arguments = [criteo_sample, "--seeds", 3, "--only", "full", "--output", output, "--later", *LATER]
+    subprocess.run([sys.executable, BENCH, *map(str, arguments)], check=True, capture_output=True)
+    (row,) = json.loads(output.read_text())
+    by_day, at_once = (statistics.mean(logloss for logloss, _ in row[way]) for way in ("by_day", "at_once"))
+    assert by_day - at_once < 0.002

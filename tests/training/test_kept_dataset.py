@@ -1,5 +1,6 @@
 """A run keeps what the ids of its dataset mean, and is of use without the dataset."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,10 +12,13 @@ from distembed.base.errors import UserError
 from distembed.data.dataset import kept
 from distembed.data.dataset.kept import keep_dataset, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
+from launch.jobs.preflight import check_dataset
 from tests.criteo_runs import criteo_run
 from tests.data.test_damage import flip_a_bit
 from tests.small_runs import distembed
+from tests.training.test_runs import losses, metrics
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +106,24 @@ def test_a_dataset_that_lies_in_the_run_is_left_alone(folder: Path, tmp_path: Pa
     manifest = Manifest.load(tmp_path / "dataset")
     keep_dataset(tmp_path, str(tmp_path / "dataset"), manifest)
     assert Manifest.load(tmp_path / "dataset") == manifest
+
+
+@pytest.mark.distributed
+def test_ranks_train_and_evaluate_on_a_url_as_on_the_folder(
+    config: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{dataset}"
+    local, there = tmp_path / "local", tmp_path / "there"
+    for run, path in ((local, dataset), (there, url)):
+        distembed("train", config, f"data.path={path}", "train.max_steps=10", "--run-dir", run, ranks=2)
+    assert losses(there) == losses(local) and len(losses(there)) == 10
+    found, expected = ([{**line, "seconds": 0, "time": 0} for line in metrics(run, "eval")] for run in (there, local))
+    assert found == expected and len(found) == 2
+    fetched = list((tmp_path / "cache").rglob("pieces/??/*"))
+    # one or two row groups and the footer of validation and test, and all eight of training
+    assert len(fetched) == 8 + 1 + 2 + 1 + 1 + 1
+    evaluated = json.loads(distembed("evaluate", local, "--data", url, "--json").stdout)
+    assert evaluated["rows"] == found[-1]["rows"] and evaluated["auc"] == pytest.approx(found[-1]["auc"], abs=1e-6)
+    finding = check_dataset(load_config(config, [f"data.path={url}"]))
+    assert (finding.status, finding.detail) == ("ok", f"{url}: 3 file(s)")

@@ -21,7 +21,7 @@ from distembed.base.errors import UserError
 from distembed.commands import cli
 from distembed.commands.shared import console
 from tests.processes import start_processes
-from tests.small_runs import ROWS, command, distembed, run_command, write_dataset
+from tests.small_runs import ROWS, command, config_values, distembed, run_command, write_dataset
 
 
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -33,10 +33,13 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in metrics(run, "train")]
 
 
-@pytest.fixture
-def finished(config: Path, tmp_path: Path) -> Path:
-    distembed("train", config, "train.epochs=2", "train.checkpoint_every=10", "--run-dir", tmp_path / "run")
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
+    settings = ("train.epochs=2", "train.checkpoint_every=10")
+    distembed("train", folder / "config.yaml", *settings, "--run-dir", folder / "run")
+    return folder / "run"
 
 
 def test_a_run_leaves_all_that_is_needed_to_trust_and_to_use_it(finished: Path, tmp_path: Path) -> None:

@@ -71,23 +71,32 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     for module in ("torch._dynamo", "torch.utils.tensorboard", "numba", "distembed.training.run"):
         importlib.import_module(module)  # once for all processes
 
-    with owned(sweep.folder), _Processes() as processes:
+    metric = sweep.runs[0].config.task.build().headline
+    if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
+        raise UserError(f"--sampler tpe and --prune need a metric to improve, and {metric.name!r} is none.")
+    with owned(sweep.folder), _Processes(num_workers) as processes:
         if sweep.sampler != "tpe":  # it reaches few of its combinations
             _check(to_train, sweep.folder / LOGS / "check.log")
-        study = _SweepStudy(sweep)
-        choices = study.choices(to_train)
-        while not processes.stopped:
-            is_full = len(processes.running) == num_workers
-            if not is_full and (choice := next(choices, None)) is not None:
+        study, space = _create_study(sweep, metric)
+        choices = _choices(sweep, to_train, study, space)
+        while True:
+            has_room = len(processes.running) < num_workers and not processes.stopped
+            if has_room and (choice := next(choices, None)) is not None:
                 run, trial = choice
                 say(f"{'resuming' if run.state == 'resumed' else 'training'} {run.name}")
-                processes.start(sweep.folder / LOGS / f"{run.name}.log", run, trial, num_workers)
-            elif processes.running:
-                _end_one(processes, study, sweep, outcomes, say)
-            else:
+                processes.start(sweep.folder / LOGS / f"{run.name}.log", run, trial)
+                continue
+            if not processes.running:
                 break
-        while processes.running:
-            _end_one(processes, study, sweep, outcomes, say)
+            run, trial, outcome = processes.wait_for_one()
+            value = _validated(run, metric)[1] if outcome.status == "finished" else math.nan
+            state = TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL
+            study.tell(trial, value) if math.isfinite(value) else study.tell(trial, state=state)
+            outcomes[run.name] = outcome
+            sweep.record(outcomes)
+            place = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
+            told = outcome.described or outcome.error or ""
+            say(f"{place} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {told}".rstrip())
     if processes.stopped:
         num_finished = sum(outcome.status == "finished" for outcome in outcomes.values())
         raise Interrupted(
@@ -96,17 +105,50 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     return outcomes
 
 
-def _end_one(
-    processes: "_Processes", study: "_SweepStudy", sweep: Sweep, outcomes: dict[str, Outcome], say: Say
-) -> None:
-    """Waits for the end of a run, and records it."""
-    run, trial, outcome = processes.wait_for_one()
-    study.tell(run, trial, outcome)
-    outcomes[run.name] = outcome
-    sweep.record(outcomes)
-    told = outcome.described or outcome.error or ""
-    place = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
-    say(f"{place} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {told}".rstrip())
+def _create_study(sweep: Sweep, metric: ReportedMetric) -> tuple[optuna.Study, dict[str, BaseDistribution]]:
+    """Returns the Optuna study of this command, which knows the runs of earlier ones, and the values to choose from."""
+    values: dict[str, list[str]] = {}
+    for run in sweep.runs:
+        for key, text in _params(run).items():
+            values.setdefault(key, []).append(text)
+    space: dict[str, BaseDistribution] = {
+        key: CategoricalDistribution(list(dict.fromkeys(texts))) for key, texts in values.items()
+    }
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
+        study_name=f"{sweep.config.stem} {datetime.now():%Y-%m-%d %H:%M:%S.%f}",
+        direction="maximize" if metric.better == "higher" else "minimize",
+        sampler=optuna.samplers.TPESampler(seed=0, constant_liar=True),
+        pruner=optuna.pruners.MedianPruner() if sweep.prune else optuna.pruners.NopPruner(),
+    )
+    for run in sweep.runs:
+        evaluations, value = _validated(run, metric) if run.state == "finished" else ({}, math.nan)
+        if math.isfinite(value):
+            known = create_trial(value=value, params=_params(run), distributions=space, intermediate_values=evaluations)
+            study.add_trial(known)
+    return study, space
+
+
+def _choices(
+    sweep: Sweep, to_train: Sequence[PlannedRun], study: optuna.Study, space: dict[str, BaseDistribution]
+) -> Iterator[tuple[PlannedRun, Trial]]:
+    """Yields the runs to train with their trials; TPE chooses each when it is asked for, by the results until then."""
+    waiting = {run.varied: run for run in to_train}
+    num_left = len(waiting)
+    if sweep.sampler == "tpe":
+        num_left = min(num_left, (sweep.trials or 0) - (len(sweep.runs) - num_left))
+    for _ in range(num_left):
+        if sweep.sampler != "tpe":
+            study.enqueue_trial(_params(next(iter(waiting.values()))))
+        trial = study.ask(space)
+        run = waiting.pop(tuple(f"{key}={trial.params[key]}" for key in space), None)
+        if run is None:  # TPE has drawn a combination again, and the first one that is left takes its place
+            study.tell(trial, state=TrialState.FAIL)
+            run = waiting.pop(next(iter(waiting)))
+            study.enqueue_trial(_params(run))
+            trial = study.ask(space)
+        yield run, trial
 
 
 class _Running(NamedTuple):
@@ -122,8 +164,9 @@ class _Running(NamedTuple):
 class _Processes:
     """A context manager that owns the processes of a sweep and passes signals on to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
         self.stopped = False
+        self._num_workers = num_workers
         self.running: list[_Running] = []
 
     def __enter__(self) -> "_Processes":
@@ -141,11 +184,11 @@ class _Processes:
             each.process.kill() if self.stopped else each.process.terminate()
         self.stopped = True
 
-    def start(self, log: Path, run: PlannedRun, trial: Trial, num_workers: int) -> None:
+    def start(self, log: Path, run: PlannedRun, trial: Trial) -> None:
         """Starts a process that trains a run and prints to a log."""
-        worker = min(set(range(num_workers)) - {each.worker for each in self.running})
+        worker = min(set(range(self._num_workers)) - {each.worker for each in self.running})
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        arguments = log, run, trial, worker, share_of_cores(worker, num_workers), sender
+        arguments = log, run, trial, worker, share_of_cores(worker, self._num_workers), sender
         process = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
         # a signal in between would not reach the new process, or would find this handler in it
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -170,67 +213,6 @@ class _Processes:
                 outcome = Outcome("interrupted", "it was ended before it could save a checkpoint")
         self.running.remove(ended)
         return ended.run, ended.trial, outcome
-
-
-class _SweepStudy:
-    """The Optuna study of a sweep, which chooses runs and learns from their results, of earlier commands too."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        self._metric: ReportedMetric = sweep.runs[0].config.task.build().headline
-        if self._metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
-            raise UserError(f"--sampler tpe and --prune need a metric to improve, and {self._metric.name!r} is none.")
-        values: dict[str, list[str]] = {}
-        for run in sweep.runs:
-            for key, text in _params(run).items():
-                values.setdefault(key, []).append(text)
-        self._distributions: dict[str, BaseDistribution] = {
-            key: CategoricalDistribution(list(dict.fromkeys(texts))) for key, texts in values.items()
-        }
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
-            study_name=f"{sweep.config.stem} {datetime.now():%Y-%m-%d %H:%M:%S.%f}",
-            direction="maximize" if self._metric.better == "higher" else "minimize",
-            sampler=optuna.samplers.TPESampler(seed=0, constant_liar=True),
-            pruner=optuna.pruners.MedianPruner() if sweep.prune else optuna.pruners.NopPruner(),
-        )
-        for run in sweep.runs:
-            evaluations, value = _validated(run, self._metric) if run.state == "finished" else ({}, math.nan)
-            if math.isfinite(value):
-                trial = create_trial(
-                    value=value,
-                    params=_params(run),
-                    distributions=self._distributions,
-                    intermediate_values=evaluations,
-                )
-                self._study.add_trial(trial)
-
-    def choices(self, to_train: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, Trial]]:
-        """Yields the runs to train with their trials; each is chosen when it is asked for."""
-        waiting = {run.varied: run for run in to_train}
-        num_left = len(waiting)
-        if self._sweep.sampler == "tpe":
-            num_left = min(num_left, (self._sweep.trials or 0) - (len(self._sweep.runs) - num_left))
-        for _ in range(num_left):
-            trial = self._study.ask(self._distributions) if self._sweep.sampler == "tpe" else None
-            drawn = None if trial is None else tuple(f"{key}={trial.params[key]}" for key in self._distributions)
-            if drawn not in waiting:  # the first run takes the place of one that was chosen before
-                if trial is not None:
-                    self._study.tell(trial, state=TrialState.FAIL)
-                drawn = next(iter(waiting))
-                self._study.enqueue_trial(_params(waiting[drawn]))
-                trial = self._study.ask(self._distributions)
-            assert trial is not None
-            yield waiting.pop(drawn), trial
-
-    def tell(self, run: PlannedRun, trial: Trial, outcome: Outcome) -> None:
-        """Records the result of a run."""
-        value = _validated(run, self._metric)[1] if outcome.status == "finished" else math.nan
-        if math.isfinite(value):
-            self._study.tell(trial, value)
-        else:
-            self._study.tell(trial, state=TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL)
 
 
 def _params(run: PlannedRun) -> dict[str, str]:
