@@ -188,17 +188,10 @@ class _PlainBags(nn.Module):
         return torch.stack([bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=True)], dim=1)
 
 
-class _Identity(nn.Module):
-    """Replaces DLRM's stacking, because the vectors are stacked already."""
-
-    def forward(self, stacked: Tensor) -> Tensor:
-        return stacked
-
-
 def plain(batch_size: int) -> Step:
     """Returns a step of DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
     model = DLRM(_PlainBags(), NAMES, DIM, NUM_DENSE)
-    model.stack = _Identity()
+    model.stack = nn.Identity()  # the bags' vectors are stacked already
     bags = list(model.embeddings.parameters())
     sparse = torch.optim.Adagrad(bags, lr=LEARNING_RATE)
     dense = torch.optim.Adagrad(
