@@ -23,21 +23,15 @@ _BETWEEN = "-_./=, "
 
 @dataclass(frozen=True)
 class Sample:
-    """The values of a metric in the runs of a group.
+    """The values of a metric in the runs of a group."""
 
-    Attributes:
-        number: Number of values that are known, such as those of the seeds of a group.
-        mean: Their mean; NaN without any.
-        standard_deviation: Their standard deviation, with ``number - 1`` in the denominator; NaN of fewer than two.
-    """
-
-    number: int
-    mean: float
-    standard_deviation: float
+    number: int  # number of known values
+    mean: float  # their mean; NaN without any
+    standard_deviation: float  # their standard deviation, with `number - 1` in the denominator; NaN of fewer than two
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        """Returns the sample of these values, of which some may be NaN."""
+        """Returns the sample of these values; NaN is left out."""
         known = [value for value in values if not math.isnan(value)]
         deviation = statistics.stdev(known) if len(known) > 1 else math.nan
         return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)
@@ -49,21 +43,16 @@ class Sample:
         return error if error > 0 else math.nan
 
     def standard_errors_from(self, baseline: "Sample") -> float:
-        """Returns how many standard errors the mean is above the baseline's; NaN where there is no such error."""
+        """Returns how many standard errors the mean is above the baseline's; NaN where the error is not known."""
         return (self.mean - baseline.mean) / self.standard_error(baseline)
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs whose configs differ in ``train.seed`` alone, of one dataset's ids and evaluated on the same split.
+    """Runs whose configs differ in ``train.seed`` alone, of one dataset's ids and evaluated on one split."""
 
-    Attributes:
-        name: What the names of its runs have in common, or the first one's.
-        runs: The runs in their order.
-    """
-
-    name: str
-    runs: tuple[RunSummary, ...]
+    name: str  # the common beginning of the runs' names, or the first name
+    runs: tuple[RunSummary, ...]  # the runs in their order
 
     @property
     def evaluated_on(self) -> str:
@@ -76,7 +65,7 @@ class RunGroup:
         return len({run.info.seed for run in self.runs})
 
     def sample(self, metric: str) -> Sample:
-        """Returns the values of a metric, one for each seed; those of one seed are averaged, as they are not chance."""
+        """Returns the values of a metric, the mean of each seed's runs, which do not differ by chance."""
         by_seed: dict[int | None, list[float]] = {}
         for run in self.runs:
             by_seed.setdefault(run.info.seed, []).append(run.metric(metric))
@@ -101,8 +90,8 @@ def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
 def best_first(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     """Returns runs by the headline metric of the first, the best first; runs that differ in the seed alone together.
 
-    Groups are ordered by the means of their runs; those of unfinished runs, whose metrics may be those of another
-    split, and those of which it is not known come last.
+    Groups are ordered by the means of their runs. Groups with unfinished runs, whose metrics may be of another split,
+    and groups without the metric come last.
     """
     if not summaries:
         return []
@@ -127,7 +116,7 @@ def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
 
 
 def without_seed(config_yaml: str) -> str:
-    """Returns the text of a run's config without what each run of a group has of its own in the section ``train``.
+    """Returns the text of a run's config without the settings of ``train`` that differ within a group.
 
     That is its seed, and the place of its checkpoints, where several runs are given one outside of their folders.
     """
@@ -141,9 +130,9 @@ def without_seed(config_yaml: str) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Returns what names begin with, without a part such as ``-seed`` or ``/`` before what differs.
+    """Returns the common beginning of names, without a last part like ``-seed`` or ``/``.
 
-    Names that say nothing but the seed, as those of a sweep over it alone, have ``run`` in common.
+    Names that consist of the seed alone, like the names of a sweep over it, have ``run`` in common.
     """
     if len(names) == 1:
         return names[0]
@@ -157,17 +146,11 @@ UNKNOWN = "–"
 
 @dataclass(frozen=True)
 class GroupTable:
-    """A row for each group of runs that differ in their seed alone.
+    """A row for each group of runs that differ in their seed alone."""
 
-    Attributes:
-        headings: Text above each column.
-        rows: The cells of each group, the first of which is its name.
-        note: What the numbers are, in a sentence or two.
-    """
-
-    headings: list[str]
-    rows: list[list[str]]
-    note: str
+    headings: list[str]  # text above each column
+    rows: list[list[str]]  # the cells of each group, the first of which is its name
+    note: str  # explains the numbers in a sentence or two
 
     @classmethod
     def of(
@@ -176,7 +159,7 @@ class GroupTable:
         """Returns the table of some metrics; None where nothing is compared and no run has another with its config.
 
         Raises:
-            UserError: There is no such baseline.
+            UserError: No run or group has the baseline's name.
         """
         groups = group_runs(summaries)
         base = None if baseline is None else find_baseline(groups, baseline)
@@ -207,7 +190,7 @@ def _cells(group: RunGroup, metrics: Sequence[ReportedMetric], base: RunGroup | 
 
 
 def _sample_text(sample: Sample, number_format: str) -> str:
-    """Returns such as ``0.1234 ± 0.0012``, or the mean alone where there is no standard deviation."""
+    """Returns text like ``0.1234 ± 0.0012``, or the mean alone where there is no standard deviation."""
     if math.isnan(sample.mean):
         return UNKNOWN
     mean = format(sample.mean, number_format)
@@ -216,7 +199,7 @@ def _sample_text(sample: Sample, number_format: str) -> str:
 
 
 def _difference_text(sample: Sample, base: Sample, number_format: str) -> str:
-    """Returns such as ``+0.0034 ± 0.0008 (+4.2 s.e.)``, or the difference alone where its noise is not known."""
+    """Returns text like ``+0.0034 ± 0.0008 (+4.2 s.e.)``, or the difference alone where its noise is not known."""
     difference = sample.mean - base.mean
     if math.isnan(difference):
         return UNKNOWN
@@ -239,19 +222,13 @@ def _note(base: RunGroup | None) -> str:
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """A column of the comparison.
+    """A column of the comparison."""
 
-    Attributes:
-        heading: Text above the column.
-        text: Returns the text of a run's cell.
-        sort_key: Returns the number that is lowest for the best of several runs, which is marked; None to mark none.
-        in_terminal: Whether the narrower table in a terminal has the column too.
-    """
-
-    heading: str
-    text: Callable[[RunSummary], str]
+    heading: str  # text above the column
+    text: Callable[[RunSummary], str]  # returns the text of a run's cell
+    # returns the number that is lowest for the best of several runs, which is marked; None to mark none
     sort_key: Callable[[RunSummary], float] | None = None
-    in_terminal: bool = True
+    in_terminal: bool = True  # whether the narrower table in a terminal has the column too
 
 
 def report_columns(summaries: Sequence[RunSummary]) -> list[ReportColumn]:
@@ -280,7 +257,7 @@ def reported_metrics(summaries: Sequence[RunSummary]) -> list[ReportedMetric]:
 
 
 def describe_schemes(run: RunSummary) -> str:
-    """Returns such as ``20 quotient_remainder, 6 full``."""
+    """Returns text like ``20 quotient_remainder, 6 full``."""
     return ", ".join(f"{count} {scheme}" for scheme, count in run.info.schemes.items()) or UNKNOWN
 
 
@@ -300,19 +277,19 @@ def _metric_column(metric: ReportedMetric) -> ReportColumn:
 
 
 def _embedding_rows(run: RunSummary) -> str:
-    """Returns the rows of a run's tables, and which share of those of full tables that is."""
+    """Returns the rows of a run's tables, and their share of the rows of full tables."""
     rows, full = run.info.embedding_rows, run.info.full_embedding_rows
     return format_number(rows, ",.0f") + _share(rows, full)
 
 
 def _embedding_megabytes(run: RunSummary) -> str:
-    """Returns the megabytes of a run's tables, and which share of those of full tables that is."""
+    """Returns the megabytes of a run's tables, and their share of the megabytes of full tables."""
     num_bytes, full = run.info.embedding_bytes, run.info.full_embedding_bytes
     return format_number(num_bytes / 1e6, ",.1f") + _share(num_bytes, full)
 
 
 def _compression(run: RunSummary) -> str:
-    """Returns how many times the bytes full tables have, such as ``3.9x``."""
+    """Returns the bytes of full tables over the bytes of a run's tables, like ``3.9x``."""
     num_bytes, full = run.info.embedding_bytes, run.info.full_embedding_bytes
     return f"{full / num_bytes:.1f}x" if num_bytes > 0 and not math.isnan(full) else UNKNOWN
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from distembed.base.files import MADE_BY
 
 COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
-"""Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""
+"""Colours of compared runs and items, of middling lightness, so that they can be read on white as well as on black."""
 
 _DASHES: tuple[tuple[int, ...], ...] = ((), (4, 2), (1, 1), (6, 1, 1, 1), (2, 2, 6, 2), (8, 3), (1, 3), (3, 1))
 PAGE_COLOUR = "#010203"  # stands for currentColor, which matplotlib does not know
@@ -45,7 +45,7 @@ FIGURE_SETTINGS: Any = {
 
 
 def colour(index: int) -> str:
-    """Returns the colour of number ``index`` of what is compared; the colours repeat."""
+    """Returns the colour of run or item number ``index``; the colours repeat."""
     return COLOURS[index % len(COLOURS)]
 
 
@@ -83,12 +83,12 @@ def figure(heading: str, caption: str, svg: str) -> str:
 
 
 def swatch(colour: str) -> str:
-    """Returns a dot in a colour, to stand before the name of what has that colour in a figure."""
+    """Returns a dot in a colour, which precedes a name in a legend."""
     return f'<i style="background:{colour}"></i>'
 
 
 def line_swatch(index: int) -> str:
-    """Returns a piece of the line that number ``index`` of what is compared has in figures, to stand before a name."""
+    """Returns a piece of the line of run number ``index`` in figures, which precedes its name."""
     pattern = " ".join(str(2 * length) for length in dashes(index))
     return (
         f'<svg class="line" viewBox="0 0 36 8" aria-hidden="true"><line x1="0" y1="4" x2="36" y2="4" '
@@ -97,7 +97,7 @@ def line_swatch(index: int) -> str:
 
 
 def render_svg(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
-    """Returns as SVG, to stand in a page, what ``draw`` draws into a figure of this width and height."""
+    """Returns the SVG, for a page, of a figure of this width and height that ``draw`` fills."""
     with matplotlib.rc_context(FIGURE_SETTINGS):
         drawn = Figure(figsize=inches, layout="constrained")
         draw(drawn)

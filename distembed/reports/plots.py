@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from distembed.reports.labels import LabelledPoint, draw_labels
 from distembed.reports.pages import PAGE_COLOUR, colour, dashes, render_svg
 from distembed.training.run_folder.record import MetricsLine, RunRecord, RunSummary
 
@@ -27,19 +26,12 @@ MOST_MARKS = 40
 
 @dataclass(frozen=True)
 class ShownRun:
-    """A run as the figures show it.
+    """A run as the figures show it."""
 
-    Attributes:
-        record: What its folder holds.
-        summary: The run, summed up.
-        number: Number of the runs that differ from it in their seed alone, from 0, by which it has its colour.
-        label: What these are called in figures.
-    """
-
-    record: RunRecord
-    summary: RunSummary
-    number: int
-    label: str
+    record: RunRecord  # the contents of its folder
+    summary: RunSummary  # the run, summed up
+    number: int  # number of the runs that differ from it in their seed alone, from 0, by which it has its colour
+    label: str  # name of these runs in figures
 
     @property
     def style(self) -> dict[str, Any]:
@@ -50,7 +42,7 @@ class ShownRun:
 def loss_curve(runs: Sequence[ShownRun]) -> str:
     """Draws the loss of the training windows (thin) and of the evaluations (marked) against rows read.
 
-    The scale leaves out each run's first tenth, beside whose losses the rest would be a flat line.
+    The scale leaves out each run's first tenth, whose high losses would flatten the rest.
     """
 
     def scale(axes: Axes) -> None:
@@ -112,24 +104,23 @@ def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str
     Args:
         runs: The runs.
         metric: Name of the metric.
-        label: Text beside its axis.
+        label: Text of its axis.
     """
     places = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
     known = [(run, x, y) for run, x, y in places if x > 0 and not math.isnan(y)]
     by_number: dict[int, list[tuple[ShownRun, float, float]]] = {}
     for place in known:
         by_number.setdefault(place[0].number, []).append(place)
-    means = [
-        LabelledPoint(own[0][1], statistics.fmean(y for *_, y in own), own[0][0].label, colour(number))
-        for number, own in by_number.items()
-    ]
 
     def draw(axes: Axes) -> None:
         for run, x, y in known:
             if len(by_number[run.number]) > 1:
                 axes.plot([x], [y], marker="o", markersize=4, linestyle="", color=colour(run.number), alpha=0.55)
-        for mean in means:
-            axes.plot([mean.x], [mean.y], marker="o", markersize=8, linestyle="", color=mean.colour)
+        for number, own in by_number.items():
+            mean = own[0][1], statistics.fmean(y for *_, y in own)
+            axes.plot(*([value] for value in mean), marker="o", markersize=8, linestyle="", color=colour(number))
+            beside: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(own[0][0].label, mean, fontsize=8, color=colour(number), **beside)
         axes.set_xscale("log")
         axes.margins(y=0.15)
         if known:
@@ -140,7 +131,6 @@ def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("parameters")
         axes.set_ylabel(label)
-        draw_labels(axes, means, [(x, y) for _, x, y in known])
 
     return _render(draw)
 
@@ -158,7 +148,7 @@ def _curves(
 
     Args:
         runs: The runs.
-        label: Text beside the vertical axis.
+        label: Text of the vertical axis.
         train_metric: Name of the metric in training windows.
         eval_metric: Name of the metric in evaluations.
         scale: Sets the limits of the axes once everything is drawn.
@@ -199,7 +189,7 @@ def _label_rows(axes: Axes, label: str) -> None:
 
 
 def _render(draw: Callable[[Axes], None]) -> str:
-    """Returns what is drawn as SVG text, which says so where there is nothing yet."""
+    """Returns a figure as SVG text; it says so where nothing is recorded yet."""
 
     def draw_axes(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -211,7 +201,7 @@ def _render(draw: Callable[[Axes], None]) -> str:
 
 
 def _has_points(axes: Axes) -> bool:
-    """Returns whether anything but the dashed line below the others was drawn."""
+    """Returns whether anything but the diagonal was drawn."""
     return any(_finite(line.get_xdata()) and _finite(line.get_ydata()) and line.get_zorder() > 1 for line in axes.lines)
 
 

@@ -45,21 +45,15 @@ _MOST_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class ConfigDifferences:
-    """The settings in which configs differ.
+    """The settings in which configs differ."""
 
-    Attributes:
-        keys: Dotted keys of the settings, in the order of the configs; at most :data:`MOST_SETTINGS`.
-        values: The text of each setting, by config; empty where a config has none.
-        num_others: Number of further settings that differ.
-    """
-
-    keys: tuple[str, ...]
-    values: tuple[tuple[str, ...], ...]
-    num_others: int
+    keys: tuple[str, ...]  # dotted keys of the settings, in the order of the configs; at most :data:`MOST_SETTINGS`
+    values: tuple[tuple[str, ...], ...]  # the text of each setting, by config; empty where a config has none
+    num_others: int  # number of further settings that differ
 
     @classmethod
     def of(cls, configs: Sequence[str]) -> "ConfigDifferences":
-        """Returns what differs between configs in YAML; one that cannot be read has no settings."""
+        """Returns the settings in which YAML configs differ; a config that cannot be read has none."""
         settings = [dict(_settings(config)) for config in configs]
         known = dict.fromkeys(key for own in settings for key in own)
         differ = [key for key in known if len({own.get(key) for own in settings}) > 1]
@@ -106,15 +100,15 @@ def write_run_report(
         runs: Run folders, in the order in which to show them.
         output: The file to write; its folder is made where it is missing. A report that is there is replaced.
         overwrite: Whether any other file is replaced, too.
-        baseline: Name of the run, or of the group of runs that differ in their seed alone, that the others are compared
+        baseline: Name of the run, or of the group of runs that differ in their seed alone, that all others are compared
             with; None for none.
 
     Returns:
-        One summary a run, in the same order.
+        One summary a run, in order.
 
     Raises:
         UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file, or is one that is
-            no report and not to be replaced; or there is no such baseline.
+            no report and not to be replaced; or no run or group has the baseline's name.
         RunError: The file cannot be written.
     """
     if not runs:
@@ -135,7 +129,7 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseli
     """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any.
 
     Raises:
-        UserError: There is no such baseline.
+        UserError: No run or group has the baseline's name.
     """
     columns = [column for column in report_columns(summaries) if column.in_terminal]
     rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
@@ -172,12 +166,12 @@ def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummar
     """Returns the page's HTML.
 
     Args:
-        named: Name -> what the folder of the run holds.
-        summaries: The same runs in the same order, summed up.
-        baseline: Name of the run or group that the others are compared with; None for none.
+        named: Name -> record of the run's folder.
+        summaries: These runs in this order, summed up.
+        baseline: Name of the run or group that all others are compared with; None for none.
 
     Raises:
-        UserError: There is no such baseline.
+        UserError: No run or group has the baseline's name.
     """
     means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
     groups = group_runs(summaries)
@@ -201,7 +195,7 @@ def _names_fit(groups: Sequence[RunGroup]) -> bool:
 def _shown_runs(
     named: dict[str, RunRecord], groups: Sequence[RunGroup], summaries: Sequence[RunSummary], is_numbered: bool
 ) -> list[ShownRun]:
-    """Returns the runs with what tells them apart in figures: names, or numbers from 1, of their groups."""
+    """Returns the runs with the labels of their groups in figures: names, or numbers from 1."""
     group_numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
     labels = [str(number) if is_numbered else group.name for number, group in enumerate(groups, start=1)]
     numbered = [(run, group_numbers[run.name]) for run in summaries]
@@ -239,7 +233,7 @@ def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
 
 
 def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
-    """Returns the name of a group of runs behind its line, and its number where figures have numbers."""
+    """Returns the line of a group of runs, its number where figures have numbers, and its name."""
     return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{escape(group.name)}"
 
 
@@ -268,7 +262,7 @@ def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary
 
 
 def _legend(groups: Sequence[RunGroup], is_numbered: bool) -> str:
-    """Returns the names of runs that differ in their seed alone beside their lines."""
+    """Returns the line and the name of each group of runs."""
     runs = "".join(f"<span>{_group_name(i, group, is_numbered)}</span>" for i, group in enumerate(groups))
     return f'<p class="legend">{runs}</p>\n'
 
@@ -307,7 +301,7 @@ def _splits(names: Iterable[str]) -> str:
 
 
 def _run_details(run: RunRecord, name: str) -> str:
-    """Returns what is known of one run beside its metrics, folded away behind its name."""
+    """Returns the facts of one run and its config, folded away under its name."""
     info = run.info
     facts = {
         "folder": run.path,

@@ -1,6 +1,5 @@
 """Laws of the report: self-contained, true to the run folders, unmoved by runs that are unfinished or damaged."""
 
-import itertools
 import json
 import math
 import random
@@ -13,13 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from distembed.base.errors import RunError, UserError
 from distembed.reports.comparison import report_columns
-from distembed.reports.labels import LabelledPoint, place_labels, text_width
 from distembed.reports.report import ConfigDifferences, print_comparison, write_run_report
 from distembed.tasks.reported_metrics import CLICK_METRICS, ReportedMetric, parse_metrics
 from distembed.training.run_folder.folder import RunFolder
@@ -355,20 +351,6 @@ def test_points_carry_names_or_numbers(tmp_path: Path, count: int, expected: str
     assert labels[0] == expected and set(labels) <= set(drawn)
     if count > 8:
         assert page.text.count("60 run59") == 3, "the number stands beside the name in both tables and the legend"
-
-
-@given(
-    points=st.lists(st.tuples(st.floats(0, 330), st.floats(0, 190)), min_size=1, max_size=25),
-    length=st.integers(1, 6),
-)
-def test_labels_cover_no_other_label_where_there_is_room(points: list[tuple[float, float]], length: int) -> None:
-    labelled = [LabelledPoint(x, y, "n" * length) for x, y in points]
-    places = place_labels(labelled, [], 330, 190)
-    assert len(places) == len(points)
-    boxes = [(x + dx, y + dy, text_width("n" * length)) for (x, y), (dx, dy) in zip(points, places, strict=True)]
-    if len({(round(x / 60), round(y / 40)) for x, y in points}) == len(points):  # apart from one another
-        for (left, middle, width), (other, other_middle, _) in itertools.combinations(boxes, 2):
-            assert abs(left - other) >= width - 1e-6 or abs(middle - other_middle) >= 10 - 1e-6
 
 
 def test_metrics_are_those_that_the_runs_tasks_report(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from distembed.data import CategoricalFeature, Schema, create_manifest
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
 from distembed.data.prepare.pipeline import describe_dataset
-from distembed.reports.statistics import DatasetStatistics, columns, dataset, dataset_statistics
+from distembed.reports.statistics import DatasetStatistics, dataset, dataset_statistics
 from distembed.reports.statistics.page import render_page
 from distembed.reports.statistics.texts import print_statistics
 from distembed.reports.statistics.values import QUANTILES, TOP_SIZES
@@ -209,7 +209,7 @@ def test_rows_without_times_labels_and_weights_are_counted_by_tenths(
 
 def test_what_is_estimated_is_near_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "MOST_HASHES", 2500)
-    monkeypatch.setattr(columns, "MOST_KEPT", 1500)
+    monkeypatch.setattr(dataset, "MOST_KEPT", 1500)
     generator = np.random.default_rng(0)
     num_rows, num_ids = 20_000, 50_000
     ids = (num_ids * generator.random(num_rows) ** 2).astype(np.int64)
@@ -314,8 +314,8 @@ def test_rates_say_whether_they_are_weighted(tmp_path: Path, rows: dict[str, lis
 
 
 def test_a_number_between_those_that_are_kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MOST_KEPT", 2)
-    counter = columns.NumberCounter(6)
+    monkeypatch.setattr(dataset, "MOST_KEPT", 2)
+    counter = dataset.NumberCounter(6)
     counter.add(np.array([np.nan, 4.0, np.nan, np.nan, 6.0, np.nan], np.float32))  # every third is kept for quantiles
     found = counter.result()
     assert (found.missing, found.mean, found.deviation) == (pytest.approx(4 / 6), 5.0, 1.0)

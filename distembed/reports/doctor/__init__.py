@@ -1,7 +1,7 @@
-"""What this machine has, what does not work, and the command that mends it.
+"""Examines this machine: its software and hardware, the defects, and the command that mends each.
 
 ``facts`` gathers facts, pure functions in ``findings`` judge them, so that each judgement is tested without the machine
-that it is about, and ``report`` prints them. The package needs nothing but the standard library to be
+that it is about, and printed. The package needs nothing but the standard library to be
 imported, so that ``python -m distembed.reports.doctor`` works where the rest of distembed does not.
 """
 

@@ -1,4 +1,4 @@
-"""What can be found out about this machine and its Python, without a judgement.
+"""Finds out facts about this machine and its Python, without a judgement.
 
 torch, FBGEMM and TorchRec are only ever imported in processes of their own: a library built against another torch may
 end its process instead of raising.
@@ -59,64 +59,41 @@ print(json.dumps({"reason": reason, "numba": importlib.metadata.version("numba")
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How the import of one member of the trio ended.
+    """How the import of one member of the trio ended."""
 
-    Attributes:
-        facts: What the member's program printed; for torch ``cuda_build``, ``gloo``, ``nccl`` and ``devices``.
-        error: Why it failed; empty where it did not.
-    """
-
-    facts: Mapping[str, Any]
-    error: str = ""
+    facts: Mapping[str, Any]  # the output of the member's program; for torch `cuda_build`, `gloo`, `nccl` and `devices`
+    error: str = ""  # why it failed; empty where it did not
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The machine that this process runs on.
+    """The machine that this process runs on."""
 
-    Attributes:
-        platform: The operating system and its version, as one line.
-        usable_cores: Number of cores that this process may run on.
-        processor_flags: What the processor says that it can do, such as ``avx512_bf16``.
-        is_intel: Whether the processor is Intel's.
-        available_memory_bytes: Memory that can be had without swapping; 0 where the system does not say.
-        folder: The current folder.
-        free_disk_bytes: Room left on the disk of that folder.
-    """
-
-    platform: str
-    usable_cores: int
-    processor_flags: frozenset[str]
-    is_intel: bool
-    available_memory_bytes: int
-    folder: Path
-    free_disk_bytes: int
+    platform: str  # the operating system and its version, as one line
+    usable_cores: int  # number of cores that this process may run on
+    processor_flags: frozenset[str]  # feature flags, like `avx512_bf16`
+    is_intel: bool  # whether the processor is Intel's
+    available_memory_bytes: int  # memory that can be had without swapping; 0 where the system does not say
+    folder: Path  # the current folder
+    free_disk_bytes: int  # room left on the disk of that folder
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the doctor judges.
+    """Everything that the doctor judges."""
 
-    Attributes:
-        python_version: Major, minor and micro version of this Python.
-        installed: Normalised name -> version of every installed distribution.
-        requirements: What distembed's metadata asks for; None where distembed is not installed.
-        has_gpu: Whether there is an NVIDIA driver with at least one device.
-        driver: Version of the NVIDIA driver, such as ``570.86.15``; None where there is none, or it is not known.
-        loads: Name of a member of the trio -> how its import ended, in the order in which they build on each other.
-        fused_lookup: How it ended to ask for the fused lookup's kernels on the processor: ``reason`` says why they
-            cannot be had, and is None where they can, by the version of ``numba``.
-        machine: The machine that this process runs on.
-    """
-
-    python_version: tuple[int, ...]
-    installed: Mapping[str, str]
-    requirements: Sequence[str] | None
-    has_gpu: bool
+    python_version: tuple[int, ...]  # major, minor and micro version of this Python
+    installed: Mapping[str, str]  # normalised name -> version of every installed distribution
+    requirements: Sequence[str] | None  # of distembed's metadata; None where it is not installed
+    has_gpu: bool  # whether there is an NVIDIA driver with at least one device
+    # version of the NVIDIA driver, such as `570.86.15`; None where there is none, or it is not known
     driver: str | None
+    # name of a member of the trio -> how its import ended, in the order in which they build on each other
     loads: Mapping[str, LoadResult]
+    # how it ended to ask for the fused lookup's kernels on the processor: `reason` says why they cannot be had, and is
+    # None where they can, by the version of `numba`
     fused_lookup: LoadResult
-    machine: MachineFacts
+    machine: MachineFacts  # the machine that this process runs on
 
 
 def gather_facts() -> Facts:
@@ -156,7 +133,7 @@ def normalised_name(distribution: str) -> str:
 
 
 def distembed_requirements() -> list[str] | None:
-    """Returns what distembed's metadata asks for, without the extras; None where distembed is not installed."""
+    """Returns the requirements of distembed's metadata, without extras; None where distembed is not installed."""
     try:
         found = importlib.metadata.requires("distembed") or []
     except importlib.metadata.PackageNotFoundError:
@@ -185,9 +162,9 @@ def run_load_program(program: str) -> LoadResult:
 
 
 def processor_flags(cpuinfo: str) -> frozenset[str]:
-    """Returns the feature flags of the first processor in a text such as ``/proc/cpuinfo``.
+    """Returns the feature flags of the first processor in the text of ``/proc/cpuinfo``.
 
-    They stand behind ``flags`` on x86 and behind ``Features`` on Arm.
+    They follow ``flags`` on x86 and ``Features`` on Arm.
     """
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""What follows from the facts: whether each is well, worth a note, or wrong with the command that mends it."""
+"""Judges each fact: it is well, worth a note, or wrong with the command that mends it."""
 
 import shlex
 import sys
@@ -27,19 +27,12 @@ LOW_DISK_BYTES = 10 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        subject: What was looked at.
-        status: ``ok``; ``note`` for what is worth knowing and hinders nothing; ``wrong`` for what has to be mended.
-        detail: What was found.
-        remedy: The command that mends it; empty where there is nothing to mend.
-    """
-
-    subject: str
-    status: Status
-    detail: str
-    remedy: str = ""
+    subject: str  # the examined part
+    status: Status  # `note` is worth knowing and hinders nothing; `wrong` has to be mended
+    detail: str  # the observation
+    remedy: str = ""  # the command that mends it; empty where there is nothing to mend
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -80,7 +73,7 @@ def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
 
 
 def name_trio(installed: Mapping[str, str]) -> Finding:
-    """Names the tested trio by which what is installed is judged: that of the installed torch."""
+    """Names the tested trio of the installed torch, by which installed versions are judged."""
     tested = trio_of(installed)
     others = " or ".join(name for name in trio.TRIOS if name != tested.name)
     members = f"torch {tested.torch}, torchrec {tested.torchrec}, FBGEMM {tested.fbgemm}"
@@ -92,7 +85,7 @@ def name_trio(installed: Mapping[str, str]) -> Finding:
 
 
 def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Finding]:
-    """Judges the versions of torch, torchrec and FBGEMM by those of the tested trio that the installed torch is of."""
+    """Judges the versions of torch, torchrec and FBGEMM by the tested trio of the installed torch."""
     tested = trio_of(installed)
     findings = [_check_version(name, pinned, installed.get(name)) for name, pinned in tested.pins(device).items()]
     builds = list(trio.FBGEMM_DISTRIBUTIONS.values())
@@ -121,7 +114,7 @@ def _install_member(name: str, pinned: str, *options: str) -> str:
 def check_loads(
     loads: Mapping[str, LoadResult], pins: Mapping[str, str], already_wrong: Collection[str] = ()
 ) -> list[Finding]:
-    """Judges whether each member can be imported and used; ``pins`` are those of the trio that it is judged by.
+    """Judges whether each member can be imported and used; ``pins`` are the versions of the tested trio.
 
     A member is not blamed where one that it builds on fails to load, nor where ``already_wrong`` names its
     distribution, for which another finding has a remedy.
@@ -144,14 +137,14 @@ def check_loads(
 
 
 def _in_load_order(pins: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns the pins in the order torch, FBGEMM, torchrec: each is built on those before it."""
+    """Returns the pins in the order torch, FBGEMM, torchrec: each is built on the members before it."""
     return sorted(pins.items(), key=lambda pin: ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec").index(pin[0]))
 
 
 def check_dependencies(
     installed: Mapping[str, str], required: Sequence[str] | None, tested: Trio = trio.DEFAULT
 ) -> list[Finding]:
-    """Judges what is installed by what distembed's metadata and the trio ask for; all that are well share a finding."""
+    """Judges installed packages by the requirements of distembed and the trio; all that are well share a finding."""
     torch_pin = f"torch=={tested.torch}"
     if required is None:
         return [Finding("dependencies", "wrong", "distembed itself is not installed here", "tools/setup.sh")]
@@ -206,14 +199,14 @@ def check_accelerators(
     driver: str | None = None,
     tested: Trio = trio.DEFAULT,
 ) -> list[Finding]:
-    """Judges CUDA devices and the transports between ranks by what torch's program printed.
+    """Judges CUDA devices and the transports between ranks by the output of torch's program.
 
     Args:
-        torch_facts: What it printed; nothing where torch does not load.
+        torch_facts: The output; empty where torch does not load.
         device: Device of the installed members, ``cpu`` or ``cuda``.
         has_gpu: Whether there is an NVIDIA driver with at least one device.
         driver: Version of that driver, None where it is not known.
-        tested: The trio by which what is installed is judged.
+        tested: The trio by which installed versions are judged.
     """
     if not torch_facts:
         return []
@@ -236,7 +229,7 @@ def _describe_gpu(gpu: Mapping[str, Any]) -> str:
 
 
 def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | None) -> Finding:
-    """Judges that torch finds no CUDA device, by whether there is one, its driver, and what torch was built for."""
+    """Judges that torch finds no CUDA device, by the GPU, its driver and the CUDA release of the torch build."""
     if not has_gpu:
         return Finding("cuda", "note", "no device; training runs on the processor")
     cuda_members = "DISTEMBED_DEVICE=cuda tools/setup.sh"
@@ -299,7 +292,7 @@ def run_doctor(console: "Console | None") -> int:
 
 
 def print_doctor_report(findings: Sequence[Finding], console: "Console") -> None:
-    """Prints the findings as a table, and below it the commands that mend what is wrong."""
+    """Prints the findings as a table, and below it the commands that mend them."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,12 +1,12 @@
-"""The tested trios: versions of torch, torchrec and FBGEMM that load together, and what each of them stands on.
+"""The tested trios: versions of torch, torchrec and FBGEMM that load together, and the packages that they need.
 
 The only place where they are written down (``pyproject.toml`` repeats torch's, and a test keeps the two in step):
-``tools/setup.sh`` runs this file without importing the package, ``distembed doctor`` reads it. A member beside those of
+``tools/setup.sh`` runs this file without importing the package, ``distembed doctor`` reads it. A member of
 another trio fails to load: FBGEMM's shared library is built against one torch release.
 
     python distembed/reports/doctor/trio.py default name prints the name of the trio that no call names
-    python distembed/reports/doctor/trio.py 2.13 cpu     prints what to install, in the order in which to install it
-    python distembed/reports/doctor/trio.py 2.13 needs   prints what else to install for it
+    python distembed/reports/doctor/trio.py 2.13 cpu     prints the packages to install, in order
+    python distembed/reports/doctor/trio.py 2.13 needs   prints the further packages that it needs
     python distembed/reports/doctor/trio.py 2.13 pythons prints the versions of Python that it is tested on
     python distembed/reports/doctor/trio.py 2.13 suits      fails where this Python is none of these
     python distembed/reports/doctor/trio.py 2.13 stands cpu fails where this Python has other members, or none
@@ -23,22 +23,14 @@ FBGEMM_DISTRIBUTIONS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
 
 @dataclass(frozen=True)
 class Trio:
-    """Three versions that load together.
+    """Three versions that load together."""
 
-    Attributes:
-        torch: Version of torch.
-        torchrec: Version of torchrec.
-        fbgemm: Version of FBGEMM, of either distribution.
-        cuda: CUDA release that the wheels of its CUDA members are built for.
-        pythons: Minor versions of Python 3 that it is tested on.
-        needs: Other packages that its torchrec imports, and those of the other trios do not, as requirements.
-    """
-
-    torch: str
-    torchrec: str
-    fbgemm: str
-    cuda: str
-    pythons: tuple[int, ...]
+    torch: str  # version of torch
+    torchrec: str  # version of torchrec
+    fbgemm: str  # version of FBGEMM, of either distribution
+    cuda: str  # CUDA release that the wheels of its CUDA members are built for
+    pythons: tuple[int, ...]  # minor versions of Python 3 that it is tested on
+    # other packages that its torchrec imports, and no other trio's torchrec, as requirements
     needs: tuple[str, ...] = ()
 
     @property
@@ -52,7 +44,7 @@ class Trio:
         return ", ".join(f"3.{minor}" for minor in self.pythons)
 
     def is_named_by(self, torch: str) -> bool:
-        """Returns whether a version of torch, such as ``2.11.0+cu130``, is of its major and minor version."""
+        """Returns whether a version of torch, like ``2.11.0+cu130``, is of its major and minor version."""
         return torch.split(".")[:2] == self.name.split(".")
 
     def pins(self, device: str) -> dict[str, str]:
@@ -72,7 +64,7 @@ TRIOS = {trio.name: trio for trio in (DEFAULT, _OLDER)}
 
 
 def trio_of(installed: Mapping[str, str]) -> Trio:
-    """Returns the trio by which to judge what is installed.
+    """Returns the trio by which to judge installed versions.
 
     Args:
         installed: Distribution name -> version.

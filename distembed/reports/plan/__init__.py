@@ -1,4 +1,4 @@
-"""Whether a config fits a cluster, how fast it is there, what would make it fit, and the compression that does.
+"""Whether a config fits a cluster, how fast it is there, and the changes and the least compression that make it fit.
 
 ``run_plan`` is the command ``distembed plan`` without its options: ``assessment`` plans a model and lists the memory
 and time of each rank, ``remedies`` finds changes with which the model fits, ``compression`` the least compression.

@@ -1,4 +1,4 @@
-"""Whether a model fits a cluster, and what each rank of it holds: ``distembed plan``.
+"""Whether a model fits a cluster, and the memory and time of each rank: ``distembed plan``.
 
 The plan of a config is the one that ``distembed train`` would make there. It is made on this machine, with the model on
 the meta device: no GPU, no other process, no memory for the tables.

@@ -13,7 +13,7 @@ The bytes of all tables are the most with which the plan fits, found by bisectio
 
 - No table has fewer rows than take the fewest bytes: below that number the quotient's rows take more than is saved.
 - A table whose last row costs much, since whole it has another shape than compressed (``concat``), is whole only if
-  there is room for that when the others have all rows that the rule has for them.
+  there is room for that when all other tables have the rows of the rule.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
 
 
 class CompressibleTable:
-    """A table with as many buckets as it is given; its bytes are those of all ranks together.
+    """A table with as many buckets as it is given; its bytes are summed over all ranks.
 
     Functions of path-based tables lie on every rank, vectors on one. The fewest buckets are the number that takes the
     fewest bytes; with the most, the table is still smaller than whole. ``settings`` are the compressed table's without
@@ -274,7 +274,7 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
         turned_whole -= {name for name, own in buckets.items() if own is None}
         if not turned_whole:
             break
-        # there is no room for these as wholes; others may have what that leaves
+        # these do not fit as wholes; other tables may have the bytes that this leaves
         compressed |= turned_whole
     used_bytes = total_bytes(buckets)
     for table in sorted(tables, key=lambda table: table.num_ids):
@@ -287,6 +287,6 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
 def _compressed_settings(config: Config, num_buckets: int | None) -> TableConfig:
     default = config.embedding.default
     scheme = "remainder" if default.partition == "remainder" else "quotient_remainder"
-    # those of other schemes may be for more partitions
+    # dims of other schemes may be for more partitions
     dims = default.dims if default.dims is not None and len(default.dims) == 2 else None
     return dataclasses.replace(default, partition=scheme, num_buckets=num_buckets, collisions=None, dims=dims)

@@ -37,7 +37,7 @@ _WITH_TABLES = (
     FeatureProcessedEmbeddingBagCollection,
     BaseManagedCollisionEmbeddingCollection,
 )
-"""Modules of TorchRec that hold or wrap tables, of which only some can be planned."""
+"""Modules of TorchRec that hold or wrap tables; only some can be planned."""
 _PLANNED = (
     "EmbeddingBagCollection, EmbeddingCollection, CompositionalEmbeddingBagCollection and "
     "CompositionalEmbeddingCollection"

@@ -1,4 +1,4 @@
-"""The files that ``distembed plan`` is asked to write; what can be known before anything is planned needs no torch."""
+"""The files that ``distembed plan`` is asked to write; checked before planning, and without torch."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ REPORT_SUFFIXES = (".html", ".png", ".svg")  # a page, or the chart alone
 
 @dataclass(frozen=True)
 class PlanFiles:
-    """The files that the user asks for; None for the others."""
+    """The files that the user asks for, else None."""
 
     output: Path | None = None  # the plan, for `distembed train --plan`
     compress: Path | None = None  # the config, compressed as little as the cluster asks for

@@ -1,4 +1,4 @@
-"""What ``distembed plan`` can plan: a model with its step and settings. The interface, and a config as one."""
+"""Models that ``distembed plan`` can plan, with their step and settings: the interface, and a config's model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ class ConfiguredModel(Plannable):
         return 0 if self.collisions is None else min(2 * largest, _MAX_COLLISIONS)  # one doubling beyond the largest
 
     def with_collisions(self, collisions: int) -> "tuple[str, ConfiguredModel]":
-        """Compresses the default's tables; those of tables with settings of their own stay as they are."""
+        """Compresses the default's tables; tables with settings of their own keep them."""
         embedding = self.config.embedding
         default = embedding.default
         scheme = "quotient_remainder" if default.partition == "naive" else default.partition

@@ -1,4 +1,4 @@
-"""Searches for what fits: remedies for a model that does not fit, and the smallest cluster that a model fits.
+"""Searches for remedies for a model that does not fit, and the smallest cluster that a model fits.
 
 **Remedies.** Each kind of change has sizes, from small to large, and the search looks for the least size with which the
 model fits; each remedy is planned as it would be typed before it is named. The search is bounded, since a plan for many
@@ -47,7 +47,7 @@ _GIB = 2**30
 class Remedies:
     """Changes that make a model fit."""
 
-    arguments: tuple[str, ...] = ()  # what to type behind the command, one remedy each
+    arguments: tuple[str, ...] = ()  # to type after the command, one remedy each
     is_complete: bool = True  # whether every kind of remedy was looked for to the end
 
 
@@ -158,7 +158,7 @@ def find_remedies(
     arguments, is_complete, end = list[str](), True, time.monotonic() + max_seconds
     kinds = _kinds(plannable, cluster, found, memory_is_given)
     for i, kind in enumerate(kinds):
-        # a share of what is left each, so that none takes all
+        # each kind has a share of the remaining time, so that none takes all
         now = time.monotonic()
         deadline = now + (end - now) / (len(kinds) - i)
 

@@ -31,7 +31,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a training run takes; the fields of money are None without a price."""
+    """Time and money of a training run; the fields of money are None without a price."""
 
     num_rows: int
     num_steps: int
@@ -48,7 +48,7 @@ class TrainingCost:
 
     @property
     def lines(self) -> list[str]:
-        """A line of what the run takes, and one of where its range is from."""
+        """Two lines: the run's time and money, and the origin of their range."""
         hours = (self.hours, self.least_hours, self.most_hours)
         duration, least, most = (format_duration(3600 * each) for each in hours)
         money = ""
@@ -85,7 +85,7 @@ def training_cost(assessment: "Assessment", run: TrainingRun) -> TrainingCost:
 
 @dataclass(frozen=True)
 class CapacityReport:
-    """Whether a model fits a cluster, and what would make it fit."""
+    """Whether a model fits a cluster, and remedies that make it fit."""
 
     assessment: Assessment
     remedies: Remedies = Remedies()  # none where it fits
@@ -143,7 +143,7 @@ def report_as_json(report: CapacityReport) -> dict[str, Any]:
 
 
 def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
-    """Returns what a saved plan holds: the plan, what it was made for, and what every rank holds under it."""
+    """Returns the values of a saved plan: the plan, its inputs, and the memory and time of every rank."""
     cluster = assessment.cluster
     return {
         "fits": assessment.fits,
@@ -188,7 +188,7 @@ def _rank_values(rank: PlannedRank) -> dict[str, Any]:
 
 
 def _table_values(table: AssessedTable) -> dict[str, Any]:
-    """Returns the values of one table; those of its place are empty where there is no plan."""
+    """Returns the values of one table; the values of its place are empty where there is no plan."""
     return {
         "name": table.name,
         "scheme": table.scheme,

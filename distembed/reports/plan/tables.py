@@ -87,7 +87,7 @@ class RankQuantity:
     total: Callable[[PlannedRank], float]  # returns the sum of all items
     text: Callable[[float], str]  # returns an amount as it is shown
     extremes: tuple[str, str]  # names of the ranks with most and with least
-    caption: str  # says what bars show
+    caption: str  # explains the bars
     total_heading: str
     columns_beside: Sequence[PlanColumn[PlannedRank]]  # after the total
     remarks: Sequence[PlanColumn[PlannedRank]] = ()  # last, on the page alone
@@ -211,7 +211,7 @@ def format_milliseconds(milliseconds: float, is_least: bool = False) -> str:
 
 
 def _percent_at_most(share: float) -> str:
-    """Returns a share in percent, rounded up, such as ``2.5%``; without digits after the point from 10% on."""
+    """Returns a share in percent, rounded up, like ``2.5%``; without digits after the point from 10% on."""
     decimals = 1 if share < 0.1 else 0
     return f"{math.ceil(round(100 * share * 10**decimals, 6)) / 10**decimals:,.{decimals}f}%"
 
@@ -251,7 +251,7 @@ def reason_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
 
 
 def reason_lines(assessment: Assessment) -> list[str]:
-    """Returns such as ``why (C1, C2): whole: fastest``, a line for each text; of too many texts the first ones."""
+    """Returns a line for each text, like ``why (C1, C2): whole: fastest``; of too many texts the first ones."""
     lines, num_tables = list[str](), len(assessment.tables)
     for column in reason_columns(assessment):
         names_by_text: dict[str, list[str]] = {}
@@ -269,7 +269,7 @@ def reason_lines(assessment: Assessment) -> list[str]:
 
 
 def is_in_host_memory(table: AssessedTable) -> bool:
-    """Returns whether a table, or part of it, lies in host memory beside a device."""
+    """Returns whether a table, or part of it, lies in host memory."""
     return table.storage.host > 0
 
 
@@ -299,14 +299,14 @@ def _sharding_text(placed: AssessedTable | Alternative) -> str:
 
 
 def verdict(assessment: Assessment) -> str:
-    """Returns such as ``fits: 1 x 8 h100-80gb (79.65 GiB a rank)``."""
+    """Returns text like ``fits: 1 x 8 h100-80gb (79.65 GiB a rank)``."""
     sizes = sorted({min(assessment.cluster.bytes_by_rank), assessment.cluster.rank_bytes})
     memory = f"({' to '.join(map(format_bytes, sizes))} a rank)"
     return f"{'fits' if assessment.fits else 'does not fit'}: {cluster_text(assessment.cluster)} {memory}"
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Returns such as ``1 x 8 h100-80gb``."""
+    """Returns text like ``1 x 8 h100-80gb``."""
     return f"{cluster.nodes} x {cluster.ranks_per_node} {cluster.device.name}"
 
 
@@ -326,7 +326,7 @@ def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity)
 
 
 def _slowest_line(time: RankQuantity) -> str:
-    """Returns the slowest rank, the parts of its step, the bytes it sends, and how long the others wait for it."""
+    """Returns the slowest rank, the parts of its step, the bytes it sends, and how long other ranks wait for it."""
     group, *others = time.sorted_groups
     slowest, num_others = group[0], sum(map(len, others))
     total, sent = slowest.times.total, slowest.sent
@@ -379,7 +379,7 @@ def host_lines(assessment: Assessment) -> list[str]:
 
 
 def shortage_lines(assessment: Assessment) -> list[str]:
-    """Returns what is short, in bytes, and the planner's message; [] where the config fits."""
+    """Returns the missing bytes, and the planner's message; [] where the config fits."""
     if assessment.fits:
         return []
     beside, capacity = assessment.bytes_beside_tables, assessment.cluster.rank_bytes

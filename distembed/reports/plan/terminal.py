@@ -1,4 +1,4 @@
-"""A plan in a terminal: the tables and where they lie, what each rank holds, and whether it fits."""
+"""A plan in a terminal: the tables and their places, the memory and time of each rank, and whether it fits."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -28,7 +28,7 @@ class CommonId:
     """One of the commonest ids of a feature in training."""
 
     id: int
-    value: str | None  # what it stands for, as text; None where the dataset does not say
+    value: str | None  # the raw value as text; None where the dataset does not say
     count: int  # how often training rows have it
     label_rate: float | None  # mean label over the occurrences of the id; None without labels
 
@@ -67,7 +67,7 @@ class NumbersOfSplit:
     missing: float  # share of rows without a number
     mean: float
     deviation: float  # their standard deviation
-    quantiles: tuple[float, ...]  # those of :data:`QUANTILES`
+    quantiles: tuple[float, ...]  # at :data:`QUANTILES`
     every: int  # inner quantiles are of every k-th row; k = 1: of all rows
 
 
@@ -92,7 +92,7 @@ class DatasetStatistics:
     features: Mapping[str, FeatureStatistics]  # categorical features by name
     columns: Mapping[str, Mapping[str, NumbersOfSplit]]  # columns of numbers by name, and by split
     equal_rows: EqualRows
-    is_weighted: bool  # whether rows have weights, by which label rates of rows are means; those of ids are not
+    is_weighted: bool  # whether rows have weights, which weigh the label rates of rows, and not of ids
     # Columns of numbers whose missing values were replaced when the dataset was prepared, so that how many there were
     # is not known.
     filled: tuple[str, ...] = ()
