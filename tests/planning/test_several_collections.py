@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -120,9 +121,9 @@ def check_weights(model: nn.Module, rank: int, estimated: EstimatedPlan) -> None
         assert counted == local_bytes(weights[f"plain.embedding_bags.{name}.weight"])
 
 
-def check_model(rank: int, world_size: int, sharding_types: list[str] | None) -> None:
+def check_model(rank: int, world_size: int, types: Mapping[str, str]) -> None:
     ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
-    config = PlanConfig(sharding_types, min_partition=4, tables={"c": TablePlanConfig(["table_wise"])})
+    config = PlanConfig(min_partition=4, tables={name: TablePlanConfig([kind]) for name, kind in types.items()})  # type: ignore[list-item]
     workload = Workload(ROWS * world_size, dict.fromkeys(SIZES, 1.5))
     model = Model("meta")
     request = PlanRequest(model, sharders(), cluster_here(ranks), workload, config)
@@ -145,8 +146,11 @@ def check_model(rank: int, world_size: int, sharding_types: list[str] | None) ->
 
 
 def check_all(rank: int, world_size: int) -> None:
-    for sharding_types in (None, ["column_wise"], ["row_wise", "table_wise"], ["data_parallel"]):
-        check_model(rank, world_size, sharding_types)
+    check_model(rank, world_size, {"c": "table_wise"})
+    for shift in range(2):
+        types = itertools.islice(itertools.cycle(["column_wise", "row_wise", "data_parallel"]), shift, None)
+        others = dict(zip(["a", "b", "h", "history", *PLAIN_TABLES], types, strict=False))
+        check_model(rank, world_size, {"c": "table_wise", **others})
 
 
 @pytest.mark.distributed
@@ -227,7 +231,8 @@ def test_weights_and_states_of_stock_tables_are_counted_apart(name: str, data_ty
         if sharding_type == "data_parallel" and OPTIMIZERS[name].torch_class is None:
             continue  # torch has none for what every rank has
         shape = (3, 64) if sharding_type in ("row_wise", "column_wise") else (1001, 64)
-        config = PlanConfig(tables={"plain": TablePlanConfig([sharding_type], min_partition=16)})
+        own = TablePlanConfig([sharding_type], min_partition=16)  # type: ignore[list-item]
+        config = PlanConfig(["table_wise"], tables={"plain": own})
         made = PlanRequest(stock_model(*shape, data_type), sharders(), cluster, Workload(64), config, optimizers)
         check_stock_storage(find_plan(made), name, shape, itemsize)
 
@@ -238,7 +243,7 @@ def test_stock_tables_in_host_memory_count_as_host_memory(name: str) -> None:
     shape = (10**6, 64)
     whole = {"shards": [{"rank": 0, "size": shape}], "sharding_type": "table_wise", "compute_kernel": "uvm"}
     *_, taken = expected_storage(whole, 0, shape, 4, name)
-    config, workload = PlanConfig(host_memory=True, reserve=0), Workload(64, network=NetworkEstimate())
+    config, workload = PlanConfig(["table_wise"], host_memory=True, reserve=0), Workload(64, network=NetworkEstimate())
     device = dataclasses.replace(find_device("a100-80gb"), memory_bytes=100 * 10**6)
 
     def planned(host_bytes: int) -> EstimatedPlan:
