@@ -29,7 +29,9 @@ class RankLookups:
         # slices with their groups' keys by rank, in the order of the tables; rank None for tables on every rank
         self._slices = defaultdict[int | None, list[tuple[PlacedSlice, Hashable]]](list)
         for placement in placements:
-            for start, stop, rank in _shards(placement):
+            everywhere: list[tuple[int, int, int | None]] = [(0, width(placement.table), None)]
+            is_everywhere = is_on_every_rank(placement.unit.sharding_type)
+            for start, stop, rank in everywhere if is_everywhere else column_shards(placement.unit):
                 own = placement.slice(start, stop)
                 self._slices[rank].append(((placement, own), group_key(own)))
 
@@ -84,13 +86,6 @@ def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
         (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1], shard.placement.rank())
         for shard in spec.shards
     ]
-
-
-def _shards(placement: Placement) -> Sequence[tuple[int, int, int | None]]:
-    """Returns the column shards of a table; one without a rank where the table is on every rank."""
-    if is_on_every_rank(placement.unit.sharding_type):
-        return [(0, width(placement.table), None)]
-    return column_shards(placement.unit)
 
 
 @dataclass(frozen=True)
