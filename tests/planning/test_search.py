@@ -1,20 +1,23 @@
-"""The search against every plan of small problems: its time, its bound, and that it misses no plan that fits."""
+"""The search, alone and polished by HiGHS, against every plan of small problems: its time, its bound, what fits."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.base.errors import InsufficientMemory
+from distembed.base.errors import InsufficientMemory, UserError
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
 from distembed.planning.costs import PlacementCosts, step_times
 from distembed.planning.devices import Cluster, find_device
+from distembed.planning.fastest import polish
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget
@@ -23,6 +26,7 @@ from distembed.planning.search import EstimatedPlan, find_plan, plan_placements,
 from distembed.planning.table_problem import TableProblem
 from tests.planning.drawn_requests import draw, request_of
 from tests.planning.every_plan import EveryPlan
+from tests.planning.test_fastest import CAPACITIES, drawn_problem, fastest_of_all
 
 MOST = 50_000
 FEW = 4_000
@@ -151,3 +155,38 @@ def test_the_exact_search_spends_no_more_than_its_budget_on_one_table(nodes: int
     outcome = ExactSearch(problem, Aim(capacity=1e12, host_capacity=0), budget).better_than(float("inf"))
     assert outcome.is_complete == (nodes < 256)
     assert budget.units > -2
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(60)]
+)
+def test_the_program_has_the_time_of_the_best_of_all(seed: int) -> None:
+    problem, capacity = drawn_problem(seed), CAPACITIES[seed % 5 % 3]
+    best = fastest_of_all(problem, capacity)
+    found, bound = polish.solve(problem, Aim(capacity), None, 60, gap=0.0)
+    assert (found is None) == np.isinf(best)
+    if found is not None:
+        loads = Loads(problem, found)
+        assert loads.milliseconds().max() == pytest.approx(best, rel=1e-5)
+        assert loads.num_bytes.max() <= capacity * (1 + 1e-6)
+        assert bound == pytest.approx(best, rel=1e-5)
+        again, _ = polish.solve(problem, Aim(capacity), found, 60, gap=0.0)
+        assert again is None or Loads(problem, again).milliseconds().max() == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [1, 13, pytest.param(22, marks=pytest.mark.slow)])
+def test_a_polished_plan_fits_and_is_no_slower(seed: int) -> None:
+    request, _ = draw(seed, 500)
+    polished = replace(request, config=replace(request.config, polish_seconds=5.0))
+    before, after = (find_plan(own) for own in (request, polished))
+    slowest, own = (max(rank.times.total for rank in plan.ranks) for plan in (before, after))
+    assert after.fits >= before.fits
+    assert own <= slowest * (1 + request.config.time_tolerance)
+    assert before.lower_bound_ms <= after.lower_bound_ms <= own * (1 + 1e-9)
+    assert after.is_complete >= before.is_complete
+
+
+def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(UserError, match=r"pip install 'distembed\[polish\]'"):
+        polish.solve(drawn_problem(0), Aim(1000.0), None, 1.0)
