@@ -6,7 +6,6 @@ The placed tables give the least time of each rank, and all tables together its 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +15,6 @@ from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _EQUAL = 9
 """Decimals by which loads of ranks are compared."""
-
-
-class ExactResult(NamedTuple):
-    """The result of an exact search."""
-
-    found: Found | None  # the best assignment; None where none beats the known score
-    is_complete: bool  # whether all assignments were tried or cannot be better
 
 
 class ExactSearch:
@@ -44,11 +36,11 @@ class ExactSearch:
         limits = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
-    def better_than(self, score: float) -> ExactResult:
-        """Returns the best assignment whose largest score is less than ``score``."""
+    def better_than(self, score: float) -> tuple[Found | None, bool]:
+        """Returns the best assignment whose largest score is below ``score``, if any, and whether the search ended."""
         self._score = score
         is_complete = self._place(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
-        return ExactResult(self._best, is_complete)
+        return self._best, is_complete
 
     def _place(self, loads: Loads, depth: int) -> bool:
         """Tries all ways to place the remaining tables; returns whether it tried all."""
