@@ -10,6 +10,12 @@
 Nothing of these files is executed when they are read, and every byte is verified against a checksum. Each rank reads
 its own shards of each tensor straight into its live weights and states; a module that is not sharded reads them too.
 Learning rates are not saved; they follow from the step.
+
+A model whose tables have more rows than the saved ones reads the known rows; further rows keep their first values::
+
+    saved     | 0 1 2 3 4 5 6 |
+    rank 0    | 0 1 2 3 4 |
+    rank 1                | 5 6 + + + |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +30,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.ranks import Collectives
-from distembed.checkpoints.blocks import DamagedFile, index_bytes, not_read, read_blocks, write_blocks
+from distembed.base.units import enumerate_lines
+from distembed.checkpoints.blocks import DamagedFile, dtype_name, index_bytes, not_read, read_blocks, write_blocks
 from distembed.checkpoints.content import (
     CheckpointContent,
     Progress,
@@ -37,10 +44,12 @@ from distembed.checkpoints.content import (
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
-from distembed.optim.live_state import set_step_count
+from distembed.embedding.tables import CompositionalTables
+from distembed.optim.live_state import LocalShard, set_step_count
 from distembed.sharding.lookup import sharded_lookups
 
 T = TypeVar("T")
+_MOST_SHOWN = 10
 _RUN_KEYS = ("step", "samples", "seconds", "reader")
 """Keys that the progress of every run has."""
 
@@ -188,36 +197,117 @@ def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, co
     return ResumedRun(saved.progress, tensors)
 
 
+def load_grown(
+    checkpoint: str, before: nn.Module, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives
+) -> int:
+    """Reads weights and optimizer states of known rows, and everything else, into the live model; all ranks call it.
+
+    Args:
+        checkpoint: Local path or URL of a checkpoint that is whole.
+        before: A model of the saved sizes; its numbers are not read, so that it may be on the meta device.
+        model: The live model, whose tables may have more rows than ``before``.
+        optimizer: The optimizer of its parameters.
+        collectives: The ranks.
+
+    Returns:
+        The number of steps that the optimizer's states have gathered.
+
+    Raises:
+        UserError: As for :func:`load_checkpoint` with ``before``, or the live model differs from it in more than rows.
+        DamagedCheckpoint: As for :func:`load_checkpoint`.
+    """
+    return _load(checkpoint, model, optimizer, collectives, before=before)[0].optimizer_steps
+
+
 def _load(
     checkpoint: str,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     collectives: Collectives,
     of_run: bool = False,
+    before: nn.Module | None = None,
 ) -> tuple[SavedCheckpoint, dict[str, Tensor]]:
     """Reads a checkpoint into the live model and its optimizer, and returns the further tensors of a run."""
     weights = live_weights(model)
+    saved_weights = weights if before is None else live_weights(before)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
     further: dict[str, Tensor] = {}
 
     def read_description() -> SavedCheckpoint:
         saved = SavedCheckpoint.read(checkpoint)
-        if differences := saved.differences(weights, describe_tables(model), optimizers):
-            raise UserError(differences)
+        problem = saved.differences(saved_weights, describe_tables(before or model), optimizers)
+        if problem is None and before is not None:
+            problem = _grown_otherwise(checkpoint, before, saved_weights, weights)
+        if problem is not None:
+            raise UserError(problem)
         if of_run:
             further.update(saved.run_tensors_to_read(collectives.rank, collectives.world_size))
         return saved
 
     saved = on_every_rank(collectives, read_description)
+    states = {} if optimizer is None else live_states(optimizer, weights)
+    if before is not None:
+        num_rows = {name: next(iter(shards.size), 0) for name, shards in saved_weights.items()}
+        for name, shards in states.items():
+            parameter = name.rpartition(".")[0]
+            if shards.size[:1] == weights[parameter].size[:1]:  # a number for each row, or more
+                states[name] = _known_rows(shards, num_rows[parameter])
+        weights = {name: _known_rows(shards, num_rows[name]) for name, shards in weights.items()}
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
     to_read |= {name: TensorShards.from_value(tensor) for name, tensor in further.items()}
-    if optimizer is not None:
-        to_read |= saved.states_to_read(live_states(optimizer, weights))
+    to_read |= saved.states_to_read(states)
     on_every_rank(collectives, partial(read_blocks, checkpoint, saved.tensors, to_read))
-    forget_caches(model)
+    for lookup in sharded_lookups(model):
+        lookup.purge()  # rows of tables in host memory that a device caches
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.optimizer_steps)
     return saved, further
+
+
+def _grown_otherwise(
+    checkpoint: str, before: nn.Module, old: Mapping[str, TensorShards], weights: Mapping[str, TensorShards]
+) -> str | None:
+    """Returns how a live model differs from an earlier one in more than the rows of its tables; None if not at all."""
+    may_grow = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in before.named_modules()
+        if isinstance(module, CompositionalTables)
+        for name, _ in module.named_parameters()
+    }
+    lines = [
+        f"{name}: {_size(old.get(name))} before, {_size(weights.get(name))} now"
+        for name in sorted(old.keys() | weights.keys())
+        if name not in old
+        or name not in weights
+        or _kind(old[name], name in may_grow) != _kind(weights[name], name in may_grow)
+    ]
+    if not lines:
+        return None
+    return (
+        f"the model differs from the model of {checkpoint} in more than the rows of tables:"
+        f"{enumerate_lines(lines, _MOST_SHOWN)}\nUse the model section and the columns that it was trained with."
+    )
+
+
+def _kind(shards: TensorShards, may_grow: bool) -> tuple[object, ...]:
+    """Returns the type and size that a tensor must keep: all of the size, or all but its rows."""
+    return shards.dtype, shards.size[1 if may_grow else 0 :]
+
+
+def _size(shards: TensorShards | None) -> str:
+    return "absent" if shards is None else f"{tuple(shards.size)} {dtype_name(shards.dtype)}"
+
+
+def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:
+    """Returns the parts of live shards that lie within the first ``num_rows`` rows; a scalar is returned as it is."""
+    if not live.size or live.size[0] == num_rows:
+        return live
+    known = [
+        LocalShard(shard.offsets, shard.tensor[: num_rows - shard.offsets[0]])
+        for shard in live.shards
+        if shard.offsets[0] < num_rows
+    ]
+    return TensorShards((num_rows, *live.size[1:]), live.dtype, known, live.replicated)
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
@@ -236,9 +326,3 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
         weights[names[0]] = saved.empty(names[0])
     read_blocks(saved.path, saved.tensors, {name: TensorShards.from_value(own) for name, own in weights.items()})
     return list(weights.values())
-
-
-def forget_caches(model: nn.Module) -> None:
-    """Drops the rows of tables in host memory that a device caches, after the tables have been read anew."""
-    for lookup in sharded_lookups(model):
-        lookup.purge()

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from distembed.base.errors import UserError
 from distembed.base.machine import is_intel_processor, multiplies_faster_in_bf16
 from distembed.base.ranks import Collectives, Ranks
-from distembed.checkpoints.grown import load_grown
+from distembed.checkpoints.checkpoint import load_grown
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.settings import VectorExchange

@@ -10,7 +10,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives
 from distembed.checkpoints import save_checkpoint
-from distembed.checkpoints.grown import load_grown
+from distembed.checkpoints.checkpoint import load_grown
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.optim.kinds import OPTIMIZERS
 from tests.layouts import DIM, LAYOUTS, OPTIMIZER_NAMES, SIZES, Head, build, gather_numbers, shard, tables
