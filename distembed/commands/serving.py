@@ -61,14 +61,13 @@ def predict_command(
     request = RawRequest(input, key or [], max_rejected)
     found = find_run_for_rows(run, data, checkpoint)
     request.require_usable(found.manifest, output)
-    from distembed.serving.raw_predictions import RawScoring
+    from distembed.serving.raw_predictions import predict_rows
     from distembed.training.inference import open_run
 
     with open_run(found) as loaded:
         if loaded.ranks.is_first:
             note(seen_items_note(found))
-        scoring = RawScoring.of_run(loaded, found, raw_values=not ids)
-        written = scoring.write(lambda: request.open(found), output)
+        written = predict_rows(loaded, found, lambda: request.open(found), output, raw_values=not ids)
         if written is not None:
             say(f"{output}: {written.num_lines:,} predictions{_null_ones(written.rejected)}")
 

@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
 from distembed.base.files import whole_file
-from distembed.base.ranks import Collectives, Ranks
+from distembed.base.ranks import Collectives
 from distembed.data.dataset.records import RecordBlock
-from distembed.data.dataset.schema import USER, Schema
+from distembed.data.dataset.schema import USER
 from distembed.data.prepare.ingest import RejectedRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_rows import RawRows
@@ -47,7 +47,6 @@ from distembed.data.reader.batch import BatchAssembler
 from distembed.data.reader.reader import Prefetcher
 from distembed.data.table.blocks import RejectedRow
 from distembed.serving.row_decoder import RowDecoder, decode_rows
-from distembed.training.build import TrainingState
 from distembed.training.inference import EVALUATION_BATCH_SIZE, LoadedRun, gather_outputs, score_prepared
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
@@ -147,72 +146,92 @@ class PredictedRows:
     rejected: dict[str, int]
 
 
-@dataclass(frozen=True)
-class RawScoring:
-    """A model with the columns of its dataset and of its files of predictions."""
+def predict_rows(
+    loaded: LoadedRun, run: TrainedRun, make_inputs: Callable[[], RawInputs], output: Path, raw_values: bool = True
+) -> PredictedRows | None:
+    """Writes the prediction of each row of some inputs, with its keys, whole or not at all; all ranks call it.
 
-    state: TrainingState
-    schema: Schema
-    columns: PredictionColumns
-    ranks: Ranks
+    Args:
+        loaded: The model of the run on these ranks.
+        run: The run.
+        make_inputs: Opens the inputs; called on rank 0 alone.
+        output: The file to write.
+        raw_values: Whether predictions have users and items as raw values, and not as ids.
 
-    @classmethod
-    def of_run(cls, loaded: LoadedRun, run: TrainedRun, raw_values: bool = True) -> RawScoring:
-        """Returns the scoring of a loaded run; predictions have users and items as raw values, or as ids."""
-        task = loaded.state.task
-        values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
-        columns = PredictionColumns(task, values, left_out=unknown_columns(run))
-        return cls(loaded.state, run.manifest.schema, columns, loaded.ranks)
+    Returns:
+        The counts on rank 0; None on other ranks.
 
-    def write(self, make_inputs: Callable[[], RawInputs], output: Path) -> PredictedRows | None:
-        """Writes the prediction of each row of some inputs, with its keys, whole or not at all; all ranks call it.
+    Raises:
+        UserError: The inputs cannot be read, too many rows are malformed, or a key has the name of a prediction.
+        RunError: The file cannot be written.
+    """
+    state, ranks, task = loaded.state, loaded.ranks, loaded.state.task
+    values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
+    columns = PredictionColumns(task, values, left_out=unknown_columns(run))
+    collectives = Collectives.in_own_group()
+    opened: list[RawInputs] = []
 
-        ``make_inputs`` is called on rank 0 alone, which gets the counts; other ranks get None.
-        """
-        collectives = Collectives.in_own_group()
-        opened: list[RawInputs] = []
-        collectives.on_first(lambda: opened.append(self._with_free_keys(make_inputs())))
-        if not self.ranks.is_first:
-            for outputs in score_prepared(self.state, self._batches(_Feed(collectives))):
-                gather_outputs(outputs, self.ranks)
-            return None
-        with ExitStack() as resources:
-            lines = resources.enter_context(_Lines.written_to(output, self.columns, opened[0].keys))
-            steps = resources.enter_context(
-                closing(Prefetcher(partial(_steps, opened[0], self.ranks.world_size), _STEPS_AHEAD))
-            )
-            for outputs in score_prepared(self.state, self._batches(_Feed(collectives, steps, lines))):
-                rows = gather_outputs(outputs, self.ranks)
-                lines.add_predictions([self.columns.table(self.state.task.predictions(own)) for own in rows])
-            lines.finish()
-        return PredictedRows(lines.num_lines, opened[0].rejected)
-
-    def _with_free_keys(self, inputs: RawInputs) -> RawInputs:
-        """Returns the inputs, or raises a :class:`UserError` where a key has the name of a prediction."""
-        for key in inputs.keys:
-            if key in self.columns.schema.names:
+    def open_inputs() -> None:
+        opened.append(make_inputs())
+        for key in opened[0].keys:
+            if key in columns.schema.names:
                 raise UserError(f"--key is {key!r}, which a column of predictions is named; rename it in the input.")
-        return inputs
 
-    def _batches(self, feed: _Feed) -> Generator[Batch, None, None]:
+    def batches(blocks: Iterator[RecordBlock]) -> Generator[Batch, None, None]:
         """Yields this rank's batches, as the task prepares them."""
-        assembler = BatchAssembler(self.schema)
-        while (block := feed.next()) is not None:
+        assembler = BatchAssembler(run.manifest.schema)
+        for block in blocks:
             num_rows = len(block.records)
             for batch in assembler.assemble([block] if num_rows else [], [max(1, num_rows)]):
-                yield self.state.task.prediction_batch(batch)
+                yield task.prediction_batch(batch)
+
+    collectives.on_first(open_inputs)
+    if not ranks.is_first:
+        for outputs in score_prepared(state, batches(_own_blocks(collectives, lambda: None))):
+            gather_outputs(outputs, ranks)
+        return None
+    with ExitStack() as resources:
+        lines = resources.enter_context(_Lines.written_to(output, columns, opened[0].keys))
+        steps = resources.enter_context(closing(Prefetcher(partial(_steps, opened[0], ranks.world_size), _STEPS_AHEAD)))
+
+        def next_blocks() -> Sequence[RecordBlock] | None:
+            for blocks, pieces in steps:
+                lines.add_pieces(pieces)
+                if blocks:
+                    return blocks
+            return None
+
+        for outputs in score_prepared(state, batches(_own_blocks(collectives, next_blocks))):
+            rows = gather_outputs(outputs, ranks)
+            lines.add_predictions([columns.table(task.predictions(own)) for own in rows])
+        lines.finish()
+    return PredictedRows(lines.num_lines, opened[0].rejected)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A block for each rank, and the pieces whose first rows are in these blocks."""
+def _own_blocks(
+    collectives: Collectives, next_blocks: Callable[[], Sequence[RecordBlock] | None]
+) -> Iterator[RecordBlock]:
+    """Yields this rank's block of each step that ``next_blocks`` returns on rank 0; all ranks raise its errors."""
+    while True:
+        messages: Sequence[RecordBlock | Exception | None] | None = None
+        if collectives.rank == 0:
+            try:
+                messages = next_blocks() or [None] * collectives.world_size
+            except Exception as error:
+                messages = [error] * collectives.world_size
+        found = collectives.scatter(messages)
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            return
+        yield found
 
-    blocks: Sequence[RecordBlock]
-    pieces: Sequence[ScoredPiece]
 
+def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[tuple[Sequence[RecordBlock], Sequence[ScoredPiece]]]:
+    """Yields a block for each rank, and the pieces whose first rows are in these blocks.
 
-def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[_Step]:
-    """Yields the rows of inputs in steps; the last one may have blocks without rows, or no blocks at all."""
+    In the last step blocks may have no rows, or there may be no blocks at all.
+    """
     size = EVALUATION_BATCH_SIZE * num_ranks
     waiting: list[RecordBlock] = []
     pieces: list[ScoredPiece] = []
@@ -222,11 +241,11 @@ def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[_Step]:
         while sum(len(block.records) for block in waiting) >= size:
             rows = RecordBlock.concatenate(waiting)
             waiting = [_between(rows, size, len(rows.records))]
-            yield _Step(_cut(rows, num_ranks), pieces)
+            yield _cut(rows, num_ranks), pieces
             pieces = []
     if pieces or waiting:
         rows = RecordBlock.concatenate(waiting)
-        yield _Step(_cut(rows, num_ranks) if len(rows.records) else [], pieces)
+        yield _cut(rows, num_ranks) if len(rows.records) else [], pieces
 
 
 def _cut(rows: RecordBlock, num_ranks: int) -> list[RecordBlock]:
@@ -237,35 +256,6 @@ def _cut(rows: RecordBlock, num_ranks: int) -> list[RecordBlock]:
 def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
     """Returns some rows of a block, fewer where it has no more."""
     return rows.gather(np.arange(start, max(start, min(stop, len(rows.records)))))
-
-
-class _Feed:
-    """Hands each rank its block of each step, and ``lines`` the pieces; all ranks call :meth:`next` equally often."""
-
-    def __init__(
-        self, collectives: Collectives, steps: Iterator[_Step] | None = None, lines: _Lines | None = None
-    ) -> None:
-        self._collectives, self._steps, self._lines = collectives, steps, lines
-
-    def next(self) -> RecordBlock | None:
-        """Returns this rank's block of the next step; None after the last one. All ranks raise an error of rank 0."""
-        found: Any = self._collectives.scatter(self._messages() if self._collectives.rank == 0 else None)
-        if isinstance(found, Exception):
-            raise found
-        return found if isinstance(found, RecordBlock) else None
-
-    def _messages(self) -> Sequence[RecordBlock | Exception | None]:
-        """Returns a message for each rank: a block, None at the end, or rank 0's error."""
-        assert self._steps is not None and self._lines is not None
-        num_ranks = self._collectives.world_size
-        try:
-            for step in self._steps:
-                self._lines.add_pieces(step.pieces)
-                if step.blocks:
-                    return step.blocks
-        except Exception as error:
-            return [error] * num_ranks
-        return [None] * num_ranks
 
 
 class _Lines:
