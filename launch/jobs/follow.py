@@ -42,7 +42,7 @@ _IS_CONSEQUENCE = re.compile(
 def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
     """Submits a job to its scheduler, and follows it unless ``detach`` is set."""
     started = time.time()
-    earlier = _changed_at(job)
+    earlier = _run_status(job)
     job = job.submit(runner)
     say(f"submitted: {job.scheduler} {job.app_id}, run folder {job.run_dir}")
     if detach:
@@ -69,7 +69,8 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     logs = job.folder / "logs"
     own = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
     failure = first_failure(own) if own.is_dir() else first_failure(logs, since=started)
-    if failure is None and _changed_at(job) != earlier and _is_interrupted(job):
+    now = _run_status(job)
+    if failure is None and now != earlier and now[1] == "interrupted":
         raise Interrupted(f"the job {job.app_id} was interrupted, and has saved its state. {remedy}")
     text = f"the job {job.app_id} has ended: {state}. {remedy}"
     if failure is not None and failure.exit_code in MISTAKES:
@@ -80,25 +81,13 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     raise RunError(text)
 
 
-def _record(job: Job) -> Path:
-    """Returns the file of the run's own status."""
-    return Path(job.run_dir) / "run.json"
-
-
-def _changed_at(job: Job) -> int | None:
-    """Returns when the run's record has changed last, in nanoseconds; None where there is none."""
+def _run_status(job: Job) -> tuple[int, str]:
+    """Returns the time and the status of the run's own record: few schedulers hand on exit codes."""
+    record = Path(job.run_dir) / "run.json"
     try:
-        return _record(job).stat().st_mtime_ns
-    except OSError:
-        return None
-
-
-def _is_interrupted(job: Job) -> bool:
-    """Returns whether the run was interrupted, by its own record: few schedulers hand on exit codes."""
-    try:
-        return RunInfo.read(_record(job)).status == "interrupted"
+        return record.stat().st_mtime_ns, RunInfo.read(record).status
     except (OSError, UserError):
-        return False
+        return 0, ""
 
 
 def state_text(status: AppStatus | None) -> str:

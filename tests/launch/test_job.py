@@ -175,30 +175,20 @@ def test_jobs_meet_at_ports_by_their_run_folder_and_run_by_this_interpreter(tmp_
     assert default_request("kubernetes", "run", "1x1").python == "python"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "cannot be read"),
-        ('{"run_dir": "r"', "cannot be read"),
-        ("[]", "cannot be read"),
-        ('{"run_dir": "r", "scheduler": "slurm"}', "j\n"),
-        ('{"run_dir": "r", "scheduler": "slurm", "j": 3}', "valid string"),
-        ('{"run_dir": "r", "scheduler": "slurm", "j": "0x1"}', "start at 1"),
-        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "options": [1]}', "options"),
-        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "component": {"colour": 1}}', "colour"),
-        (
-            '{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "submissions": [{"handle": 1, "time": "", "j": "1"}]}',
-            "handle",
-        ),
-    ],
-)
-def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, said: str) -> None:
+def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "launch" / "job.json"
     file.parent.mkdir()
-    file.write_text(content)
-    with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
-        load_job(str(tmp_path))
-    assert said in str(refused.value)
+    whole = {"run_dir": "r", "scheduler": "slurm", "j": "1x1"}
+    numbered = [{"handle": 1, "time": "", "j": "1"}]
+    changes = {"valid string": {"j": 3}, "start at 1": {"j": "0x1"}, "options": {"options": [1]}}
+    changes |= {"colour": {"component": {"colour": 1}}, "handle": {"submissions": numbered}}
+    contents = {said: json.dumps({**whole, **change}) for said, change in changes.items()}
+    contents["j\n"] = json.dumps({"run_dir": "r", "scheduler": "slurm"})
+    for said, content in [("", ""), ("", '{"run_dir": "r"'), ("", "[]"), *contents.items()]:
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
+            load_job(str(tmp_path))
+        assert said in str(refused.value)
 
 
 def test_a_job_that_names_only_some_of_what_it_asks_for_is_read_with_the_defaults(tmp_path: Path) -> None:

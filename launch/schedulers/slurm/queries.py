@@ -34,11 +34,8 @@ class JobRecord:
     """A job, as Slurm knows it.
 
     Args:
-        job_id: Number of the job.
-        name: Name of the job.
         state: State in Slurm's words, like "RUNNING" or "CANCELLED by 0".
         reason: Why the job waits, or has ended.
-        num_nodes: Number of nodes that the job has, or asks for.
         nodes: The nodes in Slurm's short form, like "gpu[1-4]"; "" before the job starts.
         restarts: How often the job was requeued; -1 where that is not known.
         output: File of the batch script's output.
@@ -58,16 +55,9 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node, in one of its partitions.
+    """A node, in one of its partitions; ``memory_mb`` is 1 where the cluster does not report it.
 
-    Args:
-        partition: Name of the partition.
-        is_default: Whether jobs that name no partition go there.
-        name: Name of the node.
-        cpus: Number of CPUs, as Slurm counts them.
-        memory_mb: Memory in MB; 1 where the cluster does not report it.
-        gpus: Number of GPUs of all types.
-        is_up: Whether the node takes jobs, now or after its present jobs.
+    ``is_default`` is set where jobs that name no partition go there, ``is_up`` where the node takes jobs, now or later.
     """
 
     partition: str

@@ -61,16 +61,12 @@ class SlurmJob:
     """A job, as a batch script and the command that submits it.
 
     Args:
-        name: Name of the application.
-        role: Name of its one role.
         program: The command of each node and its arguments, which may hold :data:`JOB_ID` and :data:`REPLICA_ID`.
         log_dir: Absolute path of the folder for logs, which every node must see.
         environment: Variables of the command, whose values may hold the macros too.
         min_nodes: Fewest nodes that the job starts and continues with.
-        max_nodes: Most nodes that the job takes.
         options: Options of sbatch by their names without dashes.
         directory: Working folder of the command; "" for the folder where sbatch is called.
-        max_retries: How often the job is started again after it has failed.
         warning_seconds: Seconds before its time limit when the job is sent SIGUSR1; 0 for never.
         grace_seconds: Seconds that the command has to save its state; 0 where it has nothing to save.
         further: More options of sbatch, as :func:`further_options` returns them.
