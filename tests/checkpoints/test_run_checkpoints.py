@@ -29,6 +29,7 @@ from distembed.checkpoints.store import CheckpointStore, checkpoint_place, newes
 from distembed.commands import cli
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import KeyedHash, QuotientRemainder
+from tests.checkpoints.test_damage import with_optimizer
 from tests.processes import start_processes
 from tests.ranks import run_on_ranks
 
@@ -40,8 +41,7 @@ class Run:
 
     def __init__(self, url: Path | str, keep: int = 2, rank: int = 0, world_size: int = 1) -> None:
         self.model = nn.Linear(4, 3)
-        parameters = dict(self.model.named_parameters())
-        self.optimizer = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adagrad(params))
+        self.optimizer = with_optimizer(self.model)
         self.said: list[str] = []
         self.checkpoints = Checkpoints(str(url), keep, Ranks(rank, world_size, world_size, torch.device("cpu")))
 
@@ -53,9 +53,7 @@ class Run:
     def saved_weight(self, checkpoint: str) -> float:
         """Of a fresh model into which the checkpoint is loaded; asserts that its numbers are of one step."""
         fresh = nn.Linear(4, 3)
-        parameters = dict(fresh.named_parameters())
-        optimizer = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adagrad(params))
-        step = restore_run(checkpoint, fresh, optimizer, self.checkpoints._collectives).values["step"]
+        step = restore_run(checkpoint, fresh, with_optimizer(fresh), self.checkpoints._collectives).values["step"]
         assert (fresh.weight == step).all()
         return float(step)
 

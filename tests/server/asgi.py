@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 from fastapi import FastAPI
 
 
@@ -71,3 +72,11 @@ def post(app: FastAPI, values: Any, query: str = "", **headers: str) -> Reply:
     body = values if isinstance(values, bytes) else json.dumps(values).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return asyncio.run(ask(app, body, named, f"POST /predict{query}"))
+
+
+def stream(table: pa.Table, **options: Any) -> bytes:
+    """Returns a table as a stream of Arrow."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()

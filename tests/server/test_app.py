@@ -21,7 +21,7 @@ from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.server.app import ARROW_TYPE, JSON_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.scoring import RowRequest, Scorer, Scores
-from tests.server.asgi import Reply, ask, post
+from tests.server.asgi import Reply, ask, post, stream
 from tests.server.exported_models import json_rows
 
 
@@ -38,13 +38,6 @@ def app_of(scorer: Any, **settings: Any) -> FastAPI:
 @pytest.fixture(scope="module")
 def app(scorer: Scorer) -> FastAPI:
     return app_of(scorer)
-
-
-def stream(table: pa.Table, **options: Any) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
 
 
 def post_table(app: FastAPI, table: pa.Table | bytes, query: str = "") -> Reply:

@@ -16,7 +16,7 @@ from distembed.serving.server.app import ARROW_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.scoring import Scorer
 from tests.interactions import NUM_ITEMS
-from tests.server.asgi import post
+from tests.server.asgi import post, stream
 from tests.server.exported_models import exported
 from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
 
@@ -78,11 +78,7 @@ def test_users_are_answered_without_the_items_that_they_have(
     rows: list[dict[str, Any]] = [{"user": user, "item": sorted(has[user])} for user in users]
     expected = recommended(model.predict([{"user": user} for user in users]))
     require_like(post(app, rows).json(), expected)
-    sink = pa.BufferOutputStream()
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    reply = post(app, sink.getvalue().to_pybytes(), content_type=ARROW_TYPE)
+    reply = post(app, stream(pa.Table.from_pylist(rows)), content_type=ARROW_TYPE)
     require_like(pa.ipc.open_stream(reply.body).read_all().to_pydict(), expected)
     # without a list nothing is left out; a user that nobody knows is a bad row
     alone = post(app, [{"user": user} for user in users])

@@ -23,7 +23,7 @@ from distembed.serving.server.app import ARROW_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.scoring import Scorer
 from distembed.serving.server.serve import serve
-from tests.server.asgi import post
+from tests.server.asgi import post, stream
 from tests.server.exported_models import json_rows, session_int8_shards
 from tests.server.processes import Server, serving
 from tests.small_runs import distembed as command
@@ -42,12 +42,8 @@ def test_a_served_model_scores_as_predict_does(server: Server, trained: LoadedMo
     expected = pytest.approx(trained.predict(rows).tolist(), abs=1e-6)
     status, found = server.ask({"rows": rows})
     assert (status, found) == (200, {"prediction": expected})
-    sink = pa.BufferOutputStream()
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    status, stream = server.ask(sink.getvalue().to_pybytes(), content_type=ARROW_TYPE)
-    assert status == 200 and pa.ipc.open_stream(stream).read_all()["prediction"].to_pylist() == expected
+    status, answer = server.ask(stream(pa.Table.from_pylist(rows)), content_type=ARROW_TYPE)
+    assert status == 200 and pa.ipc.open_stream(answer).read_all()["prediction"].to_pylist() == expected
     assert server.ask([{**rows[0], "price": "much"}])[1]["rows"][0]["field"] == "price"
     for path in ("/healthz", "/readyz"):
         assert server.ask(path=path) == (200, {"status": "ok"})
