@@ -23,6 +23,8 @@ from distembed.commands.shared import errors
 from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+_WRONG, _FAILED = "[bold red]error:[/]", "[bold red]failed:[/]"
+_WRONG_PATHS = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 # typer's errors of options and arguments: click's own class, or that of the copy of click in newer releases
 _WrongUsage: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -85,40 +87,39 @@ def main() -> NoReturn:
         text = _usage_error(error)
         if not text:  # help was shown, for want of any argument
             _leave(2)
-        _end(2, f"[bold red]error:[/] {_escape(text)}")
-    except UserError as error:
-        exit_code = user_exit_code(error)
-        _end(exit_code, "" if record_error(error, exit_code) else f"[bold red]error:[/] {_escape(error)}")
-    except Interrupted as error:
-        _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
-    except InsufficientMemory as error:
-        _end(3, "" if record_error(error, 3) else f"[bold red]failed:[/] {_escape(error)}")
-    except RunError as error:
-        record_error(error)
-        _end(1, f"[bold red]failed:[/] {_escape(error)}")
+        _end(2, f"{_WRONG} {_escape(text)}")
     except SystemExit as ended:
         _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
-        record_error(error)
-        _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except UnicodeEncodeError as error:
-        _end(2, f"[bold red]error:[/] {_escape(ascii(error.object))} is not written in UTF-8; give another name.")
+        _end(2, f"{_WRONG} {_escape(ascii(error.object))} is not written in UTF-8; give another name.")
     except Exception as error:
-        record_error(error)
-        if _is_out_of_memory(error):
-            _end(1, f"[bold red]failed:[/] there is not enough memory: {_escape(error)}")
-        raise
+        code, heading = _outcome(error)
+        is_told = not isinstance(error, Interrupted) and record_error(error, code)
+        if not heading:
+            raise
+        _end(code, "" if is_told else f"{heading} {_escape(error)}")
     if code == 130:  # typer's answer to Ctrl-C
         _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
     _leave(code or 0)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Returns whether memory ran out, as Python and PyArrow say so, or torch on a CPU or on a GPU."""
+def _outcome(error: Exception) -> tuple[int, str]:
+    """Returns the exit code of an error and the heading of its message; "" for a defect, which has a traceback."""
+    if isinstance(error, UserError):
+        return user_exit_code(error), _WRONG
+    if isinstance(error, Interrupted):
+        return INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted:[/]"
+    if isinstance(error, InsufficientMemory):
+        return 3, _FAILED
+    if isinstance(error, OSError) and error.errno in _WRONG_PATHS:
+        return 2, _WRONG
+    if isinstance(error, RunError | OSError):
+        return 1, _FAILED
+    # Python and PyArrow have types for it, and torch a message on a CPU
     names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    if names & {"MemoryError", "OutOfMemoryError"} or "can't allocate memory" in str(error):
+        return 1, f"{_FAILED} there is not enough memory:"
+    return 1, ""
 
 
 def _usage_error(error: Any) -> str:

@@ -121,7 +121,7 @@ def list_nodes() -> list[NodeRecord]:
 
 
 def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
-    """Returns the record of a job; None where there is no such job.
+    """Returns the record of a job; None where Slurm knows no job of this number.
 
     After ``patience_seconds`` without an answer of the controller, accounting is asked, which may call a requeued job
     failed; RunError where it does not know the job either.

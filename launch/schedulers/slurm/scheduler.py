@@ -175,7 +175,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Returns the state of a job, which may be some seconds old; None where there is no such job.
+        """Returns the state of a job, which may be some seconds old; None where Slurm does not know it.
 
         It is UNKNOWN where accounting reports an end and the controller does not answer: the job may be requeued.
         """
