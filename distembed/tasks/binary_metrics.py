@@ -1,4 +1,4 @@
-"""Metrics of a binary classifier, exact, from logits in float64, of rows that may have weights.
+"""Metrics of a binary classifier, from logits in float64, of rows that may have weights.
 
 =================== ======================================================================================
 logloss             mean of ``-y log p - (1-y) log(1-p)``
@@ -8,17 +8,28 @@ calibration         sum of predictions over number of positives; 1 is calibrated
 accuracy            share of rows on the right side of p = 0.5
 =================== ======================================================================================
 
-Means, sums and shares are by the weights of rows; for the pairs of AUC see ``auc.py``. A metric that is not defined,
-for example the AUC of one class, is NaN.
+Means, sums and shares are by the weights of rows; a pair weighs the product of its rows' weights. A metric that is not
+defined, for example the AUC of one class, is NaN.
+
+GAUC (Zhu et al., KDD 2017) pairs only rows of one group, for example of one user: a score that tells users apart, but
+orders no user's own rows, gains nothing. It is the mean of the groups' areas, each counted by the weight of its rows::
+
+    GAUC = sum_g w_g AUC_g / sum_g w_g      over the groups that have positive and negative rows
+
+The AUC of training steps is that of logits in bins, whose counts are added up over steps and ranks.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from distembed.tasks.auc import Floats, exact_auc
+Floats = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)
@@ -84,3 +95,129 @@ def calibration_bins(
             predicted, observed = (float(np.average(each[rows], weights=own)) for each in (probabilities, labels))
             found.append({"predicted": predicted, "observed": observed, "rows": len(rows)})
     return found
+
+
+Integers = npt.NDArray[np.integer]
+
+NUM_BINS = 8192
+_SCALE, _BINS_PER_UNIT = 8.0, 64.0
+"""The outer bins begin at a logit of about 11,900, and hold all that is beyond too."""
+
+
+@dataclass(frozen=True)
+class GroupedAUC:
+    """The mean of the areas within groups.
+
+    Attributes:
+        value: The mean, by the groups' weights; NaN without groups, or where a score is NaN.
+        num_groups: Number of groups that have positive and negative rows, of weights above 0.
+        num_rows: Number of rows of these groups.
+    """
+
+    value: float
+    num_groups: int
+    num_rows: int
+
+
+def exact_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> float:
+    """Returns the area under the ROC curve; NaN without both classes.
+
+    Args:
+        scores: The higher, the likelier a row is positive [N].
+        labels: 0 or 1 [N].
+        weights: The weight of each row, 0 or more [N]; None where all weigh 1.
+    """
+    if len(scores) == 0 or np.isnan(scores).any():
+        return math.nan
+    pairs = _count_pairs(np.argsort(scores, kind="stable"), scores, labels, weights, None)
+    num_pairs = float(pairs.positive[0]) * float(pairs.negative[0])
+    return float(pairs.ordered[0]) / num_pairs if num_pairs > 0 else math.nan
+
+
+def grouped_auc(scores: Floats, labels: Floats, groups: Integers, weights: Floats | None = None) -> GroupedAUC:
+    """Returns the mean of the areas within groups; the arguments are as in :func:`exact_auc`."""
+    if len(scores) == 0:
+        return GroupedAUC(math.nan, 0, 0)
+    pairs = _count_pairs(np.lexsort((scores, groups)), scores, labels, weights, groups)
+    num_pairs = pairs.positive * pairs.negative
+    has_both = num_pairs > 0
+    num_groups, num_rows = int(has_both.sum()), int(pairs.num_rows[has_both].sum())
+    if num_groups == 0 or np.isnan(scores).any():
+        return GroupedAUC(math.nan, num_groups, num_rows)
+    areas = pairs.ordered[has_both] / num_pairs[has_both]
+    own_weights = (pairs.positive + pairs.negative)[has_both]
+    return GroupedAUC(float(np.average(areas, weights=own_weights)), num_groups, num_rows)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The weights of positive rows, negative rows ordered pairs (ties half), and the number of rows ``[groups]``."""
+
+    positive: Floats
+    negative: Floats
+    ordered: Floats
+    num_rows: Integers
+
+
+def _count_pairs(
+    order: Integers, scores: Floats, labels: Floats, weights: Floats | None, groups: Integers | None
+) -> _Pairs:
+    """Returns the pairs of at least one row; ``order`` sorts rows by group, then by score.
+
+    Rows of one group and score form a run. The negative rows ahead of a run are the negative rows of all runs before
+    it, less the negative rows of earlier groups. Without weights all sums are whole and half numbers, and exact.
+    """
+    scores, is_positive = scores[order], labels[order] > 0.5
+    begins_group = np.zeros(len(order), dtype=bool)
+    if groups is not None:
+        sorted_groups = groups[order]
+        begins_group[1:] = sorted_groups[1:] != sorted_groups[:-1]
+    begins_run = begins_group.copy()
+    begins_run[1:] |= scores[1:] != scores[:-1]
+    begins_group[0] = begins_run[0] = True
+    runs = np.flatnonzero(begins_run)
+    of_rows = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    positive = np.add.reduceat(np.where(is_positive, of_rows, 0.0), runs)
+    negative = np.add.reduceat(np.where(is_positive, 0.0, of_rows), runs)
+    behind = np.cumsum(negative) - negative
+    starts = np.flatnonzero(begins_group[runs])
+    behind -= np.repeat(behind[starts], np.diff(starts, append=len(runs)))
+    return _Pairs(
+        positive=np.add.reduceat(positive, starts),
+        negative=np.add.reduceat(negative, starts),
+        ordered=np.add.reduceat(positive * (behind + negative / 2), starts),
+        num_rows=np.diff(runs[starts], append=len(order)),
+    )
+
+
+def bin_counts(
+    logits: Float[Tensor, " rows"], labels: Float[Tensor, " rows"], weights: Float[Tensor, " rows"] | None = None
+) -> Tensor:
+    """Returns the rows of each bin ``[2, NUM_BINS + 1]``: first negative rows, then positive rows.
+
+    The last column counts the rows whose logit is NaN. ``labels`` are 0 or 1. Without ``weights`` the numbers are
+    int64, with weights they are sums of weights in float64.
+    """
+    # in float64, in which asinh is monotonic over all float32 numbers
+    places = (logits.double() / _SCALE).asinh() * (_SCALE * _BINS_PER_UNIT) + NUM_BINS / 2
+    bins = places.clamp(0, NUM_BINS - 1).nan_to_num(nan=NUM_BINS).long()
+    cells = bins + (labels > 0.5) * (NUM_BINS + 1)
+    counted = torch.ones_like(cells) if weights is None else weights.double()
+    return counted.new_zeros(2 * (NUM_BINS + 1)).index_add_(0, cells, counted).view(2, -1)
+
+
+def binned_auc(counts: npt.NDArray[Any]) -> float:
+    """Returns the area of rows in bins, of :func:`bin_counts`; NaN without both classes, or where a logit is NaN."""
+    negative, positive = counts.astype(np.float64)
+    num_pairs = float(negative.sum()) * float(positive.sum())
+    if num_pairs == 0 or negative[-1] or positive[-1]:
+        return math.nan
+    behind = np.cumsum(negative) - negative
+    return float(positive @ (behind + negative / 2)) / num_pairs
+
+
+def most_error(counts: npt.NDArray[Any]) -> float:
+    """Returns by how much :func:`binned_auc` may differ from the exact area; NaN without both classes."""
+    negative, positive = counts.astype(np.float64)
+    num_pairs = float(negative.sum()) * float(positive.sum())
+    return float(positive @ negative) / 2 / num_pairs if num_pairs else math.nan

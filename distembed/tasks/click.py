@@ -1,7 +1,7 @@
 """Whether a row is clicked: binary cross-entropy of a logit, and the metrics of a binary classifier.
 
 Rows may have weights in the loss and the metrics; see ``row_weights.py``. With a group, for example the user,
-evaluations also tell how well each group's rows are ordered (GAUC; see ``auc.py``). A training step does not: its ids
+evaluations also tell how well each group's rows are ordered (GAUC). A training step does not: its ids
 may have been replaced (SSE), and it has too few rows of any group. The AUC of training steps is binned, that of
 evaluations exact.
 """
@@ -20,9 +20,8 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.data.table.vocabulary import reserved_ids
-from distembed.tasks.auc import bin_counts, binned_auc, grouped_auc
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
+from distembed.tasks.binary_metrics import BinaryMetrics, bin_counts, binned_auc, calibration_bins, grouped_auc, sigmoid
 from distembed.tasks.click_config import ClickConfig
 from distembed.tasks.reported_metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of

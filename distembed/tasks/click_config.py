@@ -12,8 +12,8 @@ from distembed.base.units import enumerate_names
 from distembed.data.dataset.schema import Schema
 
 if TYPE_CHECKING:
-    from distembed.tasks.auc import Floats
     from distembed.tasks.base import Task
+    from distembed.tasks.binary_metrics import Floats
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

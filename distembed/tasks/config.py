@@ -15,8 +15,8 @@ from distembed.base.validation import Count
 from distembed.data.dataset.schema import Schema
 
 if TYPE_CHECKING:
-    from distembed.tasks.auc import Floats
     from distembed.tasks.base import Task
+    from distembed.tasks.binary_metrics import Floats
 
 
 def _rising(cutoffs: list[int]) -> list[int]:

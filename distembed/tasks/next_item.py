@@ -35,8 +35,7 @@ from distembed.models.sequences import feature_lengths, feature_values
 from distembed.sse import IdPerturbation
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
-from distembed.tasks.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy
-from distembed.tasks.catalogue.softmax import catalogue_cross_entropy
+from distembed.tasks.catalogue.softmax import catalogue_cross_entropy, drawn_cross_entropy, in_batch_cross_entropy
 from distembed.tasks.next_item_config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (

@@ -14,8 +14,8 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
-from distembed.tasks.auc import Floats
 from distembed.tasks.base import Outputs, Rows, TaskContext
+from distembed.tasks.binary_metrics import Floats
 
 
 class RowWeights:

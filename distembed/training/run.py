@@ -71,7 +71,7 @@ def train_run(
         for line in info["kept_full"]:
             say(line)
     run_folder = RunFolder(start.folder)
-    trainer = Trainer(config, run_folder, ranks, start, console, evaluated)
+    trainer = Trainer(start, run_folder, ranks, console, evaluated)
     if not ranks.is_first:
         trainer.train()
         trainer.load_best()

@@ -145,7 +145,8 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     Raises:
         UserError: The folder, the dataset, a graph or a plan cannot be used, or the config of a resumed run differs.
     """
-    folder = _agree_on_folder(options, on_first)
+    # rank 0's folder on every rank; the names that ranks give it by their clocks may differ
+    folder = on_first(lambda: (options.run_dir or default_run_folder(options.name)).absolute())
     resume = options.resume or (options.resume_or_start and on_first(lambda: holds_run(folder)))
     config = on_first(lambda: _require_usable(folder, config, resume))
     plans = _choose_plans(config, options, folder, resume, on_first, say)
@@ -175,12 +176,6 @@ def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], N
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return None
     return find_start(config, options, lambda function: function(), say)
-
-
-def _agree_on_folder(options: RunOptions, on_first: OnFirst) -> Path:
-    """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
-    own = options.run_dir or default_run_folder(options.name)
-    return on_first(lambda: own.absolute())
 
 
 def _run_id(folder: Path, resume: bool) -> str:

@@ -29,7 +29,6 @@ from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
-from distembed.training.config import Config
 from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow, TrainingProgress, replaced_counts, replaced_shares
@@ -47,10 +46,9 @@ class Trainer:
     A run that cannot be trained is refused at construction, before anything is written.
 
     Args:
-        config: The whole config.
+        start: The start of the run, with its config.
         folder: The run's folder.
         ranks: This rank among all.
-        start: The start of the run.
         console: Where rank 0 shows the progress; None for nowhere.
         evaluated: Is called on rank 0 after each evaluation during training; see
             :func:`~distembed.training.run.train_run`.
@@ -67,14 +65,13 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        start: RunStart,
         folder: RunFolder,
         ranks: Ranks,
-        start: RunStart,
         console: Console | None,
         evaluated: Callable[[int, float], None] | None = None,
     ) -> None:
-        self._config = config
+        self._config = config = start.config
         self._dataset = config.data.require_path()
         self._folder = folder
         self._ranks = ranks
@@ -95,7 +92,8 @@ class Trainer:
                 f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {self._place} holds checkpoints of another "
                 "run; give an empty place, or none for the run's own folder."
             )
-        self.num_steps = self._count_steps()
+        num_steps = train.epochs * self._reader.batches_per_epoch
+        self.num_steps = num_steps if train.max_steps is None else min(num_steps, train.max_steps)
         has_validation = config.data.validation is not None
         self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
@@ -115,12 +113,6 @@ class Trainer:
         self._resumed = self._restore() if start.resume else None
         if self._resumed is None and start.initial is not None:
             self._state.optimizers.steps_before = take_over(start.initial, blueprint, self._state)
-
-    def _count_steps(self) -> int:
-        """Returns the number of steps of the whole run."""
-        train = self._config.train
-        num_steps = train.epochs * self._reader.batches_per_epoch
-        return num_steps if train.max_steps is None else min(num_steps, train.max_steps)
 
     @property
     def step(self) -> int:
@@ -164,9 +156,13 @@ class Trainer:
         ):
             self._say_start()
             self._checkpoints.require_room(self._state.model, self._state.optimizers.combined, self._progress.say)
-            self._window = self._restored_window()
+            self._window = MetricsWindow()
             if self._resumed is not None:
-                self._save_and_evaluate(self._has_evaluated())  # the run was ended between its checkpoint and this
+                values, tensors = self._resumed.values["window"], self._resumed.tensors
+                self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
+                # the run may have ended between its checkpoint and the evaluation
+                split = self._config.data.validation
+                self._save_and_evaluate(Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split)))
             while not self.is_finished:
                 if self._run_segment(stop):
                     waits = self._due.evaluation_before_checkpoint(self._step)
@@ -258,11 +254,6 @@ class Trainer:
                 self._save()
         if self._due.evaluation(self._step) and not evaluates_first and not has_evaluated:
             self._validate()
-
-    def _has_evaluated(self) -> bool:
-        """Returns whether the evaluation after this step is recorded already; all ranks call it."""
-        split = self._config.data.validation
-        return Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split))
 
     def _validate(self) -> None:
         """Evaluates on the validation split, and shows the metrics; all ranks call it."""
@@ -380,13 +371,6 @@ class Trainer:
             self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # early versions had none
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
         return resumed
-
-    def _restored_window(self) -> MetricsWindow:
-        """Returns the window of metrics in which the run was saved, or an empty one."""
-        if self._resumed is None:
-            return MetricsWindow()
-        values = self._resumed.values["window"]
-        return MetricsWindow.restored(values, self._resumed.tensors, self._ranks.world_size, self._ranks.device)
 
     def _say(self, text: str) -> None:
         """Prints a line before training begins, on rank 0."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.models.queries import Catalogue, Items, Queries
-from distembed.tasks.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy, sampled_cross_entropy
+from distembed.tasks.catalogue.softmax import drawn_cross_entropy, in_batch_cross_entropy, sampled_cross_entropy
 
 NUM_ITEMS, DIM = 30, 4
 
@@ -111,7 +111,7 @@ def test_many_queries_are_scored_block_by_block(monkeypatch: pytest.MonkeyPatch)
     log_q = torch.log(torch.tensor([0.5, 0.2, 0.5, 0.1, 0.3]))
     found = []
     for most_scores in (2**25, 10):
-        monkeypatch.setattr("distembed.tasks.catalogue.sampled._MOST_SCORES", most_scores)
+        monkeypatch.setattr("distembed.tasks.catalogue.softmax._MOST_SCORES", most_scores)
         queries = make_queries(targets, targets)
         vectors = queries.vectors.detach().requires_grad_()
         items = queries.items["item_target"].vectors.detach().requires_grad_()

@@ -18,8 +18,8 @@ from distembed.base.ranks import Ranks
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.tasks import ClickTask, NextItemConfig, RankingConfig, RatingTask, Task
-from distembed.tasks.auc import exact_auc
 from distembed.tasks.base import Outputs
+from distembed.tasks.binary_metrics import exact_auc
 from distembed.training import interruption
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from distembed.tasks.auc import GroupedAUC, exact_auc, grouped_auc
+from distembed.tasks.binary_metrics import GroupedAUC, exact_auc, grouped_auc
 
 ROW = st.tuples(
     st.sampled_from([-2.0, -0.5, 0.0, 0.5]) | st.floats(-3, 3, width=32),

@@ -18,8 +18,7 @@ from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, LabelKind, Schema
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.tasks import ClickConfig, ClickTask, RatingConfig
-from distembed.tasks.auc import exact_auc
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc
 from distembed.training.start import require_labels
 from tests.small_runs import distembed
 

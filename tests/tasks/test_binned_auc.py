@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from distembed.tasks.auc import NUM_BINS, bin_counts, binned_auc, most_error
+from distembed.tasks.binary_metrics import NUM_BINS, bin_counts, binned_auc, most_error
 
 ROW = st.tuples(
     st.sampled_from([-2.0, 0.0, 1e-3, -4e6, 1e30, math.inf, -math.inf]) | st.floats(-3, 3, width=32),

@@ -19,9 +19,8 @@ from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import LABELS, WEIGHTS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.tasks import ClickConfig, ClickTask, NextItemConfig, RankingConfig, RatingTask
-from distembed.tasks.auc import most_error
 from distembed.tasks.base import TaskContext
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, most_error
 from distembed.training.config import load_config
 
 FEATURES = (CategoricalFeature("user", 5), CategoricalFeature("item", 7), CategoricalFeature("tags", 9, True, 2.0))

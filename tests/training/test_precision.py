@@ -168,7 +168,10 @@ def test_a_resumed_run_of_two_ranks_gives_the_same_weights(name: str, folder: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "row_wise_adagrad", "amsgrad"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adagrad", "amsgrad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "row_wise_adagrad"))],
+)
 def test_fp16_tables_are_trained_nearly_as_float32_ones(optimizer: str, folder: Path, tmp_path: Path) -> None:
     """Losses of 8 steps differ by no more than rounding the weights once a step lets expect."""
     sparse = [f"train.sparse_optimizer={{name: {optimizer}, learning_rate: 0.05}}"]

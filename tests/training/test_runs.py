@@ -94,7 +94,9 @@ def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("dense", "sparse"), [("sgd", "adagrad"), ("adam", "amsgrad")])
+@pytest.mark.parametrize(
+    ("dense", "sparse"), [("adam", "amsgrad"), pytest.param("sgd", "adagrad", marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_repeats_the_one_that_was_not_stopped(
     config: Path, tmp_path: Path, dense: str, sparse: str
 ) -> None:
@@ -264,7 +266,7 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -
     assert "logloss" in distembed("evaluate", run).stdout
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay: float) -> None:
     run = tmp_path / "run"
     process = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3")
