@@ -54,70 +54,71 @@ def _call(builder: Any, name: str, returned: ir.Type, arguments: Sequence[Any]) 
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
+def _typed(signature: Any, build: Callable[..., Any]) -> Any:
+    """Returns what an intrinsic tells numba: its signature, and how ``build(builder, *arguments)`` makes its code."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        built = build(builder, *arguments)
+        return context.get_dummy_value() if signature.return_type == types.void else built
+
+    return signature, generate
+
+
 @_intrinsic
 def load_floats(typing_context: Any, address: Any, like: Any) -> Any:
     """Returns float32 numbers from an address, as many as another vector has."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], like.llvm), align=4)
-
-    return like(types.int64, like), generate
+    return _typed(
+        like(types.int64, like), lambda builder, start, _: builder.load(_pointer(builder, start, like.llvm), align=4)
+    )
 
 
 @_intrinsic
 def load_half(typing_context: Any, address: Any, like: Any) -> Any:
     """Returns float16 numbers from an address, in float32, as many as another vector has."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        halves = builder.load(_pointer(builder, arguments[0], ir.VectorType(_HALF, like.lanes)), align=2)
+    def build(builder: Any, start: Any, _: Any) -> Any:
+        halves = builder.load(_pointer(builder, start, ir.VectorType(_HALF, like.lanes)), align=2)
         return builder.fpext(halves, like.llvm)
 
-    return like(types.int64, like), generate
+    return _typed(like(types.int64, like), build)
 
 
 @_intrinsic
 def store(typing_context: Any, address: Any, vector: Any) -> Any:
     """Writes a vector as float32 at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0], vector.llvm), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, vector), generate
+    return _typed(
+        types.void(types.int64, vector),
+        lambda builder, start, value: builder.store(value, _pointer(builder, start, vector.llvm), align=4),
+    )
 
 
 @_intrinsic
 def store_half(typing_context: Any, address: Any, vector: Any) -> Any:
     """Writes a vector as float16 at an address, rounded to the nearest."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        halves_type = ir.VectorType(_HALF, vector.lanes)
-        halves = builder.fptrunc(arguments[1], halves_type)
-        builder.store(halves, _pointer(builder, arguments[0], halves_type), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, vector), generate
+    halves = ir.VectorType(_HALF, vector.lanes)
+    return _typed(
+        types.void(types.int64, vector),
+        lambda builder, start, value: builder.store(
+            builder.fptrunc(value, halves), _pointer(builder, start, halves), align=2
+        ),
+    )
 
 
 @_intrinsic
 def splat(typing_context: Any, value: Any, like: Any) -> Any:
     """Returns one float32 number in all lanes, as many as another vector has."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(builder: Any, number: Any, _: Any) -> Any:
         undefined = ir.Constant(like.llvm, ir.Undefined)
-        one = builder.insert_element(undefined, arguments[0], _INT(0))
-        lanes = ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes)
-        return builder.shuffle_vector(one, undefined, lanes)
+        one = builder.insert_element(undefined, number, _INT(0))
+        return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes))
 
-    return like(types.float32, like), generate
+    return _typed(like(types.float32, like), build)
 
 
 def _make_zeros(kind: Floats) -> Any:
     def zeros(typing_context: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return ir.Constant(kind.llvm, [0.0] * kind.lanes)
-
-        return kind(), generate
+        return _typed(kind(), lambda builder: ir.Constant(kind.llvm, [0.0] * kind.lanes))
 
     return _intrinsic(zeros)
 
@@ -128,39 +129,28 @@ zeros_4, zeros_8, zeros_16 = (_make_zeros(Floats(lanes)) for lanes in (4, 8, 16)
 @_intrinsic
 def lanes_of(typing_context: Any, vector: Any) -> Any:
     """Returns how many numbers a vector has."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _LONG(vector.lanes)
-
-    return types.int64(vector), generate
+    return _typed(types.int64(vector), lambda builder, _: _LONG(vector.lanes))
 
 
 @_intrinsic
 def multiply_add(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
     """Returns ``first * second + third``, rounded once."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _call(builder, f"llvm.fma.v{first.lanes}f32", first.llvm, arguments)
-
-    return first(first, second, third), generate
+    name = f"llvm.fma.v{first.lanes}f32"
+    return _typed(first(first, second, third), lambda builder, *own: _call(builder, name, first.llvm, own))
 
 
 @_intrinsic
 def square_root(typing_context: Any, vector: Any) -> Any:
     """Returns the square root of each number."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _call(builder, f"llvm.sqrt.v{vector.lanes}f32", vector.llvm, arguments)
-
-    return vector(vector), generate
+    name = f"llvm.sqrt.v{vector.lanes}f32"
+    return _typed(vector(vector), lambda builder, *own: _call(builder, name, vector.llvm, own))
 
 
 @_intrinsic
 def sum_lanes(typing_context: Any, vector: Any) -> Any:
     """Returns the sum of a vector's numbers, halves added to halves, in an order that is always the same."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (summed,) = arguments
+    def build(builder: Any, summed: Any) -> Any:
         lanes = vector.lanes
         while lanes > 1:
             lanes //= 2
@@ -171,17 +161,14 @@ def sum_lanes(typing_context: Any, vector: Any) -> Any:
             )
         return builder.extract_element(summed, _INT(0))
 
-    return types.float32(vector), generate
+    return _typed(types.float32(vector), build)
 
 
 def _define(function: Callable[..., Any], instruction: str) -> None:
     """Defines an operator for two vectors of one length."""
 
     def compute(typing_context: Any, first: Any, second: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return getattr(builder, instruction)(*arguments)
-
-        return first(first, second), generate
+        return _typed(first(first, second), lambda builder, *own: getattr(builder, instruction)(*own))
 
     own = _intrinsic(compute)
 
@@ -205,33 +192,29 @@ for _operator, _instruction in (
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Asks for the line of the cache that has an address, without waiting for it."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(builder, arguments[0], ir.IntType(8))
+    def build(builder: Any, start: Any) -> None:
+        pointer = _pointer(builder, start, ir.IntType(8))
         # to be read, to be kept in all caches, and data
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, _INT(0), _INT(3), _INT(1)])
-        return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+    return _typed(types.void(types.int64), build)
 
 
 @_intrinsic
 def high_product(typing_context: Any, first: Any, second: Any) -> Any:
     """Returns the upper 64 bits of the product of two unsigned numbers of 64 bits."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(builder: Any, *own: Any) -> Any:
         wide = ir.IntType(128)
-        factors = [builder.zext(argument, wide) for argument in arguments]
+        factors = [builder.zext(factor, wide) for factor in own]
         return builder.trunc(builder.lshr(builder.mul(*factors), wide(64)), _LONG)
 
-    return types.uint64(types.uint64, types.uint64), generate
+    return _typed(types.uint64(types.uint64, types.uint64), build)
 
 
 def _make_read(kind: Any, numba_type: Any) -> Any:
     def read(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.load(_pointer(builder, arguments[0], kind))
-
-        return numba_type(types.int64), generate
+        return _typed(numba_type(types.int64), lambda builder, start: builder.load(_pointer(builder, start, kind)))
 
     return _intrinsic(read)
 
@@ -247,9 +230,7 @@ read_float, read_double, read_int, read_long = (
 @_intrinsic
 def write(typing_context: Any, address: Any, value: Any) -> Any:
     """Writes a number, of its own type, at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0], arguments[1].type))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value), generate
+    return _typed(
+        types.void(types.int64, value),
+        lambda builder, start, number: builder.store(number, _pointer(builder, start, number.type)),
+    )

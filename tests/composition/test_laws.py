@@ -1,7 +1,6 @@
 """Laws of every composition."""
 
 from collections.abc import Sequence
-from itertools import product as pairs
 
 import pytest
 import torch
@@ -106,15 +105,6 @@ def test_settings_are_keywords_of_the_constructor_with_defaults() -> None:
         again = composition(**chosen)
         assert again.setting_values() == chosen
         assert again.partition_dims(16, 2) == composition().partition_dims(16, 2)
-
-
-@pytest.mark.parametrize("name", ["concat", "feature"])
-def test_distinct_rows_are_composed_to_distinct_vectors(name: str) -> None:
-    # Theorem 1: with complementary partitions and distinct vectors in each, distinct ids keep distinct embeddings
-    composition = COMPOSITIONS[name]()
-    weights = [torch.arange(rows * 2.0).view(rows, 2) for rows in (5, 4, 3)]
-    rows = torch.tensor(list(pairs(range(5), range(4), range(3)))).T
-    assert len(composition.embed(weights, rows).unique(dim=0)) == 60
 
 
 def test_product_distinguishes_bags_that_pooling_first_would_merge() -> None:

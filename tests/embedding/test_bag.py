@@ -9,7 +9,6 @@ from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBag
 from distembed.embedding.bag import pool
 from distembed.partitions import QuotientRemainder
-from tests.embedding.schemes import small_composition
 
 IDS = torch.tensor([3, 47, 0, 49, 1, 1, 2])
 OFFSETS = torch.tensor([0, 2, 2, 3, 7])  # bags of 2, 0, 1, 4 and 0 ids
@@ -53,17 +52,6 @@ def test_sparse_gradients_equal_dense_ones(composition: str) -> None:
     assert [weight.grad.is_sparse for weight in sparse.weights] == [j < num_sparse for j in range(2)]
     for ours, expected in zip(sparse.weights, dense.weights, strict=True):
         torch.testing.assert_close(ours.grad.to_dense() if ours.grad.is_sparse else ours.grad, expected.grad)
-
-
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_gradients(composition: str) -> None:
-    module = CompositionalEmbeddingBag(12, 3, composition=small_composition(composition), dtype=torch.float64, seed=0)
-    ids, offsets = torch.tensor([3, 11, 0, 1, 1]), torch.tensor([0, 2, 2])
-    names, values = zip(*module.named_parameters(), strict=True)
-    assert torch.autograd.gradcheck(
-        lambda *values: torch.func.functional_call(module, dict(zip(names, values, strict=True)), (ids, offsets)),
-        values,
-    )
 
 
 def test_initial_weights_follow_the_seed_or_torchs_generator() -> None:

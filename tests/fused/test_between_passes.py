@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
@@ -30,28 +29,6 @@ def tables(is_product: bool = True, rate: float = 0.5) -> tuple[FusedLookup, lis
     storages = [Storage([own], "sgd", learning_rate=rate) for own in weights]
     parts = [TablePart(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
     return FusedLookup(Formula([range(DIM)] * 2, is_product, True), [parts] * 2, [2], storages), storages
-
-
-def vectors(storages: list[Storage], is_product: bool, ids: Tensor = IDS) -> Tensor:
-    first, second = (storages[j].weights[0].detach().clone().view(ROWS[j], DIM) for j in range(2))
-    first, second = first[ids % 25], second[ids // 25]
-    return first * second if is_product else first + second
-
-
-@pytest.mark.parametrize("is_product", [True, False])
-def test_weights_of_ids_have_gradients(is_product: bool) -> None:
-    lookup, storages = tables(is_product)
-    own = torch.rand(len(IDS), generator=torch.Generator().manual_seed(1)).requires_grad_()
-    expected_weights = own.detach().clone().requires_grad_()
-    gradient = torch.rand(2, 2 * DIM, generator=torch.Generator().manual_seed(2))
-    weighted = vectors(storages, is_product) * expected_weights[:, None]
-    bags = torch.stack([bag.sum(0) for bag in weighted.tensor_split(OFFSETS[1:-1])])
-    expected = bags.view(2, 2, DIM).transpose(0, 1).reshape(2, 2 * DIM)
-    outputs = lookup(IDS, OFFSETS, own, storages)
-    torch.testing.assert_close(outputs, expected)
-    expected.backward(gradient)
-    outputs.backward(gradient)
-    torch.testing.assert_close(own.grad, expected_weights.grad)
 
 
 def test_a_graph_that_is_gone_through_twice_is_refused() -> None:
@@ -160,16 +137,6 @@ def test_batches_that_are_let_go_are_not_kept() -> None:
     assert len(lookup._waiting) == 1
     waits.sum().backward()
     assert len(lookup._waiting) == 0
-
-
-def test_a_sum_may_be_looked_up_twice_before_it_is_updated() -> None:
-    lookup, storages = tables(is_product=False)
-    before = [storage.weights[0].detach().clone() for storage in storages]
-    first, second = (lookup(IDS, OFFSETS, None, storages) for _ in range(2))
-    (first.sum() + second.sum()).backward()
-    for j, rows in enumerate((IDS % 25, IDS // 25)):
-        change = before[j].view(-1, DIM) - storages[j].weights[0].detach().view(-1, DIM)
-        torch.testing.assert_close(change, rows.bincount(minlength=ROWS[j])[:, None].expand(-1, DIM).float())
 
 
 def test_a_lookup_is_copied_without_what_waits() -> None:

@@ -124,12 +124,16 @@ def test_what_it_does_not_have_is_refused_by_name_and_left_to_fbgemm_by_auto() -
 def check_without_numba(rank: int, world_size: int) -> None:
     assert not any(name.startswith("numba") for name in sys.modules)
     sys.modules["numba"] = None  # type: ignore[assignment]
+    check_left_to_fbgemm("pip install numba")
+
+
+def check_left_to_fbgemm(reason: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     case: Case = (PLAIN, RATE, {}, "table_wise", "")
     auto, unfused = build(case, "auto"), build(case, "fbgemm")
     assert not is_fused(auto)
     assert all(torch.equal(own, other) for own, other in zip(numbers(auto), numbers(unfused), strict=True))
-    check_refused(lambda: build(case, "fused"), "pip install numba")
+    check_refused(lambda: build(case, "fused"), reason)
 
 
 @pytest.mark.distributed
@@ -138,7 +142,6 @@ def test_without_numba_fbgemm_looks_up() -> None:
 
 
 def check_without_compiler(rank: int, world_size: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
     tried = []
 
     def fail(kernel: Any, signature: str) -> None:
@@ -148,11 +151,7 @@ def check_without_compiler(rank: int, world_size: int) -> None:
     loading.load_kernels.cache_clear()
     loading.reason_not_compiled.cache_clear()
     loading._compile = fail
-    case: Case = (PLAIN, RATE, {}, "table_wise", "")
-    auto, unfused = build(case, "auto"), build(case, "fbgemm")
-    assert not is_fused(auto)
-    assert all(torch.equal(own, other) for own, other in zip(numbers(auto), numbers(unfused), strict=True))
-    check_refused(lambda: build(case, "fused"), "its kernels cannot be compiled (RuntimeError: no such target)")
+    check_left_to_fbgemm("its kernels cannot be compiled (RuntimeError: no such target)")
     assert len(tried) == 1  # which takes seconds, so it is not tried for every table
 
 

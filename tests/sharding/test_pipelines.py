@@ -48,6 +48,10 @@ SPLITS = [2, 0, 7, 3, 4]
 """Rows of each of the five steps that are the first rank's; the second has the others."""
 
 
+PLANS: dict[Any, ShardingPlan] = {}
+"""Plans that this process has made: a plan takes longer than the steps of a model."""
+
+
 class Clicks(nn.Module):
     """All compositions, and a network over their vectors and dense features."""
 
@@ -79,9 +83,8 @@ def shard(
     device: torch.device = CPU,
     fused_params: dict[str, Any] | None = None,
     kernel: str | None = None,
-    plan: ShardingPlan | None = None,
 ) -> DistributedModelParallel:
-    """The tables placed in one way, ``mixed`` in all ways in turn, or by a plan; they are trained by a fused SGD."""
+    """The tables placed in one way, or ``mixed`` in all ways in turn; they are trained by a fused SGD."""
     collection = model.get_submodule("model.embeddings")
     vectors = collection.get_submodule("embedding_bags").parameters()
     apply_optimizer_in_backward(torch.optim.SGD, vectors, {"lr": RATE})
@@ -92,13 +95,11 @@ def shard(
     }
     sharders = [CompositionalEmbeddingBagCollectionSharder(fused_params, host_memory=kernel == "fused_uvm_caching")]
     world_size = dist.get_world_size()
-    plan = plan or make_plan(
-        model,
-        sharders,
-        Ranks(dist.get_rank(), world_size, world_size, device),
-        Workload(ROWS * world_size),
-        config=PlanConfig(tables=own),
-    )
+    key = (kind, kernel, device, *own)
+    if key not in PLANS:
+        ranks = Ranks(dist.get_rank(), world_size, world_size, device)
+        PLANS[key] = make_plan(model, sharders, ranks, Workload(ROWS * world_size), config=PlanConfig(tables=own))
+    plan = PLANS[key]
     if kernel is not None:
         for placed in plan.plan["model.embeddings"].values():
             placed.compute_kernel = kernel
@@ -171,10 +172,9 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
     reference, expected = train_unsharded(batches, weighted)
     with torch.no_grad():
         _, (_, unsharded) = reference(batches[0])
-    curves, plan = [], None
+    curves = []
     for make in PIPELINES:
-        model = shard(task("meta", 2, weighted), kind, plan=plan)
-        plan = model.plan
+        model = shard(task("meta", 2, weighted), kind)
         pipeline = make(model, optimizer_of(model), CPU)
         curves.append(losses_of(run(pipeline, own)))
         check_weights(model, reference)
