@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distembed.composition import COMPOSITIONS, Composition, Product
 from distembed.partitions.settings import setting_names
+from tests.embedding.schemes import small_composition
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
 
@@ -33,7 +34,7 @@ def test_dimensions_add_up_to_the_composed_one(name: str, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_gradients_of_composing_an_ids_own_rows(name: str, k: int) -> None:
-    composition = COMPOSITIONS[name]()
+    composition = small_composition(name)
     vectors = drawn_weights(composition, 3, [3] * k, torch.float64)
     assert torch.autograd.gradcheck(lambda *parts: composition.compose(parts), vectors)
 
@@ -41,7 +42,7 @@ def test_gradients_of_composing_an_ids_own_rows(name: str, k: int) -> None:
 @pytest.mark.parametrize("num_rows", [[4], [5, 4], pytest.param([5, 4, 3], marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_gradients_of_embedding_with_repeated_rows_and_empty_buckets(name: str, num_rows: list[int]) -> None:
-    composition = COMPOSITIONS[name]()
+    composition = small_composition(name)
     weights = drawn_weights(composition, 3, num_rows, torch.float64)
     rows = torch.tensor([[0, 0, 3, 2, 0, 3], [2, 2, 0, 2, 3, 0], [1, 1, 2, 1, 1, 2]])[: len(num_rows)]
     assert torch.autograd.gradcheck(lambda *parts: composition.embed(parts, rows), weights)
