@@ -123,7 +123,7 @@ class TritonLookup:
                 )
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
-        """Counts the update and runs :func:`distembed.kernels.triton_lookup.update`."""
+        """Counts the update and runs :func:`update_tables`."""
         if any(storage.optimizer is not None for storage in storages):
             self.updates.count()
         return update_tables(self._tables, batch, storages, gradients)
