@@ -188,22 +188,26 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
     assert curves[1] == curves[0] and curves[2] == curves[0]
 
 
-def check_all_pipelines(rank: int, world_size: int, kinds: list[str]) -> None:
-    for kind, bags in [(kind, "ragged") for kind in kinds] + [("mixed", "single"), ("mixed", "weighted")]:
+SOME = [("mixed", "ragged"), ("mixed", "weighted")]
+ALL = [*((kind, "ragged") for kind in SHARDING_TYPES), ("mixed", "single"), ("mixed", "weighted")]
+
+
+def check_all_pipelines(rank: int, world_size: int, cases: list[tuple[str, str]]) -> None:
+    for kind, bags in cases:
         try:
             check_pipelines(rank, kind, bags)
         except AssertionError as error:
             raise AssertionError(f"{kind}, {bags}, on rank {rank}: {error}") from error
-    for bags in ("single", "ragged", "weighted"):
+    for bags in dict.fromkeys(bags for _, bags in cases):
         check_prefetched(rank, bags)
     check_compiled(rank)
 
 
 # every case in one start of the ranks: starting them takes longer than all that they do
 @pytest.mark.distributed
-@pytest.mark.parametrize("kinds", [["mixed"], pytest.param(list(SHARDING_TYPES), marks=pytest.mark.slow)])
-def test_every_pipeline_takes_the_steps_of_the_unsharded_model(kinds: list[str]) -> None:
-    run_on_ranks(2, check_all_pipelines, kinds)
+@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_pipeline_takes_the_steps_of_the_unsharded_model(cases: list[tuple[str, str]]) -> None:
+    run_on_ranks(2, check_all_pipelines, cases)
 
 
 def check_prefetched(rank: int, bags: str) -> None:
