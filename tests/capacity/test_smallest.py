@@ -15,7 +15,7 @@ from distembed.base.units import parse_bytes
 from distembed.commands import cli
 from distembed.planning.devices import Cluster, find_device
 from distembed.reports.plan import remedies, report
-from distembed.reports.plan.assessment import Assessment, assess_capacity
+from distembed.reports.plan.assessment import Assessment, assess_capacity, is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel, Plannable
 from distembed.reports.plan.remedies import Remedies, find_smallest
 from distembed.training.config import load_config
@@ -56,7 +56,7 @@ def test_it_is_the_first_that_fits_of_all_tried_in_turn(
     fitting = (
         size
         for size in sizes(gpus, 9)
-        if assess_capacity(config, dataclasses.replace(there_is, nodes=size[0], ranks_per_node=size[1])).fits
+        if is_fitting(ConfiguredModel(config), dataclasses.replace(there_is, nodes=size[0], ranks_per_node=size[1]))
     )
     found = find_smallest(ConfiguredModel(config), there_is)
     assert found.assessment is not None and found.assessment.fits
