@@ -18,41 +18,35 @@ an operator are not counted, except for the sorting of ids in FBGEMM's CUDA back
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import common_id_dtype
 from distembed.embedding.settings import VectorExchange
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.lookups import (
+from distembed.planning.networks import NetworkEstimate
+from distembed.planning.request import PlanRequest, Workload, pipeline_depth
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, storage_by_rank, total_storage
+from distembed.planning.times import (
     LENGTH_BYTES,
-    Exchange,
     ExchangeKey,
-    RankLookups,
+    TableTraffic,
     column_shards,
     exchange_key,
-    fullest_lookup,
     is_exchanged,
     is_on_every_rank,
 )
-from distembed.planning.networks import NetworkEstimate
-from distembed.planning.request import PlanRequest, Workload, pipeline_depth
-from distembed.planning.storage import (
-    DEFAULT_CACHE_RATIO,
-    PlannedRank,
-    SentBytes,
-    storage_by_rank,
-    total_storage,
-)
-from distembed.planning.times import TableTraffic
-from distembed.sharding.groups import GroupLoad, group_type
+from distembed.sharding.groups import GroupLoad, LookupMemory, group_key, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
-from distembed.sharding.table_slice import is_pooled, width
+from distembed.sharding.table_slice import TableSlice, is_pooled, width
+
+_PlacedSlice = tuple[Placement, TableSlice]
 
 
 @dataclass(frozen=True)
@@ -91,6 +85,112 @@ class _Sum:
     scanned: Counter[int] = field(default_factory=Counter)
 
 
+class _RankLookups:
+    """The lookups of each rank under the placements of all tables."""
+
+    def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
+        self._world_size, self._workload = world_size, workload
+        # slices with their groups' keys by rank, in the order of the tables; rank None for tables on every rank
+        self._slices = defaultdict[int | None, list[tuple[_PlacedSlice, Hashable]]](list)
+        for placement in placements:
+            everywhere: list[tuple[int, int, int | None]] = [(0, width(placement.table), None)]
+            is_everywhere = is_on_every_rank(placement.unit.sharding_type)
+            for start, stop, rank in everywhere if is_everywhere else column_shards(placement.unit):
+                own = placement.slice(start, stop)
+                self._slices[rank].append(((placement, own), group_key(own)))
+
+    def column_slices(self, rank: int) -> list[_PlacedSlice]:
+        """Returns the slices of tables with a range of columns, or all columns, on one rank alone."""
+        return [placed for placed, _ in self._slices[rank]]
+
+    def loads(self, rank: int | None) -> dict[ExchangeKey, list[GroupLoad]]:
+        """Returns a rank's own lookups; for None, the lookups that all ranks do alike."""
+        groups: dict[ExchangeKey, dict[Hashable, list[_PlacedSlice]]] = {}
+        for placed, key in self._slices[rank]:
+            groups.setdefault(exchange_key(placed[0]), {}).setdefault(key, []).append(placed)
+        return {key: [self._load(group) for group in own_groups.values()] for key, own_groups in groups.items()}
+
+    def _load(self, group: Sequence[_PlacedSlice]) -> GroupLoad:
+        first, _ = group[0]
+        is_local = first.unit.sharding_type == ShardingType.DATA_PARALLEL.value
+        num_rows = self._workload.rows_of_rank(self._world_size) if is_local else self._workload.batch_size
+        # where rows are divided, a rank has a share of the ids
+        share = first.num_row_blocks
+        features = [(table_slice, name) for _, table_slice in group for name in table_slice.table.feature_names]
+        return GroupLoad(
+            slices=[table_slice for table_slice, _ in features],
+            possible_ids=[math.ceil(table_slice.table.num_embeddings / share) for table_slice, _ in features],
+            num_ids_per_feature=[num_rows * self._workload.mean_ids([name]) / share for _, name in features],
+            multi_hot=[self._workload.has_bags(name) for _, name in features],
+            num_rows=num_rows,
+            averages_gradients=self._world_size > 1,
+            num_threads=self._workload.num_threads,
+        )
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tables of one collection and sharding type on a rank; vectors count as float32 unless stated otherwise."""
+
+    output: int  # bytes of all vectors that the lookups compose
+    sent: int  # bytes of a copy of these that is sent
+    received: int  # bytes of the vectors of this rank's rows
+    arriving_ids: int  # bytes of the ids that arrive, with their lengths
+    lookups: list[LookupMemory]
+    is_sent: bool  # whether the vectors are for other ranks too
+    numbers: VectorExchange = VectorExchange()  # in which numbers they are sent
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether lookups round vectors, so that they are not float32 until they are widened."""
+        return self.numbers.output_itemsize < FLOAT_BYTES
+
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes of vectors as lookups return them, before they are widened."""
+        return num_bytes * self.numbers.output_itemsize // FLOAT_BYTES
+
+    def travelling(self, num_bytes: int) -> int:
+        """Returns the bytes of vectors on their way to another rank."""
+        return math.ceil(self.numbers.vector_bytes(num_bytes / FLOAT_BYTES))
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of this rank's received vectors while they are joined into one tensor."""
+        if self.numbers.comms.is_used:  # and as decoded
+            return self.travelling(self.received) + 2 * self.received
+        return self.rounded(self.received) + (self.received if self.is_rounded else self.rounded(self.received))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes in which this rank's gradients are prepared for sending, besides the gradients."""
+        if not self.is_sent:
+            return 0
+        if self.numbers.comms.is_used:  # put in the ranks' order, and encoded
+            return self.received + math.ceil(self.numbers.gradient_bytes(self.received / FLOAT_BYTES))
+        return 2 * self.rounded(self.received) if self.is_rounded else self.received
+
+
+def _fullest_lookup(exchanges: Sequence[_Exchange]) -> int:
+    """Returns the most bytes that the lookups hold at once, one exchange after the other."""
+    waiting, fullest, saved = 0, 0, 0
+    for exchange in exchanges:
+        saved += sum(lookup.saved_bytes for lookup in exchange.lookups)
+        forward = max((lookup.forward_bytes for lookup in exchange.lookups), default=0)
+        # outputs of several lookups are joined into one tensor, and rounded into another
+        copies = 2 if len(exchange.lookups) > 1 else 1
+        rounded = exchange.rounded(exchange.output)
+        encoded = exchange.travelling(exchange.output) if exchange.numbers.comms.is_used else 0
+        travelling = exchange.travelling(exchange.sent) + exchange.travelling(exchange.received)
+        fullest = max(
+            fullest,
+            waiting + saved + forward + copies * exchange.output,
+            waiting + saved + (exchange.output + rounded if exchange.is_rounded else 0),
+            waiting + saved + rounded + encoded + (travelling if exchange.is_sent else exchange.sent),
+        )
+        waiting += travelling if exchange.is_sent else exchange.output
+    return fullest
+
+
 class Step:
     """One training step on any rank of a plan.
 
@@ -115,7 +215,7 @@ class Step:
             path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
             for path in {placement.collection for placement in placements}
         }
-        self._lookups = RankLookups(placements, world_size, workload)
+        self._lookups = _RankLookups(placements, world_size, workload)
         self._storage = {
             own.table.name: storage_by_rank(own, world_size, optimizers, cache_ratio) for own in placements
         }
@@ -162,7 +262,7 @@ class Step:
         return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum.replicated))
 
     @cached_property
-    def _common(self) -> dict[ExchangeKey, Exchange]:
+    def _common(self) -> dict[ExchangeKey, _Exchange]:
         """Exchanges of tables that every rank looks up."""
         loads = self._lookups.loads(None)
         return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
@@ -235,7 +335,7 @@ class Step:
         summed = (placement.num_row_blocks - 1) * nodes
         return SentBytes(-own.ids, (summed + nodes - 1) * vectors, (summed - 1) * own.gradients)
 
-    def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> Exchange:
+    def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> _Exchange:
         output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent, device_kind = is_exchanged(sharding_type, self._world_size), self._device_kind
         optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
@@ -245,7 +345,7 @@ class Step:
         if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
             # within a node, whose sums are sent to the other nodes
             sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
-        return Exchange(
+        return _Exchange(
             output=output,
             sent=sent,
             received=received,
@@ -278,7 +378,7 @@ class Step:
         inputs = self._batches + totals.sent_ids + arriving
         inputs += math.ceil(self._network.output_bytes_per_row * self._num_rows)
         # ids as received and sorted by feature, and the sent ids of this batch and of the next
-        fullest = fullest_lookup(exchanges)
+        fullest = _fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
         outputs = sum(
             exchange.output_bytes + exchange.rounded(exchange.received) * (len(exchanges) > 1) for exchange in exchanges

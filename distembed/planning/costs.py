@@ -25,11 +25,20 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
 from distembed.planning.devices import Cluster
-from distembed.planning.lookups import ExchangeKey, column_shards, is_exchanged, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest
 from distembed.planning.storage import StepTime, TableStorage, replicated_storage, slice_storage
-from distembed.planning.times import LookupTimes, Phase, TableTraffic, Traffic, Transfer
+from distembed.planning.times import (
+    ExchangeKey,
+    LookupTimes,
+    Phase,
+    TableTraffic,
+    Traffic,
+    Transfer,
+    column_shards,
+    is_exchanged,
+    is_on_every_rank,
+)
 from distembed.sharding.groups import TableLoad, group_key, lookup_formula
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement, partition_kernels

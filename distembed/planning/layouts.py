@@ -29,8 +29,8 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.settings import INT8_NUMBERS
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout, divided_table
-from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
+from distembed.planning.times import is_on_every_rank
 from distembed.sharding.groups import fused_refusal, reason_not_fused
 from distembed.sharding.placement import BY_ROWS, IN_HOST_MEMORY, WITHIN_NODES, can_be_placed
 from distembed.sharding.table_slice import is_pooled, partition_slices, width

@@ -7,9 +7,9 @@ from distembed.base.units import format_bytes, format_ranges
 from distembed.planning.costs import Layout, PlacementCost
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment
-from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.planning.table_problem import TableProblem
+from distembed.planning.times import is_on_every_rank
 from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
 

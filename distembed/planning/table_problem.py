@@ -24,9 +24,8 @@ from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, Shar
 from distembed.planning.devices import Cluster
 from distembed.planning.fastest.problem import Assignment, Option, Problem, ShardBlock
 from distembed.planning.layouts import Layouts
-from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest
-from distembed.planning.times import Phase, Transfer
+from distembed.planning.times import ExchangeKey, Phase, Transfer, is_on_every_rank
 from distembed.sharding.table_slice import unit_size
 
 

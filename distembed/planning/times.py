@@ -24,32 +24,58 @@ numbers more slowly, by the factors of TorchRec's planner. :mod:`distembed.shard
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.embedding.settings import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Cluster, Device
-from distembed.planning.lookups import LENGTH_BYTES, ExchangeKey, is_exchanged
 from distembed.planning.request import Workload
 from distembed.planning.storage import CACHED
 from distembed.sharding.groups import TableLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
-from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
+from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled
 
 _MS = 1e3
+LENGTH_BYTES = 4
 
+ExchangeKey = tuple[str, str]
+"""Collection path and sharding type: tables with equal keys are sent together."""
 Phase = tuple[ExchangeKey, str]
 """An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with gradients.
 
 CPU ranks that are not the owner have parts of their own: ``ids of others`` and ``vectors of others``.
 """
+
+
+def exchange_key(placement: Placement) -> ExchangeKey:
+    """Returns the key of a table's exchange."""
+    return placement.collection, placement.unit.sharding_type
+
+
+def is_on_every_rank(sharding_type: str) -> bool:
+    """Returns whether every rank looks up the tables of a sharding type, in equal shares."""
+    return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
+
+
+def is_exchanged(sharding_type: str, world_size: int) -> bool:
+    """Returns whether ids and vectors of tables of a sharding type are sent to other ranks."""
+    return world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
+
+
+def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
+    """Returns first column, last column + 1, and rank of each shard of a table divided by columns."""
+    spec: Any = unit.sharding_spec
+    return [
+        (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1], shard.placement.rank())
+        for shard in spec.shards
+    ]
 
 
 class Transfer(NamedTuple):

@@ -18,13 +18,7 @@ from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.costs import Layout, divided_table
 from distembed.planning.devices import Cluster, find_device
-from distembed.planning.storage import (
-    TableStorage,
-    replicated_storage,
-    slice_storage,
-    storage_by_rank,
-    total_storage,
-)
+from distembed.planning.storage import TableStorage, replicated_storage, slice_storage, storage_by_rank, total_storage
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.placement import place_table
