@@ -27,7 +27,6 @@ class CrossLayers(nn.Module):
         self.biases = nn.Parameter(torch.zeros(num_layers, in_features))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch in"]:
-        """Applies each layer to the output of the layer before it and to ``inputs``."""
         crossed = inputs
         for weight, bias in zip(self.weights, self.biases, strict=True):
             crossed = torch.addcmul(crossed + bias, inputs, (crossed @ weight.to(crossed.dtype)).unsqueeze(1))
@@ -73,7 +72,6 @@ class DCN(Model):
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
-        """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
         inputs = self._inputs(dense_features, vectors.flatten(1).to(dense_features.dtype))
         return self.output(torch.cat([self.deep(inputs), self.cross(inputs)], dim=1)).squeeze(1)

@@ -150,7 +150,6 @@ class DLRM(Model):
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
-        """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
         dense = self._dense_vector(dense_features)
         if dense is not None:

@@ -67,7 +67,6 @@ class ModelInputs:
 
     @property
     def num_dense(self) -> int:
-        """The number of dense features."""
         return len(self.schema.dense)
 
     @property
@@ -78,14 +77,11 @@ class ModelInputs:
     def pooled_embeddings(
         self, features: Sequence[str] | None = None, suffix: str = ""
     ) -> "tuple[nn.Module, list[str]]":
-        """Makes a collection that maps ids to one vector a row and feature.
+        """Returns a collection that maps ids to one vector a row and feature, and the keys of its KeyedTensor.
 
         Args:
             features: Names of categorical features; all unless given.
             suffix: Added to the tables' names, where several collections have tables of the same features.
-
-        Returns:
-            The collection, which maps a KeyedJaggedTensor to a KeyedTensor, and the keys of the KeyedTensor.
         """
         tables = self._choose_tables(features, suffix)
         return self._make_pooled(tables), vector_names(tables)
@@ -96,16 +92,13 @@ class ModelInputs:
         suffix: str = "",
         looked_up: Mapping[str, Sequence[str]] | None = None,
     ) -> "tuple[nn.Module, list[str]]":
-        """Makes a collection that maps ids to one vector an id.
+        """Returns a collection that maps each id to a vector, in a dictionary of JaggedTensors, and its keys.
 
         Args:
             features: Names of the features that have the tables; all unless given.
             suffix: Added to the tables' names, where several collections have tables of the same features.
             looked_up: Names of the features that are looked up in a table, by the name of the feature that has it;
                 unless given, the dataset's.
-
-        Returns:
-            The collection, which maps a KeyedJaggedTensor to a dictionary of JaggedTensors, and its keys.
         """
         names = [each.name for each in fields(CompositionalEmbeddingConfig)]
         chosen = self._choose_tables(features, suffix)

@@ -26,7 +26,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*(layers[:-1] if last_is_linear else layers))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch out"]:
-        """Applies the layers one after another."""
         outputs: Tensor = self.layers(inputs)
         return outputs
 
@@ -52,7 +51,6 @@ class StackFeatures(nn.Module):
         self.embedding_dim = embedding_dim
 
     def forward(self, embedded: KeyedTensor) -> Float[Tensor, "batch features dim"]:
-        """Returns the vectors of every key."""
         if embedded.keys() == self.vector_names:
             values = embedded.values()
         else:
@@ -88,5 +86,4 @@ class Dropout(nn.Module):
         return f"probability={self.probability}"
 
     def forward(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Returns the values, in training with some of them dropped."""
         return drop(values, self.probability) if self.training and self.probability > 0 else values

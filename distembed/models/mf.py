@@ -52,7 +52,6 @@ class MF(Model):
         self.network = (_BagQueries if is_pooled else _IdQueries)(catalogue, biases, dropout)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Queries:
-        """Returns the query of each row's user."""
         queries: Queries = self.network(self.embeddings(sparse_features), sparse_features)
         return queries
 
@@ -84,11 +83,9 @@ class _IdQueries(nn.Module):
         )
 
     def _items(self, vectors: Sequence[Float[Tensor, "ids dim"]], ids: KeyedJaggedTensor) -> dict[str, Items]:
-        """Returns the items of each feature with their vectors."""
         return {name: Items(ids[name].values(), own) for name, own in zip(self._features[1:], vectors, strict=True)}
 
     def _drop(self, vectors: Float[Tensor, "*ids dim"]) -> Float[Tensor, "*ids dim"]:
-        """Returns the vectors, in training with some factors dropped."""
         if not (self.training and self._dropout):
             return vectors
         if not self._biases:

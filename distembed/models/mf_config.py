@@ -19,7 +19,6 @@ class MFConfig:
     """The section of :class:`distembed.models.MF`; the dimension of the vectors is that of the embeddings.
 
     Attributes:
-        name: The model's name, ``mf``.
         biases: Whether users and items have biases, which are the last numbers of their vectors.
         dropout: Share of a vector's numbers, biases excepted, that are dropped in training.
     """

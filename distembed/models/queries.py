@@ -14,16 +14,16 @@ from distembed.embedding.share import TableShare
 class Catalogue(nn.Module):
     """The items that a model chooses from: a table of one of its own collections, and a bias for each id.
 
-    It finds the collection whenever it needs it, since sharding replaces a model's collections.
+    It finds the collection whenever it needs it, since sharding replaces a model's collections. The model that owns the
+    collection does not become a child of the catalogue.
 
     Args:
-        owner: The model, which holds the collection as an attribute. It does not become a child of the catalogue.
-        collection: Name of that attribute.
-        table: The table of items, which is in the collection.
+        owner: The model.
+        collection: Name of the model's attribute that holds the collection.
+        table: The table of items in the collection.
         bias: Whether each item has a bias, which starts from 0.
-        num_reserved: How many ids, from the first on, stand for no item: they have no part in a softmax.
-        is_tied: Whether the model's input is looked up in the table too; a model without tied embeddings has two
-            tables.
+        num_reserved: Number of ids, from the first one, that stand for no item and are left out of a softmax.
+        is_tied: Whether the model's input is looked up in the table too.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class Catalogue(nn.Module):
 
     @property
     def num_items(self) -> int:
-        """The number of ids, reserved ones included."""
         return self.table.num_embeddings
 
     def share(self) -> TableShare:

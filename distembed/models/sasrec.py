@@ -86,7 +86,6 @@ class Block(nn.Module):
         self.drop = Dropout(dropout)
 
     def forward(self, slots: Float[Tensor, "slots dim"], groups: Groups) -> Float[Tensor, "slots dim"]:
-        """Returns the vector of each slot after the block."""
         slots = slots + self.drop(self.attention(self.attention_norm(slots), groups))
         return slots + self.drop(self.network(self.network_norm(slots)))
 

@@ -59,11 +59,6 @@ class ClickTask(Task):
             self._no_groups = reserved_ids(Manifest.load(context.dataset), self._group)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
-        """Returns the batch as it is.
-
-        Raises:
-            UserError: A label is neither 0 nor 1.
-        """
         labels = batch[LABELS]
         assert isinstance(labels, Tensor)
         self._config.check_labels(labels.cpu().numpy(), "a batch of rows")

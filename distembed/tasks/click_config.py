@@ -23,7 +23,7 @@ class ClickConfig:
     Attributes:
         name: The task's name, ``click``.
         group: Name of a single-valued feature, for example the user, within whose values the metric ``gauc`` orders
-            clicks; null for no such metric. Rows whose value is missing or out of vocabulary are in no group.
+            clicks; null for no GAUC. Rows whose value is missing or out of vocabulary are in no group.
         headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
     """
 
@@ -39,7 +39,6 @@ class ClickConfig:
         return self
 
     def build(self) -> "Task":
-        """Builds the task."""
         task: Task = imported("distembed.tasks.click:ClickTask")(self)
         return task
 

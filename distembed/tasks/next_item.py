@@ -115,7 +115,6 @@ class NextItemTask(Task):
 
     @cached_property
     def _draws(self) -> NegativeDraws:
-        """The draws of negatives in training."""
         weights = item_weights(self._taken.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, self._taken, self._started.seed)
 
@@ -131,7 +130,6 @@ class NextItemTask(Task):
         return item_weights(torch.zeros(self._num_items), 0.0, self._reserved)
 
     def start_lines(self) -> list[str]:
-        """Returns which users have no negatives."""
         if not self._config.draws_negatives:
             return []
         return without_negatives_lines(self._draws.users_without_items, self._started.dataset)
@@ -216,7 +214,6 @@ class NextItemTask(Task):
         return self._losses(queries, batch).sum() / self._targets_per_row, {}
 
     def _softmax_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
-        """Returns the cross-entropy of each target in the softmax over all items."""
         targets = feature_values(_jagged_field(batch, SPARSE_FEATURES), ITEM_TARGET)
         return catalogue_cross_entropy(queries.catalogue, queries.vectors, targets)
 
@@ -307,7 +304,6 @@ class NextItemTask(Task):
         return {}
 
     def training_metrics(self, sums: Sums) -> dict[str, float]:
-        """Returns nothing."""
         return {}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
@@ -325,7 +321,6 @@ class NextItemTask(Task):
 
 
 def _jagged_field(batch: Batch, name: str) -> KeyedJaggedTensor:
-    """Returns a field of a batch that holds ids or numbers of rows."""
     found = batch[name]
     assert isinstance(found, KeyedJaggedTensor)
     return found

@@ -94,7 +94,6 @@ class NextItemConfig:
         return self.exclude_seen is not False
 
     def build(self) -> "Task":
-        """Builds the task."""
         task: Task = imported("distembed.tasks.next_item:NextItemTask")(self)
         return task
 

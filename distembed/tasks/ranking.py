@@ -85,7 +85,6 @@ class RankingTask(Task):
         return self._items[key]
 
     def start_lines(self) -> list[str]:
-        """Returns which users have no negatives."""
         return without_negatives_lines(self._negatives.users_without_items, self._context.dataset)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
@@ -125,7 +124,6 @@ class RankingTask(Task):
         return loss, {"ordered": ordered}
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
-        """Returns this rank's batches of the users that have an item in the split."""
         ranks = self._context.ranks
         taken = self._seen_before(split)
         relevant = self._items_of([split])
@@ -215,7 +213,6 @@ class RankingTask(Task):
         return {"ordered": ordered / num_rows if num_rows else float("nan")}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """Returns the best items of each user of the split."""
         return predictions(rows, self._num_best)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
@@ -227,5 +224,4 @@ class RankingTask(Task):
 
 
 def _of_items(items: JaggedTensor) -> KeyedJaggedTensor:
-    """Returns each row's items as a field of a batch."""
     return KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())

@@ -57,7 +57,6 @@ class RankingConfig:
         return self.exclude_seen is not False
 
     def build(self) -> "Task":
-        """Builds the task."""
         task: Task = imported("distembed.tasks.ranking:RankingTask")(self)
         return task
 

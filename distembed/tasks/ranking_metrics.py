@@ -47,7 +47,7 @@ class RankingMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the metrics, in the order in which :meth:`of_queries` returns them."""
+        """The metrics' names in the order of :meth:`of_queries`."""
         at_cutoffs = [f"{kind}@{k}" for k in self.cutoffs for kind in ("hr", "precision", "recall", "ndcg")]
         return tuple(f"{name}{self._suffix}" for name in (*at_cutoffs, "mrr"))
 

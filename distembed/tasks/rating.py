@@ -78,7 +78,6 @@ class RatingTask(Task):
         return {"predictions": scores}
 
     def _predict(self, queries: Queries) -> Tensor:
-        """Returns the rating of each row [batch]."""
         return queries.scores(ITEM).flatten().float() + self._mean
 
     def metrics(self, rows: Rows) -> dict[str, float]:

@@ -42,7 +42,6 @@ class RatingConfig:
         return value
 
     def build(self) -> "Task":
-        """Builds the task."""
         task: Task = imported("distembed.tasks.rating:RatingTask")(
             self.regularization, self.subtract_mean, self.clip, self.headline
         )

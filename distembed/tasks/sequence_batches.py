@@ -49,13 +49,11 @@ class Cuts:
 
     @classmethod
     def of_training(cls, lengths: _Integers, max_length: int) -> "Cuts":
-        """Returns the cuts of rows of these lengths, in training."""
         counts, ends = np.clip(lengths - 1, 0, max_length), np.cumsum(lengths)
         return cls(Ranges.before(ends - 1, counts), Ranges.before(ends, counts), Ranges.before(ends, counts * 0))
 
     @classmethod
     def of_evaluation(cls, lengths: _Integers, max_length: int) -> "Cuts":
-        """Returns the cuts of rows of these lengths, in an evaluation."""
         before, ends = np.maximum(lengths - 1, 0), np.cumsum(lengths)
         inputs = Ranges.before(ends - 1, np.minimum(before, max_length))
         return cls(inputs, Ranges.before(ends, np.minimum(lengths, 1)), Ranges.before(ends - 1, before))

@@ -46,7 +46,7 @@ class Config:
         model: The model and its sizes.
         embedding: The embedding tables and how they are compressed.
         train: Batches, optimizers, precision, checkpoints and the seed.
-        plan: What the planner may do to place tables.
+        plan: Limits of the planner.
         sse: How ids are replaced in training.
         task: The objective of the model.
         plugins: Modules and files (``.py``) that register models, tasks, optimizers and schemes of one's own. In a YAML

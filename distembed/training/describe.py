@@ -100,7 +100,6 @@ class TiedOutput:
 
     @property
     def text(self) -> str:
-        """The line about it."""
         return (
             f"tied: the output reuses table {self.table.name!r}; untied it would add {self.table.num_parameters:,} "
             f"parameters ({format_bytes(self.table.memory_bytes)} of weights)"
@@ -127,7 +126,6 @@ class Description:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """The number of parameters of all embedding tables."""
         return sum(table.config.num_parameters for table in self.tables)
 
     @property
@@ -137,7 +135,6 @@ class Description:
 
     @property
     def embedding_rows(self) -> int:
-        """The number of rows of all embedding tables."""
         return sum(sum(table.config.scheme.num_rows) for table in self.tables)
 
     @property
@@ -153,12 +150,10 @@ class Description:
 
     @property
     def num_dense_parameters(self) -> int:
-        """The number of parameters of all dense layers."""
         return sum(layer.num_parameters for layer in self.dense_layers)
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of the whole model."""
         return self.num_embedding_parameters + self.num_dense_parameters
 
     def full_table_lines(self) -> list[str]:
@@ -170,7 +165,6 @@ class Description:
         return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the description in plain values."""
         return {
             "model": self.model,
             "tables": [table.as_json() for table in self.tables],

@@ -72,9 +72,8 @@ class PlanChoice:
     """Saved plans to apply in place of a new one.
 
     Attributes:
-        required: A plan that is applied in any case, and refused where its inputs differ; None for none.
-        preferred: A plan that is applied where its inputs are the same, unless one is required; where they differ,
-            tables are planned anew. None for none.
+        required: A plan that is applied in any case, and refused where its inputs differ.
+        preferred: A plan that is applied where its inputs are the same; else tables are planned anew.
     """
 
     required: SavedPlan | None = None
@@ -179,13 +178,13 @@ def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], N
 
 
 def _run_id(folder: Path, resume: bool) -> str:
-    """Returns the id of the run that is resumed, or a new one; runs of early versions had none."""
+    """Returns the id of the resumed run, or a new one; runs of early versions had none."""
     recorded = read_json_object(folder / "run.json").get("id") if resume else None
     return recorded if isinstance(recorded, str) else uuid.uuid4().hex
 
 
 def _require_usable(folder: Path, config: Config, resume: bool) -> Config:
-    """Makes sure that the run can be started, or resumed, in its folder; returns the config with its tables' growth."""
+    """Refuses a folder in which the run cannot start or resume; returns the config with grown tables."""
     require_folder("--run-dir", folder)
     require_new_or_resume(folder, resume)
     if resume:
@@ -195,7 +194,7 @@ def _require_usable(folder: Path, config: Config, resume: bool) -> Config:
 
 
 def _find_initial_run(config: Config, folder: Path, manifest: Manifest, resume: bool) -> InitialRun | None:
-    """Returns the run whose weights training begins with, where it does not go on from a checkpoint of its own."""
+    """Returns the run whose weights training begins with, unless the run resumes from a checkpoint of its own."""
     init_from = config.train.init_from
     if init_from is None or (resume and checkpoint_names(checkpoint_place(folder, config.train.checkpoint_dir))):
         return None

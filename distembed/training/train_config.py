@@ -83,11 +83,7 @@ class TrainConfig:
 class DueSteps:
     """The steps after which a run evaluates and saves: every so many, at the end of each epoch, and at its end.
 
-    Attributes:
-        train: The ``train`` section of the config.
-        batches_per_epoch: Number of steps of an epoch.
-        num_steps: Number of steps of the whole run.
-        evaluates: Whether there is a split to evaluate on while training.
+    ``evaluates`` tells whether there is a split to evaluate on while training.
     """
 
     train: TrainConfig
@@ -96,15 +92,13 @@ class DueSteps:
     evaluates: bool
 
     def checkpoint(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after so many steps."""
         return self._is_due(step, self.train.checkpoint_every)
 
     def evaluation(self, step: int) -> bool:
-        """Returns whether an evaluation on the validation split is due after so many steps."""
         return self.evaluates and self._is_due(step, self.train.evaluate_every)
 
     def evaluation_before_checkpoint(self, step: int) -> bool:
-        """Returns whether the checkpoint after so many steps waits for an evaluation, which is part of its state."""
+        """Whether the checkpoint after so many steps waits for an evaluation, which is part of its state."""
         return self.train.compares_evaluations and self.evaluation(step)
 
     def next_step(self, step: int) -> int:

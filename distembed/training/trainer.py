@@ -116,7 +116,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of steps done."""
         return self._step
 
     @property
@@ -235,7 +234,6 @@ class Trainer:
             yield prepared_batch(self._state.task, batch, BatchPosition(step, first_row), self._ranks.device)
 
     def _set_learning_rates(self) -> None:
-        """Sets the learning rates of the next step."""
         self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
 
     def _save_and_evaluate(self, has_evaluated: bool = False) -> None:
@@ -373,7 +371,6 @@ class Trainer:
         return resumed
 
     def _say(self, text: str) -> None:
-        """Prints a line before training begins, on rank 0."""
         if self._console is not None:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -389,7 +386,6 @@ class Trainer:
             self._progress.say(line)
 
     def _shown(self, values: Mapping[str, Any]) -> str:
-        """Returns training metrics as the line that is shown."""
         return (
             f"loss {values['loss']:.4f}  {self._state.task.describe_training(values)}  "
             f"{values['samples_per_second']:,.0f} samples/s  lr {values['learning_rate']:.3g}"

@@ -25,13 +25,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended.
-
-    Attributes:
-        code: Its exit code; minus the number of the signal that killed it; None where it had to be killed for hanging.
-        output: What it printed.
-        errors: What it printed to standard error.
-    """
+    """How a command ended."""
 
     code: int | None
     output: str
@@ -39,12 +33,7 @@ class Done:
 
 
 class Commands:
-    """A process that waits to run commands, one after the other, in a folder.
-
-    Args:
-        folder: The working directory of the commands.
-        notes: A folder for what they print.
-    """
+    """A process that waits to run commands, one after the other, in a folder."""
 
     def __init__(self, folder: Path, notes: Path) -> None:
         self._connection, theirs = multiprocessing.Pipe()

@@ -23,15 +23,7 @@ UNEQUAL = ("seconds", "samples_per_second")  # what a clock says
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run, as it is drawn.
-
-    Attributes:
-        config: The file.
-        overrides: What is set on the command line.
-        ranks: Number of processes.
-        sync: Whether training waits while checkpoints are written.
-        place: A URL below which checkpoints are kept; None for the run's own folder.
-    """
+    """A run, as it is drawn."""
 
     config: Path
     overrides: list[str]

@@ -18,13 +18,7 @@ _FAILED = b"""<?xml version="1.0" encoding="UTF-8"?>
 
 @contextmanager
 def failing_s3(folder: Path, share: float, seed: int) -> Iterator[str]:
-    """Within the block there is a server with an empty bucket; yields its URL.
-
-    Args:
-        folder: An empty folder for the server's notes.
-        share: Share of the requests that are answered by 500, half of them after they were carried out.
-        seed: Of what is drawn.
-    """
+    """Within the block there is a server with an empty bucket; yields its URL."""
     (process,) = start_processes(1, serve, folder, share, seed).processes
     try:
         while not (folder / "port").exists():

@@ -29,15 +29,7 @@ Come = Callable[[], None]
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal at a moment.
-
-    Attributes:
-        moment: Name of the moment, in ``MOMENTS``.
-        count: How often the moment comes before; of ``time`` the hundredths of a second since training began.
-        signal: What is sent.
-        rank: The rank on which the moment is awaited, and which is hit.
-        all_ranks: Whether all others are hit at the same time.
-    """
+    """A signal at a moment."""
 
     moment: str
     count: int = 0
@@ -48,12 +40,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What processes find, beside what strikes them.
-
-    Attributes:
-        sync: Whether training waits while checkpoints are written.
-        quick_retries: Whether requests to S3 that failed are made again at once, and not after seconds.
-    """
+    """What processes find, beside what strikes them."""
 
     sync: bool = False
     quick_retries: bool = False
@@ -61,13 +48,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
-
-    Attributes:
-        codes: The exit code of each rank.
-        struck: Whether the strike's moment came.
-        text: What was printed.
-    """
+    """How a command ended."""
 
     codes: list[int]
     struck: bool
@@ -77,15 +58,7 @@ class Ended:
 def run_and_strike(
     arguments: tuple[object, ...], run: Path, ranks: int, strike: Strike | None, found: Surroundings
 ) -> Ended:
-    """Runs the command on ranks that are ended as a launcher ends them: once one has failed, the others soon.
-
-    Args:
-        arguments: Of the command.
-        run: The run's folder.
-        ranks: Number of processes.
-        strike: What hits them; None for nothing.
-        found: What they find beside it.
-    """
+    """Runs the command on ranks that are ended as a launcher ends them: once one has failed, the others soon."""
     notes = run.with_name(f"{run.name}-notes-{sum(1 for _ in run.parent.glob(f'{run.name}-notes-*'))}")
     notes.mkdir()
     started = start_processes(ranks, run_and_be_struck, arguments, run, notes, ranks, free_port(), strike, found)

@@ -247,7 +247,6 @@ class QueryItems:
 
     @classmethod
     def of(cls, items: JaggedTensor) -> QueryItems:
-        """Returns a pair for each item of each query."""
         lengths = items.lengths()
         queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return cls(queries, items.values())

@@ -83,7 +83,6 @@ class UserItems:
 
     @property
     def num_users(self) -> int:
-        """The number of ids of users."""
         return len(self.offsets) - 1
 
     def to(self, device: torch.device) -> UserItems:

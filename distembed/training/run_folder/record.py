@@ -129,7 +129,7 @@ class MetricsLine:
         )
 
     def metric(self, name: str) -> float:
-        """Returns the metric's value; NaN where it is unknown."""
+        """The metric's value; NaN where it is unknown."""
         return self.metrics.get(name, math.nan)
 
 
@@ -209,7 +209,6 @@ class RunSummary:
 
     @classmethod
     def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
-        """Returns a run's summary under a name that no other run of the report has."""
         speeds = [line.metrics["samples_per_second"] for line in record.train if "samples_per_second" in line.metrics]
         return cls(
             name=name,
@@ -229,7 +228,6 @@ class RunSummary:
         return self.evaluation.split if self.evaluation else ""
 
     def metric(self, name: str) -> float:
-        """Returns a metric of the evaluation; NaN where it is unknown."""
         return self.evaluation.metric(name) if self.evaluation else math.nan
 
 
