@@ -287,8 +287,7 @@ def stats_command(
     from rich.progress import Progress
 
     from distembed.reports.statistics import dataset_statistics
-    from distembed.reports.statistics.page import render_page
-    from distembed.reports.statistics.texts import print_statistics
+    from distembed.reports.statistics.page import print_statistics, render_page
 
     memory_bytes = parse_bytes("--memory-limit", memory_limit)
     if output is not None:

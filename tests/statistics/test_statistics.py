@@ -23,8 +23,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
 from distembed.data.prepare.pipeline import describe_dataset
 from distembed.reports.statistics import DatasetStatistics, dataset, dataset_statistics
-from distembed.reports.statistics.page import render_page
-from distembed.reports.statistics.texts import print_statistics
+from distembed.reports.statistics.page import print_statistics, render_page
 from distembed.reports.statistics.values import QUANTILES, TOP_SIZES
 
 SCHEMA = Schema(
