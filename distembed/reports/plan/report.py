@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distembed.base.units import format_duration
 from distembed.planning.devices import Cluster
@@ -13,9 +13,6 @@ from distembed.planning.storage import PlannedRank, TableStorage
 from distembed.reports.plan.assessment import AssessedTable, Assessment, assess
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import Remedies, Smallest, find_remedies, find_smallest
-
-if TYPE_CHECKING:
-    from distembed.reports.plan.assessment import Assessment
 
 # relative error that most estimates of ``tools/bench_estimates.py`` stay within; no GPU has been compared
 _CATALOGUE_ERROR = 0.3
@@ -66,7 +63,7 @@ class TrainingCost:
         ]
 
 
-def training_cost(assessment: "Assessment", run: TrainingRun) -> TrainingCost:
+def training_cost(assessment: Assessment, run: TrainingRun) -> TrainingCost:
     """Returns steps, hours and price of a run under a plan that fits; all ranks wait for the slowest."""
     cluster = assessment.cluster
     error = cluster.device.error
