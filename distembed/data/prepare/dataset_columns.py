@@ -105,10 +105,13 @@ class DatasetColumns:
         with Database(scratch / "counting", self.memory_bytes) as database:
             learnt: ColumnsLearnt = {}
             for name in names:
-                if name in self._learnt_numbers:
-                    learnt[name] = self._learn_numbers(name, database)
-                else:
+                if (place := self._learnt_numbers.get(name)) is None:
                     learnt |= self._map_features(name, database, scratch)
+                    continue
+                column = self.layout.numbers[place]
+                own = self.base.learnt(name) if self.base else learn_numbers(self.splits, place, column, database)
+                feature = asdict(CategoricalFeature(name, num_bins(own))) if column.role == "bins" else None
+                learnt[name] = {"feature": feature, "vocabulary": None, "learnt": own}
         shutil.rmtree(scratch)
         return learnt
 
@@ -147,23 +150,12 @@ class DatasetColumns:
         if column.is_list:
             is_known = base and not base.grows
             mean_ids = base.feature(column.name).mean_ids_per_row if base and is_known else values.mean_values_per_row()
+        name, size, most = column.name, id_map.num_embeddings, column.max_length
         feature = CategoricalFeature(
-            column.name,
-            id_map.num_embeddings,
-            column.is_list,
-            mean_ids,
-            table=column.vocabulary,
-            max_ids_per_row=column.max_length,
+            name, size, column.is_list, mean_ids, table=column.vocabulary, max_ids_per_row=most
         )
         entry = None if vocabulary is None else asdict(vocabulary)
         return {"feature": asdict(feature), "vocabulary": entry, "learnt": None}
-
-    def _learn_numbers(self, name: str, database: Database) -> dict[str, Any]:
-        place = self._learnt_numbers[name]
-        column = self.layout.numbers[place]
-        learnt = self.base.learnt(name) if self.base else learn_numbers(self.splits, place, column, database)
-        feature = asdict(CategoricalFeature(name, num_bins(learnt))) if column.role == "bins" else None
-        return {"feature": feature, "vocabulary": None, "learnt": learnt}
 
     def _lookup(self, place: int, num_embeddings: int) -> LookupTables:
         """Returns the ids of a column's keys in all blocks, given its number among the columns of keys."""

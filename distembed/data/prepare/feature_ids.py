@@ -116,8 +116,10 @@ class Base:
             ids = "a vocabulary" if hashed is None else f"hashes: {hashed[0]} ids with the seed {hashed[1]}"
             return "lists" if is_list else "one value a row", f"the ids of {owner!r}", ids
 
-        name, feature = column.name, self.feature(column.name)
-        hashed = (feature.num_embeddings, self._hash_seed(name)) if name not in self.manifest.vocabularies else None
+        name, feature, preparation = column.name, self.feature(column.name), self.manifest.preparation
+        of_table: Mapping[str, Any] = preparation.get("schema", {}).get("categorical", {})
+        seed = of_table[name].get("hash_seed", 0) if name in of_table else preparation.get("hash_seed", 0)
+        hashed = (feature.num_embeddings, seed) if name not in self.manifest.vocabularies else None
         wanted = None if column.hash_size is None else (column.hash_size, column.hash_seed)
         before = described(feature.multi_hot, feature.table or name, hashed)
         now = described(column.is_list, column.vocabulary or name, wanted)
@@ -133,12 +135,6 @@ class Base:
                     f"the column {name!r} of the dataset {self.named} (--vocabulary) has {has}, and its values are "
                     f"to have {is_to_have}: {remedy}"
                 )
-
-    def _hash_seed(self, name: str) -> int:
-        """Returns the seed of a hashed feature: that of the table's schema, or that of all features."""
-        preparation = self.manifest.preparation
-        columns: Mapping[str, Any] = preparation.get("schema", {}).get("categorical", {})
-        return int(columns[name].get("hash_seed", 0) if name in columns else preparation.get("hash_seed", 0))
 
     def feature(self, name: str) -> CategoricalFeature:
         return next(feature for feature in self.manifest.schema.categorical if feature.name == name)

@@ -41,10 +41,6 @@ class SpooledBlock:
     layout: BlockLayout
 
     @property
-    def stop_row(self) -> int:
-        return self.first_row + self.num_rows
-
-    @property
     def num_bytes(self) -> int:
         return int(self.starts[-1])
 
@@ -145,7 +141,7 @@ class RowSplits:
             is_split = block.keys(place) == np.uint64(self.bounds[split])
             is_split[0] = False
             return np.flatnonzero(is_split[block.codes(place)])
-        start, stop = np.clip(self.bounds[split : split + 2], block.first_row, block.stop_row) - block.first_row
+        start, stop = np.clip(np.array(self.bounds[split : split + 2]) - block.first_row, 0, block.num_rows)
         return slice(int(start), int(stop))
 
     def train_rows(self, block: SpooledBlock) -> Rows:

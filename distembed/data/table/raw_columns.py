@@ -93,9 +93,11 @@ class TableColumns:
             guesses = {name: nearest(name, names) for name in missing}
             hints = [f"{guess!r} for {name!r}" for name, guess in guesses.items() if guess]
             hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
+            others = [repr(name) for name in missing if name not in self.kinds]
+            who = f"{self.wanted_by} names" + (f" ({enumerate_names(others)} is to be kept)" if others else "")
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
-                f"{self._who_names(missing)}.{hint} It has "
+                f"{who if len(others) < len(missing) else 'is to be kept'}.{hint} It has "
                 f"{enumerate_names([repr(name) for name in names]) or 'no columns'}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
@@ -110,13 +112,6 @@ class TableColumns:
                 raise UserError(
                     f"{source}, column {name!r}: its type is {type_}; {self.wanted_by} takes {takes} there{hint}."
                 )
-
-    def _who_names(self, missing: Sequence[str]) -> str:
-        """Returns why a table has to have the missing columns, the schema's and others."""
-        others = [repr(name) for name in missing if name not in self.kinds]
-        if len(others) == len(missing):
-            return "is to be kept"
-        return f"{self.wanted_by} names" + (f" ({enumerate_names(others)} is to be kept)" if others else "")
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
         """Returns the columns as arrays, texts as Arrow's string; texts that are keys alone are dictionary-encoded."""
