@@ -106,11 +106,7 @@ def best_first(summaries: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
-    """Returns the group of a name, or that of a run of that name.
-
-    Raises:
-        UserError: There is none; the error names the nearest.
-    """
+    """Returns the group of this name, or the group of the run of this name; a UserError names the nearest."""
     by_name = {run.name: group for group in groups for run in group.runs} | {group.name: group for group in groups}
     return by_name[one_of("--baseline", name, by_name)]
 
@@ -156,11 +152,7 @@ class GroupTable:
     def of(
         cls, summaries: Sequence[RunSummary], metrics: Sequence[ReportedMetric], baseline: str | None
     ) -> "GroupTable | None":
-        """Returns the table of some metrics; None where nothing is compared and no run has another with its config.
-
-        Raises:
-            UserError: No run or group has the baseline's name.
-        """
+        """Returns the table of some metrics; None where nothing is compared and no run has another with its config."""
         groups = group_runs(summaries)
         base = None if baseline is None else find_baseline(groups, baseline)
         if base is None and all(group.num_seeds == 1 for group in groups):

@@ -55,13 +55,7 @@ def dashes(index: int) -> tuple[int, ...]:
 
 
 def page(title: str, content: str, style: str = "") -> str:
-    """Returns the HTML of a whole page.
-
-    Args:
-        title: Plain text, shown above the content and as the window's title.
-        content: HTML.
-        style: CSS that this page needs besides that of every page.
-    """
+    """Returns the HTML of a page, given its title as plain text, its content as HTML, and CSS that it alone needs."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         f'<meta name="generator" content="{escape(MADE_BY)}">\n'

@@ -100,11 +100,6 @@ def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str
     """Draws how much worse a metric is for how many parameters fewer: a point a run.
 
     Runs that differ in their seed alone are small points, and their mean is a large one that has their name.
-
-    Args:
-        runs: The runs.
-        metric: Name of the metric.
-        label: Text of its axis.
     """
     places = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
     known = [(run, x, y) for run, x, y in places if x > 0 and not math.isnan(y)]
@@ -145,13 +140,6 @@ def _curves(
     """Draws a metric of training and one of the evaluations against rows read.
 
     Evaluations are marked, above all lines, and their marks have an edge in the page's colour.
-
-    Args:
-        runs: The runs.
-        label: Text of the vertical axis.
-        train_metric: Name of the metric in training windows.
-        eval_metric: Name of the metric in evaluations.
-        scale: Sets the limits of the axes once everything is drawn.
     """
 
     def draw(axes: Axes) -> None:

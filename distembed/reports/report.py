@@ -126,11 +126,7 @@ def write_run_report(
 
 
 def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseline: str | None = None) -> None:
-    """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any.
-
-    Raises:
-        UserError: No run or group has the baseline's name.
-    """
+    """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any."""
     columns = [column for column in report_columns(summaries) if column.in_terminal]
     rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
     _print_table(["run", *(column.heading for column in columns)], rows, console)
@@ -163,16 +159,7 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console
 
 
 def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary], baseline: str | None = None) -> str:
-    """Returns the page's HTML.
-
-    Args:
-        named: Name -> record of the run's folder.
-        summaries: These runs in this order, summed up.
-        baseline: Name of the run or group that all others are compared with; None for none.
-
-    Raises:
-        UserError: No run or group has the baseline's name.
-    """
+    """Returns the page's HTML, given the records by name, and their summaries in this order."""
     means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
     groups = group_runs(summaries)
     is_numbered = not _names_fit(groups)
@@ -330,11 +317,7 @@ details details { border: 0; padding: .6rem 0 0; }
 
 
 def report_sweep(sweep: Sweep, console: "Console", say: Callable[[str], None]) -> None:
-    """Writes the report of all runs that have begun, and prints their comparison, the best first.
-
-    Raises:
-        RunError: The report cannot be written.
-    """
+    """Writes the report of all runs that have begun, and prints their comparison, the best first."""
     begun = {run.name: run for run in sweep.runs if holds_run(run.folder)}
     if not begun:
         return

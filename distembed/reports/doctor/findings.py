@@ -199,15 +199,7 @@ def check_accelerators(
     driver: str | None = None,
     tested: Trio = trio.DEFAULT,
 ) -> list[Finding]:
-    """Judges CUDA devices and the transports between ranks by the output of torch's program.
-
-    Args:
-        torch_facts: The output; empty where torch does not load.
-        device: Device of the installed members, ``cpu`` or ``cuda``.
-        has_gpu: Whether there is an NVIDIA driver with at least one device.
-        driver: Version of that driver, None where it is not known.
-        tested: The trio by which installed versions are judged.
-    """
+    """Judges CUDA devices and the transports between ranks by the output of torch's program."""
     if not torch_facts:
         return []
     findings = [
@@ -274,14 +266,7 @@ _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 
 def run_doctor(console: "Console | None") -> int:
-    """Gathers the facts, judges them and prints the findings.
-
-    Args:
-        console: Where to print a table; None prints plain text, for a Python without rich.
-
-    Returns:
-        The exit code: 1 where something is wrong, else 0.
-    """
+    """Prints the findings, without a console as plain text; returns the exit code, 1 where something is wrong."""
     findings = judge(gather_facts())
     if console is None:
         print(*(f"{finding.subject:20} {finding.status:6} {finding.detail}" for finding in findings), sep="\n")

@@ -64,14 +64,7 @@ TRIOS = {trio.name: trio for trio in (DEFAULT, _OLDER)}
 
 
 def trio_of(installed: Mapping[str, str]) -> Trio:
-    """Returns the trio by which to judge installed versions.
-
-    Args:
-        installed: Distribution name -> version.
-
-    Returns:
-        The one of the installed torch's major and minor version; the default where torch is missing or of none.
-    """
+    """Returns the trio of the installed torch's major and minor version, or else the default."""
     return next((trio for trio in TRIOS.values() if trio.is_named_by(installed.get("torch", ""))), DEFAULT)
 
 

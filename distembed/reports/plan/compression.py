@@ -197,9 +197,6 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
 
     Compressed tables are hashed where the default is, else quotient-remainder ones. Tables that have settings of their
     own keep these.
-
-    Raises:
-        InsufficientMemory: Even the most compressed model does not fit.
     """
     if is_fitting(ConfiguredModel(config), cluster):
         return config
