@@ -33,8 +33,7 @@ from distembed.serving.export.parity import ParityCheck, RecommendedCheck, Score
 from distembed.serving.export.programs import BATCH, ProgramInputs, compile_network, require_compiler, save_program
 from distembed.serving.export.raw_values import (
     Change,
-    feature_changes,
-    number_changes,
+    column_changes,
     write_sample,
     write_vocabularies,
 )
@@ -136,6 +135,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         vocabularies = write_vocabularies(
             folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
         )
+        numbers, features = column_changes(run.manifest)
         manifest = ExportManifest(
             task=run.config.task.name,
             model=run.config.model.name,
@@ -143,10 +143,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             precision=options.precision,
             network=programs[0],
             shards=programs[1:],
-            features=_features(model, vocabularies, feature_changes(run.manifest)),
-            numbers=[ExportedNumber(*each) for each in number_changes(run.manifest).items()]
-            if model.takes_numbers
-            else (),
+            features=_features(model, vocabularies, features),
+            numbers=[ExportedNumber(*each) for each in numbers.items() if model.takes_numbers],
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},

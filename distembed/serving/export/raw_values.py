@@ -16,7 +16,6 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.encoder import raw_schema
-from distembed.data.table.schema import TableSchema
 from distembed.data.table.vocabulary import FIRST_ID, MISSING_ID, raw_values
 from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNumber
 from distembed.serving.model_folder.reading import SAMPLE_NAME
@@ -27,40 +26,23 @@ _VALUES_AT_ONCE = 1 << 16
 _CANDIDATES = 100
 
 
-def number_changes(manifest: Manifest) -> dict[str, Change]:
-    """Returns the change of each column of numbers."""
-    schema = _raw_schema(manifest)
-    columns = {} if schema is None else schema.dense
-    return {name: _settings(schema, columns.get(name)) | _learnt(manifest, name) for name in manifest.schema.dense}
-
-
-def feature_changes(manifest: Manifest) -> dict[str, Change]:
-    """Returns how each feature's raw values become ids."""
-    schema = _raw_schema(manifest)
-    found: dict[str, Change] = {}
-    for name in manifest.schema.categorical_names:
-        column = None if schema is None else schema.categorical.get(name)
-        hashed = {} if schema is None or column is None else {"hash_size": schema.hash_size_of(column)}
-        found[name] = _settings(schema, column) | hashed | _learnt(manifest, name)
-    return found
-
-
-def _raw_schema(manifest: Manifest) -> TableSchema | None:
+def column_changes(manifest: Manifest) -> tuple[dict[str, Change], dict[str, Change]]:
+    """Returns how the raw values of the columns of numbers change, and those of the features, by their names."""
+    learnt: Mapping[str, Change] = manifest.preparation.get("learnt", {})
+    numbers = {name: learnt.get(name, {}) for name in manifest.schema.dense}
+    features = {name: learnt.get(name, {}) for name in manifest.schema.categorical_names}
     try:
-        return raw_schema(manifest)
-    except UserError:
-        return None
-
-
-def _settings(schema: TableSchema | None, column: Any) -> dict[str, Any]:
-    if schema is None or column is None:
-        return {}
-    return dataclasses.asdict(column) | {"missing_values": schema.text.missing_values}
-
-
-def _learnt(manifest: Manifest, name: str) -> dict[str, Any]:
-    learnt: Mapping[str, dict[str, Any]] = manifest.preparation.get("learnt", {})
-    return learnt.get(name, {})
+        schema = raw_schema(manifest)
+    except UserError:  # distembed did not prepare the dataset
+        return numbers, features
+    missing = {"missing_values": schema.text.missing_values}
+    for name in numbers.keys() & schema.dense.keys():
+        numbers[name] = {**dataclasses.asdict(schema.dense[name]), **missing, **numbers[name]}
+    for name in features.keys() & schema.categorical.keys():
+        column = schema.categorical[name]
+        hashed = {"hash_size": schema.hash_size_of(column)}
+        features[name] = {**dataclasses.asdict(column), **missing, **hashed, **features[name]}
+    return numbers, features
 
 
 def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features: Sequence[str]) -> dict[str, str]:
