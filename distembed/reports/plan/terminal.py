@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
@@ -15,9 +14,8 @@ from distembed.reports.plan.tables import LineT, PlanColumn, RankQuantity
 
 _MAX_LINES = 16
 _MAX_TABLES = 200
-_BAR_WIDTH = 24
 _MAX_WORD = 12
-_WIDE = 140  # characters from which on there is room for bars
+_WIDE = 140  # characters from which on there is room for gaps
 _LEAST_COLUMN = 7  # characters of a folded number, such as 1001.34, or of a shorter one and a space
 
 
@@ -50,11 +48,8 @@ def _print_tables(assessment: Assessment, console: Console) -> None:
     largest = {table.name for table in by_size[:_MAX_TABLES]}
     shown = [table for table in assessment.tables if table.name in largest]
     columns = tables.table_columns(assessment)
-    grid = _grid("tables", columns, shown)
-    _add_rows(grid, columns, shown, tables.is_in_host_memory, "bold yellow")
-    console.print(grid)
-    lines = tables.reason_lines(assessment)
-    _print_lines(console, lines)
+    console.print(_grid("tables", columns, shown, tables.is_in_host_memory, "bold yellow"))
+    _print_lines(console, tables.reason_lines(assessment))
     if any(table.alternatives for table in assessment.tables):
         _print_lines(console, [tables.ALTERNATIVES_LEGEND], "dim")
     if len(by_size) > _MAX_TABLES:
@@ -64,28 +59,28 @@ def _print_tables(assessment: Assessment, console: Console) -> None:
 
 
 def _print_ranks(quantity: RankQuantity, console: Console) -> None:
-    """Prints a line for ranks that are alike, with a bar where there is room."""
+    """Prints a line for ranks that are alike; a narrow terminal shows no parts."""
     groups, left_out = quantity.shown_groups(_MAX_LINES)
-    full = quantity.limit or max(map(quantity.bar, quantity.ranks))
     columns = quantity.columns[: len(quantity.columns) - len(quantity.remarks)]
     if console.width < _LEAST_COLUMN * len(columns):
         columns = [columns[0], *columns[1 + len(quantity.items) :]]
         left_out = [*left_out, "the terminal is too narrow for all columns; --json and --report have them"]
-    grid = _grid(quantity.heading.lower(), columns, groups, gap=int(console.width >= _WIDE))
-    bars: list[Bar] = []
-    if console.width >= _WIDE:
-        grid.add_column(f"of {quantity.text(full)}", width=_BAR_WIDTH)
-        for group in groups:
-            colour = "default" if quantity.has_room(group[0]) else "red"
-            bars.append(Bar(full or 1.0, 0, min(quantity.bar(group[0]), full), width=_BAR_WIDTH, color=colour))
-    _add_rows(grid, columns, groups, lambda group: not quantity.has_room(group[0]), "bold red", bars)
-    console.print(grid)
+    gap = int(console.width >= _WIDE)
+    title = quantity.heading.lower()
+    console.print(_grid(title, columns, groups, lambda group: not quantity.has_room(group[0]), "bold red", gap))
     _print_lines(console, left_out, "dim")
     console.print()
 
 
-def _grid(title: str, columns: Sequence[PlanColumn[LineT]], lines: Sequence[LineT], gap: int = 1) -> Table:
-    """Returns a table without rows; cells are folded between words, and long words of texts within."""
+def _grid(
+    title: str,
+    columns: Sequence[PlanColumn[LineT]],
+    lines: Sequence[LineT],
+    is_marked: Callable[[LineT], bool],
+    style: str,
+    gap: int = 1,
+) -> Table:
+    """Returns a table with some lines in a style; cells are folded between words, and long words of texts within."""
     grid = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
     )
@@ -93,17 +88,6 @@ def _grid(title: str, columns: Sequence[PlanColumn[LineT]], lines: Sequence[Line
         justify: JustifyMethod = "right" if own.is_number else "left"
         longest = max((len(word) for line in lines for word in own.text(line).split()), default=0)
         grid.add_column(own.heading, justify=justify, overflow="fold", min_width=min(longest, _MAX_WORD))
+    for line in lines:
+        grid.add_row(*(Text(own.text(line)) for own in columns), style=style if is_marked(line) else None)
     return grid
-
-
-def _add_rows(
-    grid: Table,
-    columns: Sequence[PlanColumn[LineT]],
-    lines: Sequence[LineT],
-    is_marked: Callable[[LineT], bool],
-    style: str,
-    bars: Sequence[Bar] = (),
-) -> None:
-    for number, line in enumerate(lines):
-        cells = [Text(own.text(line)) for own in columns]
-        grid.add_row(*cells, *bars[number : number + 1], style=style if is_marked(line) else None)
