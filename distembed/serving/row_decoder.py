@@ -316,7 +316,16 @@ def _require_columns(rows: Sized, names: Collection[Any]) -> None:
 
 
 def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
-    lengths = {_name(name): _length(name, values) for name, values in given.items()}
+    lengths: dict[str, int] = {}
+    for name, values in given.items():
+        if not isinstance(name, str):
+            raise UserError(f"a column is named {name!r}, {_described(name)}; names of columns are texts.")
+        if isinstance(values, str | bytes) or not isinstance(values, Sized):
+            raise UserError(
+                f"the column {name!r} of rows is {_described(values)}; give a list or an array with a value a row, and "
+                "a single row as a list of one dictionary."
+            )
+        lengths[name] = len(values)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length:,}" for name, length in list(lengths.items())[:5])
         raise UserError(f"the columns of rows have unequally many values ({listed}, ...); give one a row.")
@@ -331,21 +340,6 @@ def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
             bad.setdefault(row, RejectedRow(row, "value", text, name))
     table, kept = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
     return RawRows(table.take(kept) if bad else table, kept, num_rows, tuple(bad[row] for row in sorted(bad)))
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise UserError(f"a column is named {name!r}, {_described(name)}; names of columns are texts.")
-    return name
-
-
-def _length(name: str, values: Any) -> int:
-    if isinstance(values, str | bytes) or not isinstance(values, Sized):
-        raise UserError(
-            f"the column {name!r} of rows is {_described(values)}; give a list or an array with a value a row, and a "
-            "single row as a list of one dictionary."
-        )
-    return len(values)
 
 
 def _described(value: Any) -> str:

@@ -55,7 +55,12 @@ def from_stock(
     source = stock if isinstance(stock, Mapping) else StockCheckpoint(stock)
     collections = embedding_modules(model)
     tables = full_table_names(collections)
-    _require_counts(counts or {}, [table for _, table in tables.values()])
+    known = [table.name for _, table in tables.values()]
+    for name in counts or {}:
+        if name not in known:
+            raise UserError(
+                f"counts names table {name!r}, which is no compositional table of the model.{_hint(name, known)}"
+            )
     for _, table in tables.values():
         require_fit(table)
     live = {name: value for name, value in model.state_dict().items() if name not in _weights_of_tables(collections)}
@@ -120,7 +125,9 @@ def _stock_names(
     ``has_more`` says that ``stock`` may hold tensors of modules that this model does not have. A :class:`UserError`
     names the nearest tensor for each that is missing there, and tensors that are left over.
     """
-    _require_used(names, wanted)
+    for own in names:
+        if not any(name == own or name.startswith(f"{own}.") for name in wanted):
+            raise UserError(f"names has {own!r}, with which no tensor of this model begins.{_hint(own, wanted)}")
     renamed = {name: _renamed(name, names) for name in wanted}
     prefixes = {key.removesuffix(name) for name in list(renamed.values())[:1] for key in stock if _ends(key, name)}
     whole = [prefix for prefix in prefixes if all(prefix + name in stock for name in renamed.values())]
@@ -160,23 +167,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return names[longest] + name[len(longest) :]
 
 
-def _require_used(names: Mapping[str, str], wanted: Sequence[str]) -> None:
-    """Raises a :class:`UserError` where a renaming begins no name."""
-    for own in names:
-        if not any(name == own or name.startswith(f"{own}.") for name in wanted):
-            near = nearest(own, wanted)
-            hint = f" Did you mean {near!r}?" if near else ""
-            raise UserError(f"names has {own!r}, with which no tensor of this model begins.{hint}")
-
-
-def _require_counts(counts: Mapping[str, Tensor], tables: Sequence[CompositionalEmbeddingConfig]) -> None:
-    """Raises a :class:`UserError` where counts are given for a table that is not there."""
-    known = [table.name for table in tables]
-    for name in counts:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f" Did you mean {near!r}?" if near else ""
-            raise UserError(f"counts names table {name!r}, which is no compositional table of the model.{hint}")
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def _ends(key: str, name: str) -> bool:
