@@ -209,8 +209,8 @@ while (($#)); do
     shift
 done
 for extra in "${extras[@]}"; do
-    [[ " kubernetes aws_batch launch serve ray spark test " == *" $extra "* ]] ||
-        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, serve, ray, spark, test"
+    [[ " kubernetes aws_batch launch polish serve sweep ray spark test " == *" $extra "* ]] ||
+        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, polish, serve, sweep, ray, spark, test"
     [[ $extra != launch && $extra != test ]] || extras+=(kubernetes aws_batch)
 done
 device=$(choose_device)

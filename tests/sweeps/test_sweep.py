@@ -16,6 +16,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.checkpoints.store import checkpoint_place, newest_checkpoint
+from distembed.training.run_folder.lock import owned
 from distembed.training.sweeps.sweep import given_runs, plan_sweep
 from tests.processes import start_processes
 from tests.robustness.checkpoint_numbers import saved_numbers
@@ -189,6 +190,14 @@ def test_tpe_trains_so_many_runs_and_prunes_bad_ones(config: Path, tmp_path: Pat
     assert all("pruned after step 2" in (folder / name / "run.json").read_text() for name in pruned)
     call("sweep", config, *settings, "--run-dir", folder)  # does nothing
     assert status(folder) == ended
+
+
+def test_a_sweep_that_another_process_trains_is_left_alone(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("theirs")
+    with owned(tmp_path / "sweep"), pytest.raises(UserError, match="in use by another process"):
+        call("sweep", config, "train.seed=0,1", "--run-dir", tmp_path / "sweep")
+    assert (tmp_path / "sweep" / "sweep.json").read_text() == "theirs"
 
 
 def test_random_draws_the_same_runs_every_time_and_more_for_a_higher_number(config: Path, tmp_path: Path) -> None:

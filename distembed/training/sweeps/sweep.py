@@ -55,8 +55,8 @@ class PlannedRun:
 
     @property
     def options(self) -> RunOptions:
-        """The options that it is started with."""
-        return RunOptions(self.folder, resume=self.state == "resumed")
+        """The options that it is started with; it waits for a process of a killed sweep that still saves its run."""
+        return RunOptions(self.folder, resume_or_start=True)
 
 
 @dataclass(frozen=True)

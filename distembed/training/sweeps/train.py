@@ -62,9 +62,9 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     """
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     outcomes = {run.name: Outcome(run.state) for run in sweep.runs if run.state in ("finished", "pruned")}
-    sweep.record(outcomes)
     to_train = [run for run in sweep.runs if run.name not in outcomes]
     if not to_train:
+        sweep.record(outcomes)
         return outcomes
     # a call to CUDA in this process would leave the forked ones without it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -75,6 +75,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
         raise UserError(f"--sampler tpe and --prune need a metric to improve, and {metric.name!r} is none.")
     with owned(sweep.folder), _Processes(num_workers) as processes:
+        sweep.record(outcomes)
         if sweep.sampler != "tpe":  # it reaches few of its combinations
             _check(to_train, sweep.folder / LOGS / "check.log")
         study, space = _create_study(sweep, metric)
