@@ -56,10 +56,10 @@ class StepBuffers:
     moment: str
     inputs: int = 0  # batches, and their ids on the way to the rank that owns their tables
     outputs: int = 0  # composed vectors, or their gradients, on the way between the ranks
-    lookups: int = 0  # rows, vectors of partitions and all else that composing takes
+    lookups: int = 0  # rows, vectors of partitions, and temporaries of composing
     activations: int = 0  # of the networks, and their gradients; with one rank also weights' gradients, as they come
-    # of the networks' weights and of tables that are not updated within the backward pass; with several ranks, those
-    # that are averaged lie in buckets of DistributedDataParallel all the time
+    # of the networks' weights and of tables that are not updated within the backward pass; on several ranks, averaged
+    # gradients lie in buckets of DistributedDataParallel all the time
     gradients: int = 0
 
     @property
@@ -72,16 +72,16 @@ class _Sum:
     """Bytes of a step that all tables, wherever they lie, and the networks add up to."""
 
     replicated: int  # weights, and their gradients, that every rank has
-    largest_replicated: int = 0  # numbers (no bytes) of the largest of these, but for functions
-    ranks_per_node: int = 1  # number of ranks between which rows are divided within a node; 1 where none are
-    sent_ids: int = 0  # ids in a rank's batch, in the order of the ranks that they go to
+    largest_replicated: int = 0  # numbers (not bytes) of the largest replicated weight, functions left out
+    ranks_per_node: int = 1  # ranks of a node that share the rows of a table; 1 where no rows are divided
+    sent_ids: int = 0  # ids in a rank's batch, sorted by the rank that receives them
     sent: SentBytes = SentBytes()  # by a rank without shards
     received: Counter[ExchangeKey] = field(default_factory=Counter)  # vectors of a rank's rows
     # by rank: gradients of shards that are not updated within the backward pass
     unfused: Counter[int] = field(default_factory=Counter)
     # by rank: float32 copies of weights of half precision, with gradients, in torch's update
     widened: Counter[int] = field(default_factory=Counter)
-    # by rank: gradients of tables that networks go over as a whole
+    # by rank: gradients of tables that networks read as a whole
     scanned: Counter[int] = field(default_factory=Counter)
 
 
@@ -138,7 +138,7 @@ class _Exchange:
     arriving_ids: int  # bytes of the ids that arrive, with their lengths
     lookups: list[LookupMemory]
     is_sent: bool  # whether the vectors are for other ranks too
-    numbers: VectorExchange = VectorExchange()  # in which numbers they are sent
+    numbers: VectorExchange = VectorExchange()  # precision in which they are sent
 
     @property
     def is_rounded(self) -> bool:

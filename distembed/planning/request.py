@@ -33,12 +33,12 @@ class Workload:
     batch_size: int  # rows on all ranks, B
     # mean number of ids of a row, by feature; 1 for features that are not named
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
-    # features of which a row may have several ids; any of more than one on average is one
+    # features with several ids in a row; a feature with more than one on average is among them
     multi_hot: Set[str] = frozenset()
     # number of 4-byte values of a row besides its ids and label: dense features, and numbers in lists with their
     # lengths, on average
     num_dense: int = 0
-    # memory and operations of the networks for a rank's share of B; None where nothing is known of them
+    # memory and operations of the networks for a rank's share of B; None where they are unknown
     network: NetworkEstimate | None = None
     bf16: bool = False  # whether the networks compute in bf16
     weighted: Set[str] = frozenset()  # features whose ids have weights, which are sent with them

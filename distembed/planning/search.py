@@ -46,7 +46,7 @@ class EstimatedPlan:
     plan: ShardingPlan
     placements: Sequence[Placement]  # of all tables, TorchRec's own as the full tables that they are
     ranks: Sequence[PlannedRank]
-    why: Mapping[str, str]  # the reason of each table's place
+    why: Mapping[str, str]  # the reason of each table's place, by name
     alternatives: Mapping[str, Sequence[Alternative]]  # the best other places of each table, the best first
     lower_bound_ms: float  # of the slowest rank's step; no plan that fits goes below it
     is_complete: bool  # whether the search ended by itself; else it was stopped after its last allowed try

@@ -97,8 +97,8 @@ class TableTraffic:
     num_ids: float
     num_bags: int
     itemsize: int  # bytes of an id
-    is_pooled: bool  # whether ids of a bag have one vector together; else, in sequences, each has its own
-    exchange: VectorExchange  # in which numbers vectors and gradients are sent
+    is_pooled: bool  # whether a bag has one vector; in sequences each id has one
+    exchange: VectorExchange  # precision in which vectors and gradients are sent
 
     @classmethod
     def of(
