@@ -235,8 +235,8 @@ def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]
 
 SHARDING_TYPES = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
 ALL = list(itertools.product(SHARDING_TYPES, OPTIMIZERS, ["single", "ragged", "weighted"]))
-MANY, SOME = ALL[::5], ALL[::7]
-"""Each sharding type with each kind of batches, and each optimizer."""
+MANY, SOME = ALL[::5], ALL[::11]
+"""Each sharding type with each kind of batches, and each optimizer; and each sharding type alone."""
 
 
 # every case in one start of the ranks: starting them takes longer than all that they do

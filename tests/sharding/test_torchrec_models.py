@@ -62,7 +62,8 @@ def plan(model: torch.nn.Module, sharding_type: str) -> ShardingPlan:
 def check_losses(rank: int, world_size: int, unsharded: dict[str, list[float]]) -> None:
     module = example()
     for name in MODELS:
-        for sharding_type in SHARDING_TYPES:
+        # the models differ in their networks, which know nothing of how tables are placed
+        for sharding_type in SHARDING_TYPES if name == "dlrm" else ("row_wise",):
             model = module.make_model(name, device="meta")
             placed = plan(model, sharding_type)
             found = {sharding.sharding_type for tables in placed.plan.values() for sharding in tables.values()}
