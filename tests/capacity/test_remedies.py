@@ -14,7 +14,7 @@ from distembed.base.units import parse_bytes
 from distembed.commands import cli
 from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan import remedies
-from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.assessment import assess_capacity, is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel, Plannable
 from distembed.reports.plan.remedies import Remedies, find_remedies
 from distembed.training.config import Config, load_config
@@ -91,7 +91,7 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     (device,) = [remedy for remedy in found.arguments if remedy.startswith("--gpu ")]
     assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
     larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
-    enough = [other for other in larger if assess_capacity(config, dataclasses.replace(there_is, device=other)).fits]
+    enough = [other for other in larger if fits(config, dataclasses.replace(there_is, device=other))]
     assert device == f"--gpu {min(enough, key=lambda other: other.memory_bytes).name}"
 
 
@@ -102,19 +102,23 @@ def test_each_number_is_the_least() -> None:
     found = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)
 
     def first(change: Any) -> int:
-        return next(n for n in itertools.count(1) if change(n).fits)
+        return next(n for n in itertools.count(1) if change(n))
 
-    gpus = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, ranks_per_node=n)))
-    nodes = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, nodes=n)))
+    gpus = first(lambda n: fits(config, dataclasses.replace(there_is, ranks_per_node=n)))
+    nodes = first(lambda n: fits(config, dataclasses.replace(there_is, nodes=n)))
     assert {f"--gpus {gpus}", f"--nodes {nodes}"} <= set(found.arguments)
     compressed = "embedding.default.partition=quotient_remainder embedding.default.collisions="
-    collisions = first(lambda n: assess_capacity(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
+    collisions = first(lambda n: fits(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
     assert f"{compressed}{collisions}" in found.arguments
     large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
     found = find_remedies(ConfiguredModel(large_batches), cluster("2GB"), max_seconds=600)
     (smaller,) = [one for one in found.arguments if one.startswith("train.batch_size")]
-    enough = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
+    enough = [1_000_001 >> n for n in range(19) if fits(batches_of(1_000_001 >> n), cluster("2GB"))]
     assert smaller == f"train.batch_size={max(enough)}"
+
+
+def fits(config: Config, cluster: Cluster) -> bool:
+    return is_fitting(ConfiguredModel(config), cluster)
 
 
 def batches_of(rows: int) -> Config:
@@ -135,7 +139,7 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     collisions = typed.embedding.default.collisions
     assert collisions is not None
     fewer = remedy.replace(f"default.collisions={collisions}", f"default.collisions={collisions - 1}")
-    assert not assess_capacity(load_config(file, shlex.split(fewer)), cluster("1GB")).fits
+    assert not fits(load_config(file, shlex.split(fewer)), cluster("1GB"))
 
 
 @pytest.mark.slow

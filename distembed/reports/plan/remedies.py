@@ -1,9 +1,9 @@
 """Searches for remedies for a model that does not fit, and the smallest cluster that a model fits.
 
 **Remedies.** Each kind of change has sizes, from small to large, and the search looks for the least size with which the
-model fits; each remedy is planned as it would be typed before it is named. The search is bounded, since a plan for many
-ranks takes seconds. A size is not planned at all if the tables take more bytes than all ranks would have for them with
-a batch of no rows.
+model fits. A remedy is named only if some plan fits with it, as it would be typed. The search is bounded, since an
+answer of no takes seconds for many ranks. A size is skipped if the tables take more bytes than all ranks would have for
+them with a batch of no rows.
 
 **The smallest cluster**, ``distembed plan --smallest``. With G devices a node, sizes are 1, 2, ..., G devices of one
 node, then 2, 3, ... whole nodes::
@@ -151,7 +151,7 @@ def find_remedies(
 ) -> Remedies:
     """Finds one remedy of each kind for a model that does not fit: the smallest change, or the smallest found in time.
 
-    ``memory_is_given`` says that ``--memory`` was typed. No plan is begun after ``max_seconds``. The assessment of the
+    ``memory_is_given`` says that ``--memory`` was typed. No search begins after ``max_seconds``. The assessment of the
     model on the cluster is made unless given.
     """
     found = assessment if assessment is not None else assess(plannable, cluster)
@@ -163,7 +163,7 @@ def find_remedies(
         deadline = now + (end - now) / (len(kinds) - i)
 
         def fits(size: int, kind: _Kind = kind, deadline: float = deadline) -> bool:
-            """Plans a changed model or cluster while there is time; False if other settings refuse the change."""
+            """Returns whether a changed model or cluster fits; False if settings refuse the change, or time is over."""
             nonlocal is_complete
             try:
                 _, model, on = kind.change(size)
