@@ -220,7 +220,7 @@ class _Search:
     def require_room(self, num_bytes: Floats | None = None) -> None:
         """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed.
 
-        Each rank has ``num_bytes`` for them; without the argument, what the resting networks leave of its memory.
+        Each rank has ``num_bytes`` for them; unless given, all memory except the networks' weights and states.
         """
         problem, capacity = self._tables.problem, np.maximum(self._capacity if num_bytes is None else num_bytes, 0)
         world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
