@@ -1,13 +1,17 @@
 """Compiles the CPU kernels once for all processes of a machine, and says why where that is impossible.
 
 Numba compiles a kernel at its first use, in a few seconds, and keeps it in a file next to the module or, where that
-folder is read-only, in the user's cache folder. Ranks that need it at the same time compile it side by side.
+folder is read-only, in the user's cache folder. Ranks of one machine that need it at the same time wait for the first
+one, which compiles it.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
+import os
 import platform
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -66,7 +70,7 @@ def load_kernels(lanes: int) -> Kernels:
         raise UserError(f"the fused lookup: {reason}.")
     compose: Any = getattr(import_module("distembed.kernels.compose"), f"compose_{lanes}")
     update: Any = getattr(import_module("distembed.kernels.update"), f"update_{lanes}")
-    with _optimised_once():
+    with _one_process_at_a_time(), _optimised_once():
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
@@ -122,3 +126,13 @@ def _source_stamp() -> str:
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = [path for path in files if not path.name.startswith(_NOT_COMPILED)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """Waits while another process of this user compiles; without a lock file each process compiles for itself."""
+    path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)  # the kernel releases it if we die
+        yield
