@@ -24,6 +24,7 @@ from launch.jobs.preflight import (
     check_capacity,
     check_checkpoints,
     check_dataset,
+    check_mounts,
     check_partition,
     check_writable,
 )
@@ -293,8 +294,8 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
     assert f"wrong  mounts: containers cannot reach {data}, {tmp_path}/run, {tmp_path}/run/checkpoints" in lacking
     assert "nothing was submitted" in lacking
     mounts = ["type=bind", f"src={tmp_path}", f"dst={tmp_path}"]
-    half = dry("kubernetes", 3, component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
-    assert f"containers cannot reach {data}, or not write there (mount a folder" in half
+    half = check_mounts(config, tmp_path / "run", specs.parse_mounts(mounts))
+    assert f"containers cannot reach {data}, or not write there" in half.detail and "mount a folder" in half.remedy
     mounts += ["type=volume", "src=claim", f"dst={Path(data).parent}"]
     output = dry("kubernetes", component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
     assert "ok     mounts: " in output
@@ -303,8 +304,8 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
         (["type=bind", f"src={tmp_path}", f"dst={tmp_path}", "readonly"], f"cannot reach {tmp_path}/run"),
         (["type=bind", "src=/elsewhere", "dst=/shared"], "/elsewhere of the nodes is /shared in the containers"),
     ):
-        component = {**IMAGE, "mounts": [*everything, *more]}
-        assert said in dry("kubernetes", 3, component=component, options={"queue": "default"})
+        wrong = check_mounts(config, tmp_path / "run", specs.parse_mounts([*everything, *more]))
+        assert wrong.status == "wrong" and said in wrong.detail
 
 
 def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
