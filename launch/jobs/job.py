@@ -183,8 +183,10 @@ class Job:
             self._require_unchanged()
             _keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
             # Noted before: this process may die before the scheduler has answered.
-            pending = self._with_submission(planned_name(self.scheduler, request) or "")
-            if pending.submissions[-1].name:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            submission = Submission("", now, self.j, planned_name(self.scheduler, request) or "")
+            pending = replace(self, submissions=(*self.submissions, submission))
+            if submission.name:
                 pending._save()
             try:
                 with asking(self.scheduler):
@@ -216,11 +218,6 @@ class Job:
     def _locked(self) -> AbstractContextManager[None]:
         """Locks the folder, so that one process at a time prepares or submits the job."""
         return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
-
-    def _with_submission(self, name: str) -> "Job":
-        """Returns the job with one submission more, which has a name and no handle yet."""
-        submission = Submission("", datetime.now(UTC).isoformat(timespec="seconds"), self.j, name)
-        return replace(self, submissions=(*self.submissions, submission))
 
     def _recovered(self, runner: Runner, error: RunError) -> "Job":
         """Returns the submitted job where its scheduler has it in spite of an error; else raises the error."""

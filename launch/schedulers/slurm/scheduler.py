@@ -184,7 +184,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         record, state = answer.record, answer.state
         if record is None:
             return None
-        role = _role_name(record)
+        role = record.name.rpartition("/")[2] or record.job_id
         hosts = followed_jobs.host_names(record.nodes)
         num_replicas = len(hosts) or record.num_nodes
         replicas = [
@@ -247,11 +247,6 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
 def create_scheduler(session_name: str, log_dir: str | None = None, **kwargs: Any) -> SlurmScheduler:
     """Returns the scheduler; TorchX calls this for ``-s slurm``, with arguments of other schedulers too."""
     return SlurmScheduler(session_name, log_dir)
-
-
-def _role_name(record: JobRecord) -> str:
-    """Returns the role at the end of a job's name; the job's number where it has no name."""
-    return record.name.rpartition("/")[2] or record.job_id
 
 
 def _message(record: JobRecord, has_ended: bool) -> str:
