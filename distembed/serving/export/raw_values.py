@@ -27,7 +27,7 @@ _CANDIDATES = 100
 
 
 def column_changes(manifest: Manifest) -> tuple[dict[str, Change], dict[str, Change]]:
-    """Returns how the raw values of the columns of numbers change, and those of the features, by their names."""
+    """Returns how raw numbers change, by the name of their column, and how raw values of features change."""
     learnt: Mapping[str, Change] = manifest.preparation.get("learnt", {})
     numbers = {name: learnt.get(name, {}) for name in manifest.schema.dense}
     features = {name: learnt.get(name, {}) for name in manifest.schema.categorical_names}
