@@ -181,7 +181,7 @@ def test_the_plan_is_made_anew_where_the_config_asks_for_another(config: Path, c
 def test_a_plan_that_cannot_be_read_is_not_passed_over(config: Path, chosen: Path, tmp_path: Path) -> None:
     part = interrupted(chosen, tmp_path / "part")
     (part / "plan.json").write_text(json.dumps(plan_of(chosen)["plan"]))
-    with pytest.raises(UserError, match=r"--resume: .*does not say what its plan was made for.* Or remove it"):
+    with pytest.raises(UserError, match=r"(?s)--resume: 2 mistakes in the plan of .*Or remove it"):
         train(config, part, "--resume")
     (part / "plan.json").unlink()
     assert "resuming at step 4" in train(config, part, "--resume")
