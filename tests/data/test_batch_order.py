@@ -40,7 +40,13 @@ def test_batches_mix_many_small_row_groups_as_well_as_few_large_ones(
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
-@pytest.mark.parametrize(("shuffle", "batch_size"), [(True, 7), (True, 64), (True, 1000), (False, 1), (False, 64)])
+@pytest.mark.parametrize(
+    ("shuffle", "batch_size"),
+    [
+        *[(True, 7), (True, 64), (True, 1000), (False, 1), (False, 64)],
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(True, 1), (False, 7), (False, 1000)]),
+    ],
+)
 def test_each_row_once_and_the_same_global_batches_on_any_number_of_ranks(
     tmp_path: Path, schema: Schema, shuffle: bool, batch_size: int
 ) -> None:
@@ -114,7 +120,7 @@ def test_batches_in_flight_are_read_again(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 71, group_rows=5)
     ahead = open_reader(folder)
     whole = take(itertools.chain(*[ahead] * 5), 40)
-    for step, in_flight in ((10, 0), (10, 3), (16, 1), (16, 10), (17, 1), (17, 3)):
+    for step, in_flight in itertools.product((10, 16, 17), (0, 1, 3, 10)):
         pulling = open_reader(folder)
         batches = itertools.chain(pulling, pulling, pulling)
         take(batches, step)

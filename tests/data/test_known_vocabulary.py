@@ -237,8 +237,8 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
         command(tmp_path / "day1.tsv", "-o", tmp_path / "hashed", "--vocabulary", tmp_path / "0", "--hash-size", 50)
 
 
-def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path) -> None:
-    missing, other = "zero", "keep"
+@pytest.mark.parametrize(("missing", "other"), [("zero", "keep"), ("keep", "zero")])
+def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path, missing: str, other: str) -> None:
     (tmp_path / "day.tsv").write_bytes(reference.content(50, 1))
     command(tmp_path / "day.tsv", "-o", tmp_path / "0", "--missing", missing)
     known = ("--vocabulary", tmp_path / "0")

@@ -38,8 +38,18 @@ def read_rows(dataset: Path | str, decode_threads: int = 0) -> list[list[int]]:
     return [rows_of(batch) for batch in itertools.chain(reader, reader)]
 
 
+GRID = list(itertools.product((0, 1, 151), (0, 20_000, 10**9), (0, 3)))
+
+
 @pytest.mark.parametrize(
-    ("num_rows", "most_bytes", "threads"), [(0, 0, 3), (1, 10**9, 0), (151, 0, 3), (151, 20_000, 0), (151, 10**9, 3)]
+    ("num_rows", "most_bytes", "threads"),
+    [
+        *[(0, 0, 3), (1, 10**9, 0), (151, 0, 3), (151, 20_000, 0), (151, 10**9, 3)],
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product((0, 1, 151), (0, 20_000, 10**9), (0, 3))
+        ),
+    ],
 )
 def test_rows_are_those_of_the_folder_though_much_fails(
     tmp_path: Path, num_rows: int, most_bytes: int, threads: int

@@ -300,3 +300,24 @@ def test_real_rows(criteo_sample: Path, tmp_path: Path) -> None:
     prepare_criteo([tmp_path / "real.tsv"], tmp_path / "out")
     rows = check_against_reference(tmp_path / "out", {"real.tsv": content}, None, 2)
     assert len(rows) == 5000
+
+
+@pytest.mark.parametrize("cut", [10, 200, -9, -4, None])
+def test_a_damaged_gzip_file_is_an_error(tmp_path: Path, cut: int | None) -> None:
+    packed = bytearray(gzip.compress(reference.content(300, 5)))
+    if cut is None:
+        packed[len(packed) // 2] ^= 0xFF
+    (tmp_path / "rows.gz").write_bytes(packed[:cut])
+    with pytest.raises(UserError, match="rows.gz" if cut else "rows.gz is a damaged gzip file"):
+        prepare_criteo([tmp_path / "rows.gz"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.gz"]
+
+
+def test_too_many_malformed_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(500, 3, malformed=0.05))
+    with pytest.raises(UserError) as caught:
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
+    message = str(caught.value)
+    assert "of 500 rows are malformed" in message and "max_rejected=0.01" in message
+    assert all(reason in message for reason in ("columns", "label", "dense", "id")) and "a.tsv:" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]

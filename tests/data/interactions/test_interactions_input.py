@@ -317,13 +317,22 @@ def test_lines_of_lists(tmp_path: Path) -> None:
         assert read(output, "train") == [{"user": "u", "item": ["a", "b", "a"]}]
 
 
+@pytest.mark.slow
+def test_many_interactions_are_refused_by_the_memory_that_they_take(tmp_path: Path) -> None:
+    table = pa.table({"user": np.arange(1_300_000), "item": np.arange(1_300_000)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="allow more"):
+        prepare_sequences(InteractionFiles([tmp_path / "rows.parquet"]), Preparation(tmp_path / "out", 64 << 20))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
+
+
 def test_interactions_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distembed.data.prepare.interactions.preparation._ROW_BYTES", 60_000)
     pq.write_table(pa.table({"user": np.arange(1300) // 4, "item": np.arange(1300)}), tmp_path / "rows.parquet")
     prepare_sequences(InteractionFiles([tmp_path / "rows.parquet"]), Preparation(tmp_path / "fits", 80 << 20))
     with pytest.raises(UserError, match="allow more"):
         prepare_sequences(InteractionFiles([tmp_path / "rows.parquet"]), Preparation(tmp_path / "out", 64 << 20))
-    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "rows.parquet"]
 
 
 def test_bytes_depend_on_rows_alone_and_overwriting_is_asked_for(tmp_path: Path) -> None:

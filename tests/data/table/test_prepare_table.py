@@ -201,7 +201,7 @@ def test_parts_and_several_files_are_as_one_file(tmp_path: Path, monkeypatch: py
     assert data_files(tmp_path / "groups") == data_files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("form", ["rows.csv", "rows.tsv.zst", "rows.jsonl"])
+@pytest.mark.parametrize("form", ["rows.csv", "rows.CSV.gz", "rows.tsv.zst", "rows.jsonl"])
 def test_a_pipe_is_read_as_a_file(form: str, tmp_path: Path) -> None:
     """Beside a file, and written byte after byte at first, as slow writers do."""
     content = FORMS[form](drawn_rows(90, seed=2))

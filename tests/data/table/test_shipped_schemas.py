@@ -62,7 +62,15 @@ def write(rows: list[Row], path: Path) -> None:
         csv.writer(file, lineterminator="\n").writerows([list(rows[0]), *(row.values() for row in rows)])
 
 
-@pytest.mark.parametrize(("make", "file"), [(avazu, "rows.csv"), (movielens, "rows.csv"), (criteo, "rows.parquet")])
+@pytest.mark.parametrize(
+    ("make", "file"),
+    [
+        *[(avazu, "rows.csv"), (movielens, "rows.csv"), (criteo, "rows.parquet")],
+        pytest.param(avazu, "rows.parquet", marks=pytest.mark.slow),
+        pytest.param(movielens, "rows.parquet", marks=pytest.mark.slow),
+        pytest.param(criteo, "rows.csv", marks=pytest.mark.slow),
+    ],
+)
 def test_shipped_schemas_give_what_a_plain_script_gives(
     make: Callable[[random.Random, int], Row], file: str, tmp_path: Path
 ) -> None:
