@@ -38,9 +38,6 @@ def read_rows(dataset: Path | str, decode_threads: int = 0) -> list[list[int]]:
     return [rows_of(batch) for batch in itertools.chain(reader, reader)]
 
 
-GRID = list(itertools.product((0, 1, 151), (0, 20_000, 10**9), (0, 3)))
-
-
 @pytest.mark.parametrize(
     ("num_rows", "most_bytes", "threads"),
     [
