@@ -269,6 +269,18 @@ def test_the_cause_comes_before_its_consequences_and_the_first_before_later_ones
     assert first_failure(tmp_path, since=failure.time + 1e9) is None
 
 
+def test_the_first_rank_to_fail_is_shown_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = replace(job(), run_dir=str(tmp_path))
+    monkeypatch.setattr(Job, "submit", lambda self, _: self)
+    fail(monkeypatch, failed.folder / "logs" / "1" / "node-0" / "error.json", RunError("the loss is nan"))
+    said: list[str] = []
+    runner: Any = FakeRunner([AppState.FAILED], {0: [[]]})
+    with pytest.raises(RunError, match=f"the job 1 has ended: failed.*go on with `distembed resume {tmp_path}`"):
+        follow.submit_and_follow(failed, runner, detach=False, say=said.append)
+    assert said[-2].startswith("first to fail: RunError: the loss is nan (")
+    assert said[-1].startswith("Traceback (most recent call last)")
+
+
 def test_where_there_are_only_consequences_the_first_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node in ("node-b", "node-a"):
         fail(monkeypatch, tmp_path / node / "error.json", ConnectionError(f"Connection reset by peer of {node}"))

@@ -293,6 +293,16 @@ def test_aws_batch_takes_the_job(aws: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Cannot determine resource instance type")
+def test_aws_batch_knows_every_field_of_the_job() -> None:
+    session, validate = pytest.importorskip("botocore.session"), pytest.importorskip("botocore.validate")
+    operation = session.get_session().get_service_model("batch").operation_model("RegisterJobDefinition")
+    definition = {"jobDefinitionName": "first", **dry_run(app(j="3x8", max_retries=2, **BOX), "aws_batch").job_def}
+    found = validate.ParamValidator()
+    assert not found.validate(definition, operation.input_shape).has_errors()
+    assert found.validate({**definition, "colour": "red"}, operation.input_shape).has_errors()
+
+
+@pytest.mark.filterwarnings("ignore:Cannot determine resource instance type")
 def test_all_nodes_of_aws_batch_are_one_group() -> None:
     nodes = dry_run(app(j="3x8", **BOX), "aws_batch").job_def["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"]) == (3, 0)

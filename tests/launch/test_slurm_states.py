@@ -240,6 +240,7 @@ def test_a_busy_controller_ends_no_job_without_saving(
     monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
     assert cancel("7") == 40 + CANCEL_SECONDS
     assert set(cancelled(controller)) == {TOLD} and (controller / "slurm-7.cancelled").exists()
+    assert what == "scancel" or cancelled(controller) == [TOLD], "it is told once"
     assert cancel("7") == 0 and cancelled(controller)[-1] == "7", "the second time ends it at once"
 
 
