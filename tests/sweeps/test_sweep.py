@@ -75,33 +75,43 @@ def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "sweep"
-    settings = [f"{RATES}=0.05,0.1", "train.max_steps=30", "--baseline", "learning_rate=0.1"]
+    settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=30", "--baseline", "learning_rate=0.1"]
     process = launch(config, folder, *settings)
-    wait_for_steps(process, folder / "learning_rate=0.05", 5)
+    first = folder / "learning_rate=0.1,seed=0"
+    wait_for_steps(process, first, 5)
     os.kill(process.pid or 0, signal.SIGINT)
-    assert "interrupted with 0 of 2 runs finished" in end(process, config, code=75)
-    assert status(folder) == {"learning_rate=0.05": "interrupted", "learning_rate=0.1": "waiting"}
+    assert "interrupted with 0 of 4 runs finished" in end(process, config, code=75)
+    assert status(folder)["learning_rate=0.1,seed=0"] == "interrupted"
+    assert list(status(folder).values()).count("waiting") == 3
     call("sweep", config, *settings, "--run-dir", folder, "--dry-run")
     listed = capsys.readouterr().out
-    assert "learning_rate=0.05  resumed" in listed and "2 runs: 1 new, 1 resumed" in listed
+    assert "learning_rate=0.1,seed=0  resumed" in listed and "4 runs: 3 new, 1 resumed" in listed
 
     output = end(launch(config, folder, *settings, "--workers", "2"), config)
-    assert "resuming learning_rate=0.05" in output and "training learning_rate=0.1" in output
-    assert set(status(folder).values()) == {"finished"}
-    own, alone = folder / "learning_rate=0.05", tmp_path / "alone"
-    distembed("train", config, f"{RATES}=0.05", "train.max_steps=30", "--run-dir", alone)
+    assert "resuming learning_rate=0.1,seed=0" in output and output.count("training learning_rate") == 3
+    assert set(status(folder).values()) == {"finished"} and len(status(folder)) == 4
+    own, alone = folder / "learning_rate=0.05,seed=1", tmp_path / "alone"
+    distembed("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=30", "--run-dir", alone)
     assert metrics(own) == metrics(alone)
     numbers, expected = (saved_numbers(newest_checkpoint(run)) for run in (own, alone))
     assert numbers.keys() == expected.keys() and all(numbers[name].equal(expected[name]) for name in expected)
+    # best first, seeds together, and the means beside a baseline
     runs = [line.split()[0] for line in output.splitlines() if line.endswith(" finished") and line.startswith("learn")]
-    found = {name: json.loads((folder / name / "evaluation.json").read_text())["auc"] for name in status(folder)}
-    assert runs == sorted(found, key=found.__getitem__, reverse=True), "the best first"
+    means = {rate: mean_auc(folder, rate) for rate in (0.1, 0.05)}
+    best, other = sorted(means, key=means.__getitem__, reverse=True)
+    assert runs == [f"learning_rate={rate},seed={seed}" for rate in (best, other) for seed in (0, 1)]
+    assert "Differences are to learning_rate=0.1" in output and (folder / "report.html").exists()
 
     before = (folder / "report.html").read_bytes()
     call("sweep", config, *settings, "--run-dir", folder)
     again = capsys.readouterr().out
     assert "training learning_rate" not in again and "resuming" not in again
     assert (folder / "report.html").read_bytes() == before
+
+
+def mean_auc(folder: Path, rate: float) -> float:
+    found = [json.loads((folder / f"learning_rate={rate},seed={s}" / "evaluation.json").read_text()) for s in (0, 1)]
+    return sum(evaluation["auc"] for evaluation in found) / 2
 
 
 def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path: Path) -> None:
