@@ -1,7 +1,9 @@
 """Every plan of a small request, the time of each and whether it fits: by trying, apart from the search.
 
 Two plans are one here if they differ in nothing but which node is which, which rank of a node is which, and which of
-two tables that are alike is which. The memory of ranks that hold equal parts is counted once.
+two tables that are alike is which. The time of a plan is added up here from the costs of its placements, without
+:func:`~distembed.planning.costs.step_times`, so that the two sums check each other. The memory of ranks that hold equal
+parts is counted once.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning import PlanRequest
 from distembed.planning.buffers import Step
-from distembed.planning.costs import Layout, PlacementCosts, ShardCost, step_times
+from distembed.planning.costs import Layout, PlacementCosts, ShardCost
 from distembed.planning.storage import PlannedRank, TableStorage, storage_by_rank
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, can_be_placed, place_table
@@ -67,7 +69,7 @@ class EveryPlan:
         self._ways = [list(self._ways_of(path, table)) for path, table in self._tables]
         self._known: dict[tuple[int, int], Placement] = {}
         plans = self._all_plans(most)
-        slowest_ms = np.array([self._milliseconds(plan) for plan in plans.tolist()])
+        slowest_ms = self._milliseconds(plans).max(1)
         order = slowest_ms.argsort(kind="stable")
         self._plans, self.slowest_ms = plans[order], slowest_ms[order]
         self._memory: dict[Hashable, PlannedRank] = {}
@@ -194,10 +196,48 @@ class EveryPlan:
         size = self._cluster.ranks_per_node
         return tuple(sorted(tuple(sorted(ranks[at : at + size])) for at in range(0, len(ranks), size)))
 
-    def _milliseconds(self, plan: Sequence[int]) -> float:
-        """Returns the time of the slowest rank."""
-        times = step_times([self._placed(*way) for way in enumerate(plan)], self._costs, self._cluster)
-        return max(time.total for time in times)
+    def _milliseconds(self, plans: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Returns the time of each rank, by plan and rank, as the module ``costs`` says that it is made up."""
+        costs, cluster, size = self._costs, self._cluster, self._cluster.world_size
+        by_table = [
+            [costs.cost(table, way.layout, path) for way in ways]
+            for (path, table), ways in zip(self._tables, self._ways, strict=True)
+        ]
+        shards = [own for of_ways in by_table for cost in of_ways for own in (*cost.shards, cost.everywhere) if own]
+        groups = {group: at for at, group in enumerate(dict.fromkeys(own.group for own in shards))}
+        phases = {phase: at for at, phase in enumerate(dict.fromkeys(ph for own in shards for ph in own.transfers))}
+        exchanges = {key: at for at, key in enumerate(dict.fromkeys(c.exchange for own in by_table for c in own))}
+        ms = np.full((len(plans), size), costs.networks_ms + costs.networks_all_reduce_ms + costs.all_reduce_start_ms)
+        own_ms, other_ms = np.zeros((2, len(plans), size, len(phases)))
+        in_group = np.zeros((len(plans), size, len(groups)), bool)
+        in_use = np.zeros((len(plans), len(exchanges)), bool)
+        for at, (of_ways, ways) in enumerate(zip(by_table, self._ways, strict=True)):
+            way_ms, way_groups = np.zeros((len(ways), size)), np.zeros((len(ways), size, len(groups)), bool)
+            way_own, way_other = np.zeros((2, len(ways), size, len(phases)))
+            for number, (cost, way) in enumerate(zip(of_ways, ways, strict=True)):
+                everywhere = [(rank, cost.everywhere) for rank in range(size)] if cost.everywhere else []
+                way_ms[number] += cost.all_reduce_ms
+                for rank, shard in [*zip(way.ranks, cost.shards, strict=True), *everywhere]:
+                    way_ms[number, rank] += shard.lookup_ms
+                    way_groups[number, rank, groups[shard.group]] = True
+                    for phase, transfer in shard.transfers.items():
+                        way_own[number, rank, phases[phase]] += transfer.owner_ms
+                        others = np.arange(size) != rank
+                        is_alone = shard is not cost.everywhere
+                        way_other[number, others, phases[phase]] += transfer.other_ms * is_alone
+            chosen = plans[:, at]
+            ms += way_ms[chosen]
+            own_ms += way_own[chosen]
+            other_ms += way_other[chosen]
+            in_group |= way_groups[chosen]
+            in_use[np.arange(len(plans)), [exchanges[of_ways[number].exchange] for number in chosen]] = True
+        ms += np.maximum(own_ms, other_ms).sum(2)
+        ms += in_group @ np.array([costs.group_start_ms(group) for group in groups])
+        starts = [0.0 if key is None else costs.exchange_start_ms(key) for key in exchanges]
+        ms += (in_use @ np.array(starts))[:, None]
+        nodes = ms.reshape(len(plans), cluster.nodes, cluster.ranks_per_node)
+        shared = nodes.sum(2, keepdims=True) / cluster.ranks_at_once
+        return np.maximum(nodes, shared).reshape(len(plans), size)
 
     def _stored_bytes(self, where: str = "device") -> npt.NDArray[np.int64]:
         """Returns bytes of weights and states, by plan and rank."""

@@ -299,6 +299,7 @@ HALF_CASES += [Case((layout,), sparse="amsgrad", data_type="fp16") for layout in
     [
         # without other ranks layouts differ little
         pytest.param(1, CASES[1::6], id="1"),
+        pytest.param(1, CASES, id="1, all", marks=pytest.mark.slow),
         pytest.param(2, CASES[::3], id="2"),
         pytest.param(2, CASES, id="2, all", marks=pytest.mark.slow),
         pytest.param(4, CASES, id="4", marks=pytest.mark.slow),

@@ -78,10 +78,12 @@ def check(seed: int, most: int) -> None:
 
 
 def check_all_plans(request: PlanRequest, every: EveryPlan, best: int | None) -> None:
-    """Bytes that are counted once for equal parts of ranks are those of a whole plan."""
+    """The times and bytes of all plans are those that are reported of a plan."""
     last = len(every.slowest_ms) - 1
     for number in {0, last // 2, last, best or 0}:
-        assert fullest(request, every.plan(number)) == every.needed_bytes(number)
+        plan = every.plan(number)
+        assert slowest(request, plan) == pytest.approx(every.slowest_ms[number], rel=1e-9)
+        assert fullest(request, plan) == every.needed_bytes(number)
 
 
 @pytest.mark.parametrize("seed", range(0, 27, 4))
