@@ -68,9 +68,12 @@ def test_ranks_that_a_plan_names_have_to_be_there() -> None:
         ("row_wise", 1, "divided into 1"),
         ("data_parallel", 3, "must be on [0, 1, 2]"),
         ("data_parallel", 5, "must be on [0, 1, 2, 3, 4]"),
+        ("mixed", 3, "there are 3 ranks"),
         ("mixed", 5, "divided into 5"),
     ):
         assert message in refusal(planned(layout, 4), world_size=world_size)
+    one = refusal(planned("row_wise", 4), world_size=1)
+    assert all(re.search(rf"table '{name}' is planned row_wise in 4 .* divided into 1 ", one) for name in "abcde")
     named = refusal(change_table("c", ranks=[9], shards=shards((9, 0, 16), rows=unit_size(tables()[2])[0])))
     assert "table 'c' is planned table_wise on ranks [9], but there are 4 ranks" in named
 
@@ -158,6 +161,7 @@ def test_a_plan_that_does_not_say_what_it_was_made_for_is_refused() -> None:
 
 
 ROWS_A, ROWS_B, ROWS_D = (unit_size(table)[0] for table in tables() if table.name in "abd")
+GAP_IN_B = shards((0, 0, 2), (1, 2, 4), (2, 5, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0)
 SWAPPED_B = shards((1, 0, 3), (0, 3, 6), (2, 6, 9), (3, 9, ROWS_B), rows=ROWS_B, axis=0)
 
 
@@ -170,21 +174,41 @@ SWAPPED_B = shards((1, 0, 3), (0, 3, 6), (2, 6, 9), (3, 9, ROWS_B), rows=ROWS_B,
             {"shards": shards((0, 0, 4), (1, 8, 16), rows=ROWS_A)},
             rf"in 2 shard\(s\) \[0:{ROWS_A} x 0:4, 0:{ROWS_A} x 8:16\]; its {ROWS_A} x 16 numbers are divided",
         ),
+        ("a", {"shards": shards((0, 4, 16), rows=ROWS_A)}, "numbers are divided into"),
+        ("a", {"shards": shards((0, 0, 12), (1, 8, 16), rows=ROWS_A)}, "numbers are divided into"),
+        ("a", {"shards": shards((0, 0, 16), (1, 0, 16), rows=ROWS_A)}, "divided into 1"),
+        ("a", {"shards": shards((0, 0, 0), (1, 0, 16), rows=ROWS_A)}, "divided into 1"),
+        ("a", {"shards": shards(*((0, i, i + 2) for i in range(0, 16, 2)), rows=ROWS_A)}, "are divided into 4"),
         ("a", {"shards": shards((0, 0, 16), rows=ROWS_A + 1)}, rf"{ROWS_A + 1} x 0:16\]; its {ROWS_A} x 16"),
         ("a", {"shards": [], "ranks": []}, r"is planned column_wise in 0 shard\(s\)"),
         ("a", {"sharding_type": "table_wise"}, r"is planned table_wise in 4 shard\(s\)"),
+        ("b", {"shards": GAP_IN_B}, "divided into 4"),
         ("b", {"shards": SWAPPED_B}, r"row_wise on ranks \[1, 0, 2, 3\]"),
         # ranks
         ("a", {"ranks": [0]}, r"is planned column_wise on ranks \[0\], but must be on \["),
         ("d", {"ranks": [0, 1]}, r"data_parallel on ranks \[0, 1\], but must be on \[0, 1, 2, 3\]"),
+        ("d", {"ranks": [0, 1, 2, 2]}, r"data_parallel on ranks \[0, 1, 2, 2\], but must be on \[0, 1, 2, 3\]"),
         ("d", {"shards": shards((0, 0, 16), rows=ROWS_D)}, r"data_parallel in 1 shard\(s\)"),
         # kinds and kernels
         ("c", {"compute_kernel": "fused_uvm"}, "kernel 'fused_uvm', and the kernels of .* on cpu are fused, d"),
+        (
+            "c",
+            {"compute_kernel": "fused_uvm_caching"},
+            "kernel 'fused_uvm_caching', and the kernels of .* are fused",
+        ),
+        (
+            "c",
+            {"compute_kernel": "fuse"},
+            "kernel 'fuse', and the kernels of table_wise tables on cpu are fused, d",
+        ),
         ("d", {"compute_kernel": "fused"}, "kernel 'fused', and the kernels of data_parallel tables on cpu are dense"),
         ("a", {"sharding_type": "row"}, "is planned 'row', and can be placed table_wise, column_wise"),
+        ("a", {"sharding_type": "virtual"}, "is planned 'virtual', and can be placed"),
         ("c", {"sharding_type": "column_wise", "shards": shards((0, 0, 8), (1, 8, 16), rows=27)}, "table 'c'"),
         # form
         ("a", {"ranks": [0.5]}, r"a.ranks.0: Input should be a valid integer.*got 0.5"),
+        ("a", {"ranks": [-1]}, r"a.ranks.0: .*greater than or equal to 0; got -1"),
+        ("a", {"shards": [{"rank": 0, "offset": [0, 0], "size": [-1, 16]}]}, r"size.0: .*got -1"),
         ("a", {"shards": [{"rank": 1, "offset": [0, 0]}]}, r"a.shards.0.size: Field required"),
         ("a", {"shards": [{"rank": 0, "offset": [0, 0], "size": [2**63, 16]}]}, "size.0: the number has 64 bits"),
     ],
@@ -269,7 +293,20 @@ def test_all_that_is_wrong_with_a_plan_is_listed_at_once() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"\xff", b"null", b"[]", b"{}", b'"plan"', b"NaN", b"[" * 100_000, b"9" * 5000, b'{"\\ud800": 1}'],
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"null",
+        b"[]",
+        b"{}",
+        b"1",
+        b'"plan"',
+        b"NaN",
+        b"[" * 100_000,
+        b"9" * 5000,
+        b'{"\\ud800": 1}',
+    ],
 )
 def test_files_that_are_no_plan_are_refused(content: bytes) -> None:
     assert "plan" in file_refusal(content)
