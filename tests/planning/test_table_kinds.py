@@ -1,5 +1,6 @@
 """Tables of special kinds: looked up in one pass, with gradients in all rows, scored as a whole, in half precision."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
@@ -195,6 +196,28 @@ def test_a_plan_counts_half_of_the_weights_and_of_what_is_sent() -> None:
     assert (weights, states, sent) == (2 * half_weights, same_states, 2 * half_sent)
 
 
+def run_plan(*settings: str, gpu: str = "h100-80gb") -> Result:
+    """Returns what ``distembed plan`` does with a shipped config and these settings."""
+    arguments = ["plan", str(ROOT / "configs" / "criteo_kaggle.yaml"), "data.schema=criteo_kaggle", *settings]
+    return CliRunner().invoke(app, [*arguments, "--gpus", "2", "--gpu", gpu])
+
+
+def test_settings_of_half_precision_reach_the_plan_of_the_command() -> None:
+    def planned(*settings: str) -> list[int]:
+        done = run_plan("plan.sharding_types=[table_wise]", *settings, "--json")
+        assert done.exit_code == 0, done.output
+        ranks = json.loads(done.output)["ranks"]
+        items = [sum(rank["memory"][item] for rank in ranks) for item in ("table_weights", "table_optimizer_state")]
+        return [*items, sum(rank["sent_bytes"]["vectors"] for rank in ranks)]
+
+    weights, states, sent = planned()
+    data_type, output_dtype = "embedding.default.data_type=fp16", "embedding.output_dtype=fp16"
+    half_weights, same_states, same_sent = planned(data_type)
+    assert (weights, states, sent) == (2 * half_weights, same_states, same_sent)
+    half_weights, same_states, half_sent = planned(data_type, output_dtype)
+    assert (weights, states, sent) == (2 * half_weights, same_states, 2 * half_sent)
+
+
 def test_what_cannot_be_is_refused_with_the_remedy() -> None:
     int8, rows = "train.quantized_comms.forward_precision=int8", "plan.sharding_types=[row_wise]"
     for gpu, settings, message in (
@@ -202,7 +225,6 @@ def test_what_cannot_be_is_refused_with_the_remedy() -> None:
         ("h100-80gb", [int8], "multiple of 32"),
         ("h100-80gb", [int8, "embedding.default.embedding_dim=32", rows], "no int8"),
     ):
-        arguments = ["plan", str(ROOT / "configs" / "criteo_kaggle.yaml"), "data.schema=criteo_kaggle", *settings]
-        done = CliRunner().invoke(app, [*arguments, "--gpus", "2", "--gpu", gpu])
+        done = run_plan(*settings, gpu=gpu)
         assert done.exit_code == 2 or isinstance(done.exception, UserError), done.output
         assert message in str(done.exception) + done.output
