@@ -235,8 +235,8 @@ def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]
 
 SHARDING_TYPES = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
 ALL = list(itertools.product(SHARDING_TYPES, OPTIMIZERS, ["single", "ragged", "weighted"]))
-MANY, SOME = ALL[::5], ALL[::11]
-"""Each sharding type with each kind of batches, and each optimizer; and each sharding type alone."""
+MANY, SOME = ALL[::5], ALL[::7]
+"""Each sharding type with each kind of batches, and each optimizer."""
 
 
 # every case in one start of the ranks: starting them takes longer than all that they do
@@ -248,6 +248,7 @@ MANY, SOME = ALL[::5], ALL[::11]
         pytest.param(2, MANY, id="2"),
         pytest.param(2, ALL, id="2, all", marks=pytest.mark.slow),
         pytest.param(4, SOME, id="4"),
+        pytest.param(4, ALL, id="4, all", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_together_equal_one_module(world_size: int, cases: list[tuple[str, str, str]]) -> None:

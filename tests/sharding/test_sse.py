@@ -18,6 +18,7 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.config import perturbation
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE, Graph, set_step, take_counts
 from tests.ranks import run_on_ranks
 from tests.sharding import test_pipelines as pipelines
@@ -209,18 +210,25 @@ def check_resumed(own: Sequence[Batch], expected: Sequence[float]) -> None:
     assert rest == pytest.approx(expected[2:], rel=1e-5)
 
 
-def check_all(rank: int, world_size: int) -> None:
-    # all other layouts are among the drawn cases of test_ids
-    check_bags(rank, world_size, "column_wise")
-    check_bags(rank, world_size, "row_wise")
-    check_sequences(rank, "row_wise")
+def check_layouts(rank: int, world_size: int, of_bags: list[str], of_sequences: list[str]) -> None:
+    for sharding_type in of_bags:
+        check_bags(rank, world_size, sharding_type)
+    for sharding_type in of_sequences:
+        check_sequences(rank, sharding_type)
     check_pipelines(rank)
     dist.barrier()
 
 
 @pytest.mark.distributed
-def test_ids_are_replaced_once_before_they_are_sent() -> None:
-    run_on_ranks(2, check_all)
+@pytest.mark.parametrize(
+    ("of_bags", "of_sequences"),
+    [
+        pytest.param(["column_wise", "row_wise"], ["row_wise"], id=""),
+        pytest.param(bags.SHARDING_TYPES, SEQUENCE_SHARDING_TYPES, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_ids_are_replaced_once_before_they_are_sent(of_bags: list[str], of_sequences: list[str]) -> None:
+    run_on_ranks(2, check_layouts, of_bags, of_sequences)
 
 
 def test_an_unsharded_collection_replaces_the_same_ids() -> None:
