@@ -285,3 +285,12 @@ def test_every_damaged_byte_is_noticed(weights: Path, tmp_path: Path) -> None:
     damaged.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpoint, match="ends after"):
         load_checkpoint(damaged.parent, Weights(2))
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(weights: Path) -> None:
+    other = Weights(2)
+    other.small = nn.Parameter(torch.zeros(4, 5))
+    before = other.halves.clone()
+    with pytest.raises(UserError, match=r"small: \(3, 5\) float32 in the checkpoint, \(4, 5\) float32 in the model"):
+        load_checkpoint(weights, other)
+    assert torch.equal(other.halves, before)
