@@ -47,6 +47,7 @@ if (($# == 0)); then
     # With the grammar of this Python, which the stubs of installed packages may need.
     check mypy --python-version "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     check lint-imports
+    check python tools/english.py
 fi
 # worksteal: a worker without work takes over waiting tests, which take from milliseconds to a minute.
 check python -m pytest -n 2 --dist worksteal "$@"
