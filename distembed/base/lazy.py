@@ -49,7 +49,7 @@ def imports_on_demand(package: str) -> Callable[[str], Any]:
 
 
 def _imports_for_type_checkers(package: str) -> dict[str, str]:
-    """Returns the module of each name that a package imports from it under ``if TYPE_CHECKING:``."""
+    """Returns, for each name that a package imports under ``if TYPE_CHECKING:``, the name's module."""
     spec = sys.modules[package].__spec__
     assert spec is not None
     loader: Any = spec.loader

@@ -164,7 +164,10 @@ def _let_segments_grow() -> None:
 
 @contextmanager
 def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
-    """Joins, or makes for one process alone, the process group of the block; all ranks call it.
+    """Initialises the default process group for the block and destroys it afterwards; all ranks call it.
+
+    Without the variables of ``torch.distributed.run`` the group has one rank. Memory settings are set first, and stay:
+    malloc keeps freed memory, and CUDA segments may grow.
 
     Collectives run by nccl on CUDA and by gloo elsewhere. A process alone uses the CUDA device ``device_index``, modulo
     the number of devices; see :func:`choose_device`.

@@ -143,7 +143,10 @@ class SavedCheckpoint:
 
 
 def _read_index(path: str, last_file: Mapping[str, Any]) -> dict[str, SavedTensor]:
-    """Returns the tensors that a checkpoint's index lists; earlier versions wrote torch's own index."""
+    """Returns the tensors that a checkpoint's index lists; earlier versions wrote torch's own index.
+
+    ``last_file`` is the content of the file that completes a checkpoint; it has the checksum of the index.
+    """
     is_ours = "index_checksum" in last_file
     name, parse = (INDEX_FILE, parse_index) if is_ours else (METADATA_FILE, parse_torch_index)
     data = read_file(path, name)

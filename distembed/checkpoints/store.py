@@ -313,20 +313,20 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def storage_errors(place: str) -> Iterator[None]:
-    """Turns errors of file systems in the block into ``RunError`` if they may pass, else ``UserError``."""
+    """Turns a transient error of a file system in the block into ``RunError``, and any other into ``UserError``."""
     try:
         yield
     except (UserError, RunError):
         raise
     except Exception as error:  # file systems raise errors of their own kinds
-        kind = RunError if _may_pass(error) else UserError
+        kind = RunError if _is_transient(error) else UserError
         raise kind(
             f"checkpoints cannot be kept in {place} ({type(error).__name__}: {error}). Check that it exists and can be "
             "written to, or give another place as train.checkpoint_dir."
         ) from error
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Returns whether a file system's error may be gone at the next attempt."""
     by_name = any(word in type(error).__name__ for word in ("Connect", "Timeout"))  # botocore's and others' own kinds
     return by_name or isinstance(error, ConnectionError) or getattr(error, "errno", None) in _PASSING

@@ -125,7 +125,7 @@ TableSection = Annotated[TableConfig, _BY_SCHEME]
 
 
 def _added_settings() -> Iterator[tuple[str, str, type[SchemeSettings]]]:
-    """Yields key, name and settings class of each scheme and composition that has other settings than distembed's."""
+    """Yields key, name and settings class of each plugin's scheme or composition that adds settings to a table's."""
     for key, names in (("partition", PARTITIONS), ("composition", COMPOSITIONS)):
         for name in names.added:
             kind = names[name].settings
@@ -195,7 +195,7 @@ class EmbeddingConfig:
             if table.embedding_dim != self.default.embedding_dim:
                 raise ValueError(
                     f"embedding_dim of table {name!r} is {table.embedding_dim} and that of the default "
-                    f"{self.default.embedding_dim}; a model's tables have the same"
+                    f"{self.default.embedding_dim}; all tables of a model have one embedding_dim"
                 )
         return self
 

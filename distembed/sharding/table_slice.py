@@ -123,7 +123,11 @@ def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int)
 def own_ranges(
     table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata], columns: int | None = None
 ) -> list[ShardMetadata]:
-    """Returns the ranges of columns of all ranks, merged, and cut to ``columns`` or as each rank needs."""
+    """Returns a table's column ranges, with neighbouring ranges of a rank merged and then cut to equal widths.
+
+    TorchRec keeps a rank's shards of a weight in one matrix, so all ranges of a rank need one width: ``columns``, or
+    without it the greatest width that divides the rank's merged ranges.
+    """
     merged: list[ShardMetadata] = []
     for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
         if merged and shard_rank(merged[-1]) == shard_rank(shard):

@@ -63,9 +63,9 @@ class NextItemConfig:
         return self
 
     @model_validator(mode="after")
-    def _negatives_fit_loss(self) -> "NextItemConfig":
+    def _negatives_fit_loss_and_cutoffs(self) -> "NextItemConfig":
         if self.negatives == "in_batch" and self.loss != "sampled_softmax":
-            raise ValueError(f"negatives is in_batch, and loss {self.loss} has none of a batch; use sampled_softmax")
+            raise ValueError(f"negatives is in_batch, which loss {self.loss} does not support; use sampled_softmax")
         if 0 < self.sampled_candidates < self.cutoffs[-1]:
             raise ValueError(
                 f"sampled_candidates is {self.sampled_candidates}, among which no target could miss the first "

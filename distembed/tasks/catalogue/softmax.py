@@ -350,19 +350,19 @@ def drawn_cross_entropy(
 def in_batch_cross_entropy(
     queries: Queries, target: str, log_probabilities: Float[Tensor, " queries"]
 ) -> Float[Tensor, " queries"]:
-    """Returns the loss of each query with the targets of this rank's other queries as draws.
+    """Returns the loss of each query with the targets of this rank's other queries as negatives.
 
     Scores of very many queries are computed block by block, and again in the backward pass.
 
     Args:
         queries: The queries, with one target each among their items.
         target: The feature of the targets.
-        log_probabilities: The logarithm of how often each query's target is a target.
+        log_probabilities: For each query, the logarithm of its target's share of all targets.
     """
     items = queries.items[target]
     bias = queries.catalogue.bias
     num_queries = len(items.ids)
-    # a query's own target is a column, and no draw
+    # all n targets are columns of the scores, and n - 1 of them are the query's negatives: hence log(n / (n - 1))
     shifts = -log_probabilities + (math.log(num_queries / (num_queries - 1)) if num_queries > 1 else 0.0)
     shared = items, None if bias is None else bias[items.ids], shifts
     rows_at_once = max(1, _MOST_SCORES // max(1, num_queries))
