@@ -26,8 +26,7 @@ def state_dtype(weight: Tensor) -> torch.dtype:
 def train_in_float32(optimizer: torch.optim.Optimizer) -> None:
     """Has an optimizer train its weights of half precision in float32 from now on; others are trained as they are.
 
-    Gradients are computed before a step: no closure may compute them within
-    a step.
+    Gradients are computed before a step: no closure may compute them within a step.
     """
     for weight, states in optimizer.state.items():  # of optimizers that make them before the first step
         if is_half(weight):

@@ -1,8 +1,7 @@
 """Applies a saved plan: places tables as the file says, if the plan was made for this run.
 
 :func:`apply_saved_plan` refuses a plan whose inputs differ from the run's (ranks, batch, model, optimizers, tables),
-    and a
-plan that does not place its own tables. The error lists every difference.
+and a plan that does not place its own tables. The error lists every difference.
 """
 
 import reprlib
@@ -55,8 +54,7 @@ def load_plan(
     """Returns the plan of a file for a model without a config, as ``DistributedModelParallel`` takes it.
 
     Every rank reads the file. Ranks, rows of a step, tables and their optimizer are compared with the plan's inputs;
-        the
-    networks are not.
+    the networks are not.
 
     Args:
         path: A file of ``distembed plan --output``.
@@ -94,8 +92,7 @@ def apply_saved_plan(
     """Returns a saved plan in TorchRec's form.
 
     The plan is compared with the tables of each collection, by path, and with this run's inputs. Tables need dense
-        kernels
-    where FBGEMM lacks their optimizer (``fused`` is false).
+    kernels where FBGEMM lacks their optimizer (``fused`` is false).
 
     Raises:
         UserError: The plan's inputs differ, or it does not place the tables; the error lists every difference.

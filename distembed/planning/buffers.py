@@ -326,8 +326,7 @@ class Step:
         """Returns the bytes that an owner of columns sends on top of a rank without any.
 
         The owner sends vectors, and nothing to itself. Where rows are divided within a node, its ranks reduce their
-            sums among
-        them and send the results to the other nodes; gradients take the reverse way.
+        sums among them and send the results to the other nodes; gradients take the reverse way.
         """
         own, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
         vectors = math.ceil(batch.exchange.vector_bytes(math.ceil(batch.num_vectors) * columns))

@@ -1,10 +1,8 @@
 """Measures the numbers of this machine from which times are estimated, by real steps of small tables.
 
 The estimate of a step is a sum of counts times numbers of the device: rows, bytes, operations, collectives. The
-    *probes*
-(:mod:`distembed.planning.probes`) are steps of tables with different sharding types, widths and batches, on all ranks
-    at
-once. The fit minimises the sum of the estimates' squared relative errors over the device's numbers::
+*probes* (:mod:`distembed.planning.probes`) are steps of tables with different sharding types, widths and batches, on
+all ranks at once. The fit minimises the sum of the estimates' squared relative errors over the device's numbers::
 
     seconds of probe i  =  sum over numbers j of  count[i, j] * number[j],   number[j] >= 0
 

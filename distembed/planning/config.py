@@ -25,8 +25,7 @@ class TablePlanConfig:
         min_partition: Fewest columns of a rank's range, where the table is divided by columns.
         ranks: Ranks that may hold the table's shards; null for any.
         compute_kernels: TorchRec's names of the kernels that may look the table up. Kernels in host memory are chosen
-            only
-            where they are named here or ``plan.host_memory`` is set.
+            only where they are named here or ``plan.host_memory`` is set.
     """
 
     sharding_types: ShardingTypes | None = None
@@ -44,20 +43,16 @@ class PlanConfig:
             table_column_wise, and column_wise of sequences, whose tables would all need ranges of one width.
         min_partition: Fewest columns of a rank's range, where a table is divided by columns. Null for a cache line, 32
             numbers of fp32 on a GPU and 16 on a CPU; or for 4, the fewest that FBGEMM's kernels read, where
-                sharding_types
-            divide by columns only.
+            sharding_types divide by columns only.
         time_tolerance: Share of a step's time by which the plan may be slower than the fastest found, to use less
-            memory on
-            the fullest rank. The search stops once the fastest is known up to this share.
+            memory on the fullest rank. The search stops once the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.
         device: Device whose speed the ranks have: a catalogue name or a device file, with optional overrides, as
             `distembed plan --gpu` takes it. Its memory is the ranks' own. Null for the most similar catalogue device.
         reserve: Share of a device's memory that is kept free for everything a plan does not count: the allocator's
-            rounding
-            and gaps, CUDA's context and NCCL's buffers.
+            rounding and gaps, CUDA's context and NCCL's buffers.
         polish_seconds: Seconds in which HiGHS, of the extra `polish`, looks for a faster plan after the search. It
-            helps
-            where memory is tight and ranks are few; problems of too many tables and ranks are left as they are.
+            helps where memory is tight and ranks are few; problems of too many tables and ranks are left as they are.
         tables: Exceptions, by table name.
         together: Groups of table names; the tables of a group lie on the same ranks, in equally many shards.
     """

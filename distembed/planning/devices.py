@@ -2,10 +2,9 @@
 
 Bandwidths count one direction; between nodes it is one 400 Gbit/s port per GPU (200 for A100 and L4), as cloud machines
 have. Operations are dense matrix products. Numbers that vendors do not state are guesses, equal for all GPUs: rows
-    reach
-60% of the memory's bandwidth and networks 40% of the operations; an operation takes the host 5 microseconds to start,
-with autograd, and a collective 30. A device file has measured numbers instead (:mod:`distembed.planning.calibrate`), as
-JSON; ``distembed plan --gpu FILE`` reads it.
+reach 60% of the memory's bandwidth and networks 40% of the operations; an operation takes the host 5 microseconds to
+start, with autograd, and a collective 30. A device file has measured numbers instead
+(:mod:`distembed.planning.calibrate`), as JSON; ``distembed plan --gpu FILE`` reads it.
 """
 
 import dataclasses
@@ -131,8 +130,7 @@ def find_device(text: str, field: str = "--gpu") -> Device:
     """Returns the device of a name or of a device file (``.json``), with optional numbers that override its own.
 
     An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``. Numbers alone, memory among them, make a custom
-        device;
-    missing numbers come from the known device with the nearest memory.
+    device; missing numbers come from the known device with the nearest memory.
 
     Raises:
         UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.

@@ -151,8 +151,7 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
     """Returns a batch of the schema's fields with about as many ids and numbers as the fullest of many steps.
 
     With ``pads_lists``, lists with a greatest length all have it: networks on CUDA lay lists out so, since they cannot
-        wait
-    for a device to tell the lengths.
+    wait for a device to tell the lengths.
     """
     longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
     lists = {feature.name for feature in schema.categorical if feature.multi_hot} | {*schema.dense_sequences}
@@ -211,8 +210,7 @@ def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[
     """Returns the number of ids of each row of each list feature, ``means`` on average.
 
     Rows differ by one at most where the mean is no whole number. Features with one mean have equal lengths. A mean that
-        is
-    a multiple of another has this multiple in each row, as negative items of sequences have.
+    is a multiple of another has this multiple in each row, as negative items of sequences have.
     """
     lengths: dict[float, Tensor] = {}
     for mean in sorted(set(means.values())):

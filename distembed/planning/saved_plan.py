@@ -1,8 +1,7 @@
 """Plans saved as JSON and applied by a later run, so that the reported plan is the plan that runs.
 
 A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``. :func:`read_saved_plan` refuses
-    files
-of another form without torch; :mod:`distembed.planning.apply_plan` applies the plan.
+files of another form without torch; :mod:`distembed.planning.apply_plan` applies the plan.
 """
 
 import dataclasses

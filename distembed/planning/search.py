@@ -77,8 +77,7 @@ def make_plan(
     Raises:
         InsufficientMemory: The tables, or the step that trains them, do not fit.
         UserError: The config names an unknown table or allows no way for a table, two tables have one name, or the
-            config's
-            device cannot be found.
+            config's device cannot be found.
     """
 
     def plan_here() -> ShardingPlan:

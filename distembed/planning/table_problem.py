@@ -161,8 +161,7 @@ def unit_sharding(
     """Returns TorchRec's sharding of a table's unit.
 
     ``ranks`` has the rank of each shard, by range of columns and then by block of rows; or all ranks, of a table that
-        every
-    rank has.
+    every rank has.
     """
     if layout.sharding_type == ShardingType.DATA_PARALLEL.value:
         return ParameterSharding(layout.sharding_type, layout.compute_kernel, list(ranks), None)

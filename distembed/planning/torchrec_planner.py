@@ -154,16 +154,14 @@ class CompositionalShardingPlanner(ShardingPlanner):
 
     Args:
         topology: Ranks, their memory, which may differ by rank, and bandwidths; multipliers of TorchRec's own estimates
-            are
-            not read.
+            are not read.
         batch_size: Rows of a step on one rank, as in TorchRec's planner.
         constraints: How tables may be placed, and their ids, by table name.
         storage_reservation: Memory of each rank that is kept free; 15% unless given.
         ranks: Ranks that a table is pinned to, by table name.
         together: Groups of table names; the tables of a group lie on the same ranks, in equally many shards.
         device: Catalogue device or device file that gives speeds and bandwidths. Unless given, the catalogue device
-            with
-            the nearest memory, with the topology's bandwidths.
+            with the nearest memory, with the topology's bandwidths.
 
     Attributes:
         estimated: The last plan with each rank's memory and time, and the reasons for it; None before the first.
@@ -307,8 +305,7 @@ class CompositionalShardEstimator(ShardEstimator):
 
     It replaces both of TorchRec's estimators: ``EmbeddingEnumerator(topology, batch_size, constraints,
     estimator=CompositionalShardEstimator(topology, constraints))``. Composing, replicated partitions and their
-        gradients
-    count too. A layout that sharding would refuse has an estimate that no plan can hold.
+    gradients count too. A layout that sharding would refuse has an estimate that no plan can hold.
 
     Args:
         topology: Ranks, their memory and bandwidths.
@@ -376,8 +373,7 @@ class CompositionalShardEstimator(ShardEstimator):
         """Adds the start of an exchange to the shards that need another one than most tables.
 
         A step starts the exchange of each sharding type in use once, but TorchRec adds up shards. So the type by which
-            a
-        collection alone would be fastest counts as used, and a table of another type pays the start of its exchange.
+        a collection alone would be fastest counts as used, and a table of another type pays the start of its exchange.
         """
         by_table = defaultdict[str, list[ShardingOption]](list)
         for option in options:

@@ -2,19 +2,16 @@
 
 Suppose that no rank takes more than T. A rank that starts a group's kernels has at most ``T - start`` left for the
 group's shards, so all shards of the group, of ``load`` milliseconds, start it at least ``load / (T - start)`` times:
-    each
-of their milliseconds costs ``T / (T - start)``. Exchanges count alike. No rank has two shards of more than half of that
-room. So T is impossible unless options exist, one per table, with::
+each of their milliseconds costs ``T / (T - start)``. Exchanges count alike. No rank has two shards of more than half of
+that room. So T is impossible unless options exist, one per table, with::
 
     sum of milliseconds, starts included   <= world_size x (T - base)
    sum of bytes                           <= sum of capacities
    number of large shards                 <= world_size
 
 and no shard alone exceeds the time or the bytes. For any weights of these three sums, each table takes its least
-    weighted
-cost by itself (Lagrange's relaxation): where their sum exceeds the weighted right sides, T is disproved. The bound is
-    the
-largest T that was disproved.
+weighted cost by itself (Lagrange's relaxation): where their sum exceeds the weighted right sides, T is disproved. The
+bound is the largest T that was disproved.
 """
 
 import itertools

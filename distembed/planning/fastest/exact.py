@@ -101,8 +101,7 @@ def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int =
     """Yields distinct places of blocks; equal places are used in order, and equal blocks in one order.
 
     Equal blocks are adjacent. ``kinds`` has the remaining places, by kind of equal places; the first block may go to
-        kinds
-    from ``first`` on.
+    kinds from ``first`` on.
     """
     if not blocks:
         yield []

@@ -5,8 +5,7 @@ rank with the largest score gives up shards: one moves, one is swapped for anoth
 Where nothing helps, random tables are placed again and the improvement is repeated.
 
 Trade-off: nothing says that the best assignment was found; the bound (:mod:`distembed.planning.fastest.bound`) limits
-    the
-loss. Work is counted, not timed, so equal problems have equal results.
+the loss. Work is counted, not timed, so equal problems have equal results.
 """
 
 from collections.abc import Sequence
@@ -147,8 +146,7 @@ class LocalSearch:
         """Places the table again that makes the largest score least; tells whether one makes it smaller.
 
         Where options may change, each other table that made it smaller takes its best option too, if that still helps:
-            trying
-        all options of all tables again for each of these tables would spend the budget.
+        trying all options of all tables again for each of these tables would spend the budget.
         """
         improving: list[tuple[Floats, int, int, Ints]] = []
         tried: set[tuple[int, bytes]] = set()

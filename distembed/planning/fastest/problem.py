@@ -1,10 +1,8 @@
 """The search's problem in numbers alone: tables, their options, and each option's time and bytes.
 
 A table has one of several *options*. An option has *blocks*: one shard, which goes to any rank, or a shard for each
-    rank
-of a node, which go to a node together. Blocks of one table go to different places. The block *everywhere* is the cost
-    of
-an option to every rank, wherever its blocks go. Milliseconds of a rank are then::
+rank of a node, which go to a node together. Blocks of one table go to different places. The block *everywhere* is the
+cost of an option to every rank, wherever its blocks go. Milliseconds of a rank are then::
 
     base + sum of its blocks and of all blocks everywhere + starts of its groups + starts of all exchanges in use
         + for each phase: the longer of   sum of its own_ms   and   sum of all other_ms - sum of its other_ms

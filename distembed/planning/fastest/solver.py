@@ -1,9 +1,8 @@
 """Solves a problem: first guesses, local search, an exact search of small problems, and HiGHS on demand.
 
 First guesses give every table one way, or the largest tables one way and the rest another: a good plan seldom mixes
-    many
-ways, since each exchange and each group of lookups in use has to be started. Guesses are sorted by an estimate that
-spreads all work evenly over the ranks: most are worse than others before a table is placed.
+many ways, since each exchange and each group of lookups in use has to be started. Guesses are sorted by an estimate
+that spreads all work evenly over the ranks: most are worse than others before a table is placed.
 """
 
 import itertools
@@ -89,8 +88,7 @@ class Solver:
     """Solves one problem for any capacity; plans may be slower than the best by the share ``tolerance``.
 
     ``bound_capacity`` has the most bytes of weights and states of a rank in a plan that fits, ``host_capacity`` the
-        bytes of
-    its share of host memory besides a device: one number or an array by rank.
+    bytes of its share of host memory besides a device: one number or an array by rank.
     """
 
     def __init__(

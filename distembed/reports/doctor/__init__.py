@@ -1,8 +1,8 @@
 """Examines this machine: its software and hardware, the defects, and the command that mends each.
 
-``facts`` gathers facts, pure functions in ``findings`` judge them, so that each judgement is tested without the machine
-that it is about, and printed. The package needs nothing but the standard library to be
-imported, so that ``python -m distembed.reports.doctor`` works where the rest of distembed does not.
+``facts`` gathers facts about the machine, and pure functions in ``findings`` judge them, so that tests can invent a
+machine. The package imports the standard library alone: ``python -m distembed.reports.doctor`` works where the rest of
+distembed does not.
 """
 
 from distembed.base.cuda_driver import nvidia_smi_works
