@@ -13,6 +13,7 @@ import os
 import platform
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -24,6 +25,8 @@ from distembed.base.errors import UserError
 _log = logging.getLogger(__name__)
 
 INSTALL = "pip install numba"
+_LONGEST_WAIT = 180.0
+"""Seconds that a process waits for another one to compile, which takes a few."""
 _ONE_THREAD = threading.Lock()
 """Held by the thread that compiles, since numba's settings are global."""
 _NOT_COMPILED = ("__init__", "operation", "tables", "triton")
@@ -70,7 +73,7 @@ def load_kernels(lanes: int) -> Kernels:
         raise UserError(f"the fused lookup: {reason}.")
     compose: Any = getattr(import_module("distembed.kernels.compose"), f"compose_{lanes}")
     update: Any = getattr(import_module("distembed.kernels.update"), f"update_{lanes}")
-    with _one_process_at_a_time(), _optimised_once():
+    with _one_at_a_time(), _optimised_once():
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
@@ -129,10 +132,32 @@ def _source_stamp() -> str:
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
-    """Waits while another process of this user compiles; without a lock file each process compiles for itself."""
-    path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
-    with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):
-            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)  # the kernel releases it if we die
+def _one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this user compiles; the kernel releases the lock of a process that dies."""
+    file = -1
+    try:
+        path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _lock(file)
+    except OSError as error:  # where no file can be made or locked, each process compiles for itself
+        _log.debug("The fused lookup's kernels are compiled without a lock (%s).", error)
+    try:
         yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Locks a file; gives up after :data:`_LONGEST_WAIT`, as its owner may have been stopped."""
+    until = time.monotonic() + _LONGEST_WAIT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                _log.warning("Another process compiles the fused lookup's kernels for too long: it is not waited for.")
+                return
+            time.sleep(0.05)
+        else:
+            return

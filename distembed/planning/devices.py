@@ -178,6 +178,7 @@ def read_device(path: Path) -> Device:
         )
     if not isinstance(values, dict):
         raise UserError(f"{path}: device is {values!r}; it must be an object with the device's numbers: {_REMEDY}.")
+    values = {"error": content.get("error"), **values}  # earlier versions wrote it next to the device
     return validated(TypeAdapter(Device), Device, values, f"device of {path}; {_REMEDY}")
 
 

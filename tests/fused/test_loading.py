@@ -208,3 +208,33 @@ def test_a_processor_that_cannot_convert_float16_is_told(monkeypatch: pytest.Mon
     assert ask() is None
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx2,+fma")
     assert "cannot convert float16 (f16c)" in str(ask())
+
+
+@pytest.mark.parametrize(
+    "hindrance",
+    [(loading.fcntl, "flock"), (loading.tempfile, "gettempdir"), (loading.os, "open")],
+    ids=lambda own: own[1],
+)
+def test_without_a_lock_each_process_compiles_for_itself(
+    hindrance: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    caplog.set_level("DEBUG", loading.__name__)
+    monkeypatch.setattr(*hindrance, fail)
+    with loading._one_at_a_time():
+        monkeypatch.undo()
+        assert "compiled without a lock ([Errno 38] Function not implemented)" in caplog.text
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(loading, "_LONGEST_WAIT", 0.1)
+    with loading._one_at_a_time(), loading._one_at_a_time():
+        assert "it is not waited for" in caplog.text
+    caplog.clear()
+    with loading._one_at_a_time():
+        assert not caplog.text

@@ -10,14 +10,17 @@ import time
 from multiprocessing import current_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
-from distembed.base.errors import UserError
+from distembed.base.errors import Interrupted, UserError
 from distembed.checkpoints.store import checkpoint_place, newest_checkpoint
 from distembed.training.run_folder.lock import owned
-from distembed.training.sweeps.sweep import given_runs, plan_sweep
+from distembed.training.sweeps import train
+from distembed.training.sweeps.sweep import Sweep, given_runs, plan_sweep
+from distembed.training.sweeps.train import train_sweep
 from tests.processes import start_processes
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.small_runs import distembed, run_command
@@ -177,6 +180,28 @@ def test_what_only_building_a_model_finds_out_is_told_before_the_first_run(confi
     output = end(launch(config, tmp_path / "sweep", "train.sparse_optimizer.name=sgd,adam"), config, code=2)
     assert "name=adam: " in output and "CUDA only" in output
     assert not list((tmp_path / "sweep").glob("*/config.yaml"))
+
+
+def test_a_models_own_exception_is_listed_with_its_run(config: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*given: Any) -> None:
+        raise KeyError("width")
+
+    monkeypatch.setattr("distembed.training.build.Blueprint.build_plannable", fail)
+    runs = plan_sweep(config, ["train.seed=1,2"], tmp_path / "sweep")
+    with pytest.raises(UserError, match=r"seed=1: KeyError: 'width'"):
+        train_sweep(Sweep(config, [], tmp_path / "sweep", runs), 1, print)
+    plan_sweep(config, ["train.seed=1,2"], tmp_path / "sweep")  # the folder is that of a sweep
+
+
+def test_a_signal_ends_the_check_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_for_long(runs: Any, log: Path, sender: Any) -> None:
+        train._be_forked(log)
+        time.sleep(200)
+
+    monkeypatch.setattr(train, "_send_mistakes", check_for_long)
+    with train._Processes(1) as processes, pytest.raises(Interrupted, match="before the first run"):
+        Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        processes.check([], tmp_path / "log")
 
 
 def test_other_folders_are_left_alone(config: Path, tmp_path: Path) -> None:

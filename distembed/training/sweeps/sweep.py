@@ -30,6 +30,7 @@ from distembed.training.config import Config, load_config
 from distembed.training.describe import describe
 from distembed.training.initial_run import resumed_config
 from distembed.training.run_folder.folder import holds_run
+from distembed.training.run_folder.lock import LOCK_NAME
 from distembed.training.run_folder.record import RunInfo
 from distembed.training.start import RunOptions, find_start
 from distembed.training.sweeps.axes import named_runs, parse_axes
@@ -181,12 +182,13 @@ def _state(config: Config, folder: Path) -> RunState:
     if not holds_run(folder):
         return "new"
     info = RunInfo.read(folder / "run.json")
-    if PRUNED in (info.error or ""):
-        return "pruned"
     text = read_regular_file(folder / "config.yaml", MAX_BYTES).decode(errors="replace")
     # a run that began with another run's weights has recorded its tables as they have grown
-    is_same = info.status == "finished" and text == resumed_config(config, folder).to_yaml()
-    return "finished" if is_same else "resumed"
+    if text != resumed_config(config, folder).to_yaml():
+        return "resumed"
+    if PRUNED in (info.error or ""):
+        return "pruned"
+    return "finished" if info.status == "finished" else "resumed"
 
 
 def _with_own_checkpoints(config: Config, folder: Path) -> Config:
@@ -202,7 +204,8 @@ def _with_own_checkpoints(config: Config, folder: Path) -> Config:
 def require_sweep_folder(folder: Path) -> None:
     """Refuses a path where no sweep can write: a file, or a folder with other files and no sweep."""
     require_folder("--run-dir", folder)
-    found = sorted(os.listdir(folder)) if folder.is_dir() else []
+    # a sweep that was killed at once has its lock and an empty folder of logs
+    found = sorted({*os.listdir(folder)} - {LOCK_NAME, LOGS}) if folder.is_dir() else []
     if found and SWEEP_FILE not in found:
         raise UserError(
             f"--run-dir {folder} is a folder with other files and no sweep ({enumerate_names(found, most=3)}); give a "
@@ -228,8 +231,6 @@ def given_runs(places: Sequence[Path]) -> list[Path]:
                     f"{place} is a sweep none of whose runs has begun; give folders that `distembed train` made."
                 )
             found += runs
-        elif (
-            place.name not in (SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS) or not (place.parent / SWEEP_FILE).is_file()
-        ):
+        elif place.name not in _OWN or not (place.parent / SWEEP_FILE).is_file():
             found.append(place)
     return found

@@ -16,8 +16,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -60,24 +58,23 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
         UserError: The model of a run cannot be built, or another process trains this sweep; nothing is trained then.
         Interrupted: After a signal, once the runs that were being trained have saved a checkpoint.
     """
+    # a call to CUDA in this process would leave the forked ones without it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    metric = sweep.runs[0].config.task.build().headline
+    if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
+        raise UserError(f"--sampler tpe and --prune need a metric to improve, and {metric.name!r} is none.")
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     outcomes = {run.name: Outcome(run.state) for run in sweep.runs if run.state in ("finished", "pruned")}
     to_train = [run for run in sweep.runs if run.name not in outcomes]
     if not to_train:
         sweep.record(outcomes)
         return outcomes
-    # a call to CUDA in this process would leave the forked ones without it
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for module in ("torch._dynamo", "torch.utils.tensorboard", "numba", "distembed.training.run"):
-        importlib.import_module(module)  # once for all processes
-
-    metric = sweep.runs[0].config.task.build().headline
-    if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
-        raise UserError(f"--sampler tpe and --prune need a metric to improve, and {metric.name!r} is none.")
     with owned(sweep.folder), _Processes(num_workers) as processes:
         sweep.record(outcomes)
+        for module in ("torch._dynamo", "torch.utils.tensorboard", "numba", "distembed.training.run"):
+            importlib.import_module(module)  # once for all processes
         if sweep.sampler != "tpe":  # it reaches few of its combinations
-            _check(to_train, sweep.folder / LOGS / "check.log")
+            processes.check(to_train, sweep.folder / LOGS / "check.log")
         study, space = _create_study(sweep, metric)
         choices = _choices(sweep, to_train, study, space)
         while True:
@@ -169,33 +166,58 @@ class _Processes:
         self.stopped = False
         self._num_workers = num_workers
         self.running: list[_Running] = []
+        self._started: list[ForkProcess] = []
 
     def __enter__(self) -> "_Processes":
         self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self.running:
-            each.process.kill()
+        for process in self._started:
+            process.kill()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        for each in self.running:
-            each.process.kill() if self.stopped else each.process.terminate()
+        for process in self._started:
+            process.kill() if self.stopped else process.terminate()
         self.stopped = True
+
+    def _start(self, function: Callable[..., None], *arguments: object) -> ForkProcess:
+        """Starts a process that hears of every signal, also of one that arrives meanwhile."""
+        process = _CONTEXT.Process(target=function, args=arguments, daemon=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the new process would call this process's handler
+        try:
+            process.start()
+            self._started.append(process)
+            if self.stopped:
+                process.terminate()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return process
+
+    def check(self, runs: Sequence[PlannedRun], log: Path) -> None:
+        """Builds the model of every recipe without weights, one seed of each, before the first run is trained."""
+        recipes = {run.recipe: run for run in reversed(runs)}
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = self._start(_send_mistakes, [*reversed(recipes.values())], log, sender)
+        sender.close()
+        try:
+            found: dict[str, list[str]] = receiver.recv()
+        except (EOFError, OSError) as error:
+            if self.stopped:
+                raise Interrupted("interrupted before the first run; the same command starts the sweep.") from None
+            raise RunError(f"the process that builds the models of all runs has died; see {log}.") from error
+        finally:
+            process.join()
+        require_no_mistakes(found)
 
     def start(self, log: Path, run: PlannedRun, trial: Trial) -> None:
         """Starts a process that trains a run and prints to a log."""
         worker = min(set(range(self._num_workers)) - {each.worker for each in self.running})
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         arguments = log, run, trial, worker, share_of_cores(worker, self._num_workers), sender
-        process = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
-        # a signal in between would not reach the new process, or would find this handler in it
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        process.start()
-        self.running.append(_Running(process, receiver, worker, run, trial))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        self.running.append(_Running(self._start(_work, *arguments), receiver, worker, run, trial))
         sender.close()
 
     def wait_for_one(self) -> tuple[PlannedRun, Trial, Outcome]:
@@ -205,7 +227,7 @@ class _Processes:
         try:
             outcome: Outcome = ended.receiver.recv()
             ended.process.join()
-        except EOFError:
+        except (EOFError, OSError):
             ended.process.join()
             code = ended.process.exitcode or 0
             ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -249,19 +271,8 @@ def share_of_cores(worker: int, num_workers: int) -> tuple[int, ...]:
     return tuple(cores[(worker * each + place) % len(cores)] for place in range(each))
 
 
-def _check(runs: Sequence[PlannedRun], log: Path) -> None:
-    """Builds the model of every recipe without weights, one seed of each, before the first run is trained."""
-    recipes = {run.recipe: run for run in reversed(runs)}
-    with ProcessPoolExecutor(1, _CONTEXT) as pool:
-        try:
-            found = pool.submit(_mistakes, [*reversed(recipes.values())], log).result()
-        except BrokenProcessPool as error:
-            raise RunError(f"the process that builds the models of all runs has died; see {log}.") from error
-    require_no_mistakes(found)
-
-
-def _mistakes(runs: list[PlannedRun], log: Path) -> dict[str, list[str]]:
-    """Returns each mistake with the names of its runs; this process is forked for it."""
+def _send_mistakes(runs: list[PlannedRun], log: Path, sender: Connection) -> None:
+    """Sends each mistake with the names of its runs; this process is forked for it."""
     from distembed.base.ranks import process_group
     from distembed.planning.networks import require_networks_fit
     from distembed.training.build import Blueprint
@@ -278,7 +289,10 @@ def _mistakes(runs: list[PlannedRun], log: Path) -> dict[str, list[str]]:
                 blueprint.build_plannable()
             except (UserError, RunError, InsufficientMemory) as error:
                 mistakes.setdefault(str(error), []).append(run.name)
-    return mistakes
+            except Exception as error:  # of a user's own model
+                traceback.print_exc()
+                mistakes.setdefault(one_line(error), []).append(run.name)
+    sender.send(mistakes)
 
 
 def _be_forked(log: Path) -> None:
