@@ -157,9 +157,11 @@ class _RunOptions:
             raise UserError(f"--price is {self.price}; give a number above 0, the price of one device for an hour.")
         if self.price is not None and self.rows is None:
             raise UserError("--price needs --rows as well: the rows of the training run, such as 4200000000.")
+        if self.rows is None:
+            return None
         from distembed.reports.plan.report import TrainingRun
 
-        return None if self.rows is None else TrainingRun(self.rows, self.price)
+        return TrainingRun(self.rows, self.price)
 
 
 @dataclass(frozen=True)
@@ -214,10 +216,10 @@ def plan_command(
         return
     from distembed.reports.plan.plan_files import PlanFiles
 
-    training_run = run.training_run()
     cluster.cluster()  # tells mistakes before torch is loaded
     if smallest:
         _require_searchable(cluster, files)
+    training_run = run.training_run()
     arguments = [] if config is None else [config, *(overrides or [])]
     if polish is not None and (arguments or own.model is not None):
         arguments.append(f"plan.polish_seconds={polish}")
