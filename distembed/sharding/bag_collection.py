@@ -50,8 +50,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         permute_embeddings: bool = False,
         **keywords: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
-        """Makes the sharding of all tables placed in one way."""
+        """Makes the sharding of all tables with one sharding type; freezes the tables that no optimizer trains."""
         self._note_settings(sharding_infos, env.rank)
+        # the constructors of the other sharding types do not take this argument
         if sharding_infos[0].param_sharding.sharding_type in (
             ShardingType.COLUMN_WISE.value,
             ShardingType.TABLE_COLUMN_WISE.value,
@@ -60,6 +61,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=True, **keywords)
 
     def _initialize_torch_state(self, *arguments: Any, **keywords: Any) -> None:
+        # TorchRec builds its parameters and state dict here, from configs that have described units until now
         self._embedding_bag_configs = self._show_partition_tables(EmbeddingBagConfig)
         super()._initialize_torch_state(*arguments, **keywords)
         self._register_replicated()
@@ -68,7 +70,10 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def _pre_load_state_dict_hook(
         self: "ShardedCompositionalEmbeddingBagCollection", state_dict: dict[str, Any], prefix: str, *others: Any
     ) -> None:
-        """Replaces each sharded tensor to load by this rank's shards."""
+        """Replaces each ShardedTensor in ``state_dict`` by one tensor of this rank's shards, stacked by rows.
+
+        A rank's shards of a weight have equal widths (:func:`~distembed.sharding.table_slice.own_ranges`).
+        """
         local_tensors = {}
         for name in self._model_parallel_name_to_local_shards:
             key = f"{prefix}embedding_bags.{name}.weight"
@@ -82,7 +87,14 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Maps ids into their tables, replaces some in training, sends each to its owner; all ranks call it."""
+        """Maps raw ids to table ids, replaces some in training, and sends each to the rank that looks it up.
+
+        All ranks call it. For the output, ``ctx`` gets the bag sizes of mean-pooled features and the inverse indices.
+
+        Raises:
+            UserError: The batch is damaged, lacks a feature or required weights, has weights that require gradients, or
+                has unequal numbers of bags without inverse indices; or an id lies outside of its table.
+        """
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._embedding_shardings)
         self._follow_single_ids(features)
@@ -97,7 +109,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         return sent
 
     def _require_weights(self, weights: Tensor | None) -> None:
-        """Raises unless a batch has weights without gradients: input dists bring no gradients back."""
+        """Raises if a batch has no weights, or weights that require gradients: input dists have no backward pass."""
         if weights is None:
             raise UserError(
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
@@ -122,9 +134,10 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
 
 class _Output:
-    """Makes the unsharded module's output from the sums that TorchRec's dists bring.
+    """Makes the unsharded module's output from the per-bag sums that TorchRec's dists return.
 
-    Features are put in the tables' order, sums of means are divided, and vectors of feature generation get their keys.
+    Dists return ``features`` grouped by sharding type; the output has them table by table. Ranks return sums for mean
+    pooling too, because a rank may see only some ids of a bag: this class divides the complete sums.
     """
 
     def __init__(self, module: CompositionalEmbeddingBagCollection, features: Sequence[str]) -> None:
@@ -140,7 +153,7 @@ class _Output:
         ]
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Returns the number of ids of each bag of averaged features, ``[features, batch]``, and 1 for empty bags."""
+        """Returns the number of ids in each bag, at least 1, ``[mean-pooled features, batch]``; None without any."""
         if not self._means:
             return None
         lengths = features.lengths().view(len(features.keys()), features.stride())
@@ -149,6 +162,11 @@ class _Output:
     def arrange(
         self, values: Tensor, zero: Tensor | None, divisor: Tensor | None, bags: Mapping[str, Tensor] | None
     ) -> KeyedTensor:
+        """Reorders the dists' sums ``[bags, all widths]``, divides means, and repeats bags that several rows share.
+
+        ``zero`` is added in place, for gradients of weights that this rank does not use. ``bags`` has the bag of each
+        row; None where row i has bag i.
+        """
         if zero is not None:
             values.add_(zero)
         if self._order != list(range(len(self._order))) or self._means or bags is not None:

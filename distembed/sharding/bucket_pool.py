@@ -27,7 +27,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BUCKETS_PER_ID = 2.5
-"""Most buckets an id; on a CPU both ways took equal time at 2.7 (ids as skewed as Criteo's) to 6 (uniform ids)."""
+"""Largest number of buckets per id for which bags are split into buckets.
+
+Measured on a CPU, buckets and composing distinct ids took equal time at 2.7 (ids as skewed as Criteo's) to 6 (uniform).
+"""
 
 
 def buckets_are_faster(num_ids: int, num_bags: int, buckets_per_bag: int) -> bool:
@@ -39,21 +42,21 @@ def buckets_are_faster(num_ids: int, num_bags: int, buckets_per_bag: int) -> boo
 
 
 def count_buckets_per_bag(num_rows: Sequence[int]) -> int:
-    """Returns the number of tuples of rows of all partitions but the largest."""
+    """Returns the number of codes: the product of all partitions' numbers of rows, without the largest partition."""
     return prod(num_rows) // max(num_rows)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Rows to look up in each of k partitions so that products can be pooled."""
+    """The lookups, in each of k partitions, whose sums :meth:`pool` multiplies into pooled products."""
 
-    # Rows to look up in each partition, feature after feature: in the largest the ids' rows in ``order``, in each small
-    # partition one row for each code that occurs.
+    # Rows to look up in each partition, feature after feature. Largest partition: every id's row, sorted by bucket. Each
+    # small partition: one row for each code that occurs in the feature.
     rows: list[Int64[Tensor, " rows_j"]]
-    # where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the largest,
-    # ``features * codes`` bags of one row or none in the others
+    # Bag offsets for these lookups. Largest partition: one bag per bucket, by (feature, code, bag of the batch). Small
+    # partitions: one bag per (feature, code), with one row where the code occurs, else empty.
     offsets: list[Int64[Tensor, " bags_j_plus_1"]]
-    # index among the given ids of each id of the buckets; their weights are to be put in this order
+    # index of the batch's id at each place of the largest partition's rows; per-sample weights need this order too
     order: Int64[Tensor, " ids"]
     largest: int  # number of the partition with most rows
     buckets_per_bag: int  # number of buckets of a bag
@@ -66,9 +69,11 @@ class Buckets:
     def pool(self, vectors: Sequence[Float[Tensor, "bags_j features dim"]]) -> Float[Tensor, "batch features dim"]:
         """Returns the sums of products over the batch's bags, zeros for an empty bag.
 
-        ``vectors`` are each partition's sums over the bags of :attr:`offsets`; the largest's are weighted by the ids.
+        ``vectors`` are each partition's sums over the bags of :attr:`offsets`. Per-sample weights are already part of
+        the largest partition's sums.
         """
         small = reduce(torch.mul, [vectors[j] for j in range(len(vectors)) if j != self.largest])
+        # bucket number = code * batch size + bag of the batch: the first dimension splits into [codes, batch]
         num_buckets, num_features, dim = vectors[self.largest].shape
         summed = vectors[self.largest].reshape(
             self.buckets_per_bag, num_buckets // self.buckets_per_bag, num_features * dim
@@ -83,24 +88,25 @@ def split_bags(
     num_rows: Sequence[int],
     first_rows: Int64[Tensor, "k features"] | None = None,
 ) -> Buckets:
-    """Splits each bag in buckets of ids that share their rows in all partitions but the largest.
+    """Splits each bag into buckets of ids that have equal rows in every partition except the largest.
 
-    Only rows that occur are looked up, so that no optimizer sees a gradient, even of zero, for another row.
+    A row is looked up only if an id has it: an optimizer may change a row even for a gradient of zero.
 
     Args:
-        rows: Rows of every id in each partition, feature after feature and bag after bag.
+        rows: Row of every id in each partition, feature after feature and bag after bag.
         lengths: Number of ids of each bag.
-        num_rows: Number of rows of each partition, in the feature's table that has most.
-        first_rows: First row of each feature's table in each partition; 0 unless given.
+        num_rows: Number of rows of each partition, the maximum over the features' tables.
+        first_rows: Number that ``rows`` of a feature are shifted by in each partition, where tables are stacked.
     """
     num_features, batch_size = lengths.shape
     largest, buckets_per_bag = max(range(len(num_rows)), key=num_rows.__getitem__), count_buckets_per_bag(num_rows)
     small = [j for j in range(len(num_rows)) if j != largest]
     codes = _codes(rows[small], [num_rows[j] for j in small]) if len(small) > 1 else rows[small[0]]
-    # feature after feature, code after code, bag after bag; keys are pairs of feature and code
+    # key    = feature * codes + code               the pair (feature, code)
+    # bucket = key * batch_size + bag               the triple (feature, code, bag)
     first_keys = torch.arange(num_features, device=rows.device) * buckets_per_bag
     first_buckets = torch.arange(batch_size, device=rows.device) + (first_keys * batch_size).unsqueeze(1)
-    if first_rows is not None:
+    if first_rows is not None:  # a code is linear in the rows: the shift of the rows adds its own code, taken off here
         first_codes = _codes(first_rows[small], [num_rows[j] for j in small])
         first_keys = first_keys - first_codes
         first_buckets = first_buckets - (first_codes * batch_size).unsqueeze(1)
@@ -113,6 +119,7 @@ def split_bags(
     in_bucket.scatter_add_(0, buckets, torch.ones_like(buckets))
     in_key = in_bucket.view(num_features * buckets_per_bag, batch_size).sum(1)
     is_filled = in_key > 0
+    # the first id of each key that occurs stands for all of its ids: they have equal rows in the small partitions
     one_of_each_key = order[(in_key.cumsum(0) - in_key)[is_filled]]
     small_offsets = _offsets(is_filled)
     return Buckets(
@@ -125,7 +132,7 @@ def split_bags(
 
 
 def _codes(rows: Int64[Tensor, "small *shape"], num_rows: Sequence[int]) -> Int64[Tensor, "*shape"]:
-    """Returns tuples of rows as numbers whose digits, in a mixed radix, are the rows."""
+    """Returns one number for each tuple of rows: ``(q1, q2, q3) -> (q1 * n2 + q2) * n3 + q3``."""
     codes = rows[0]
     for row, radix in zip(rows[1:], num_rows[1:], strict=True):
         codes = codes * radix + row
@@ -162,5 +169,6 @@ class _MultiplyAndSum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
         vectors, factors = ctx.saved_tensors
         (gradient,) = gradients
+        # out[b] = sum_c vectors[c, b] * factors[c], so  d factors[c] = sum_b vectors[c, b] * d out[b]
         factor_gradients = torch.stack([(bucket * gradient).sum(0) for bucket in vectors])
         return cast(Tensor, gradient * factors.unsqueeze(1)), factor_gradients

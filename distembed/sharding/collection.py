@@ -38,7 +38,10 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     _units_type = SequenceUnits
 
     def _require_placements(self) -> None:
-        """Raises unless all tables are equally wide, and placed as TorchRec's dists of sequences need."""
+        """Raises unless all outputs have equal widths and a sharding type that TorchRec has for sequences.
+
+        TorchRec's dists of sequences send vectors of one width.
+        """
         widths = {table.name: width(table) for table in self._tables}
         if len(set(widths.values())) > 1:
             raise UserError(
@@ -61,24 +64,31 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         device: torch.device | None = None,
         **keywords: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
-        """Makes the sharding of all tables placed in one way."""
+        """Makes the sharding of all tables with one sharding type; freezes the tables that no optimizer trains."""
         self._note_settings(sharding_infos, env.rank)
         return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=False, **keywords)
 
     def _initialize_torch_state(self, *arguments: Any, **keywords: Any) -> None:
+        # TorchRec builds its parameters and state dict here, from configs that have described units until now
         self._embedding_configs = self._show_partition_tables(EmbeddingConfig)
         super()._initialize_torch_state(*arguments, **keywords)
         self._register_replicated()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Maps ids into their tables, replaces some in training, sends each to its owner; all ranks call it."""
+        """Maps raw ids to table ids, replaces some in training, and sends each to the rank that looks it up.
+
+        All ranks call it. ``ctx.raw_features`` keeps the batch, whose lengths and raw ids the output needs.
+
+        Raises:
+            UserError: The batch is damaged or lacks a feature, or an id lies outside of its table.
+        """
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         self._follow_single_ids(features)
         ctx.raw_features = features
         mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features)))
         perturbed = self._perturb_ids(ctx, mapped)
-        if not perturbed.stride():  # TorchRec's dists of sequences need a row, here one without ids
+        if not perturbed.stride():  # TorchRec's dists of sequences fail on a batch of no rows: give it one empty row
             lengths = torch.zeros(len(perturbed.keys()), dtype=perturbed.lengths().dtype, device=perturbed.device())
             perturbed = KeyedJaggedTensor(perturbed.keys(), perturbed.values(), lengths=lengths, stride=1)
         return super().input_dist(ctx, perturbed)
@@ -96,7 +106,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             for name in table.feature_names:
                 i = features.keys().index(name)
                 vectors = self._widened(embedded[name].values())
-                if zero is not None:
+                if zero is not None:  # added to one feature: its gradients reach all unused weights
                     vectors, zero = vectors + zero, None
                 own_ids, own_bags = ids[i] if self._need_indices else None, None if bags is None else bags[name]
                 outputs |= jagged_vectors(

@@ -47,9 +47,13 @@ from distembed.sharding.ids import FeatureRows, IdCounts
 
 
 class DividedRows:
-    """Maps the ids of features to their rows in the partition of their table that is divided by rows."""
+    """Maps the ids of a batch to rows of their tables' *divided partition*, the partition that is split by rows.
+
+    ``divided`` has, for each feature of the batch in order, its table's scheme and the divided partition's number.
+    """
 
     def __init__(self, divided: Sequence[tuple[Partition, int]]) -> None:
+        # neighbouring features with one kind of scheme form a run, which one call of FeatureRows maps
         runs = groupby(divided, lambda own: (type(own[0]), len(own[0].num_rows), own[1]))
         self._runs: list[tuple[int, int, FeatureRows]] = []
         for (_, _, partition), run in runs:
@@ -57,7 +61,7 @@ class DividedRows:
             self._runs.append((len(schemes), partition, FeatureRows(schemes)))
 
     def __call__(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
-        """Returns the row of every id of a batch, which has the features of the tables in order."""
+        """Returns the row of every id of a batch, whose features are the entries of ``divided``, in order."""
         ids, counts, lengths = features.values().long(), features.length_per_key(), features.lengths()
         rows, first, start = [], 0, 0
         for num_features, partition, to_rows in self._runs:
@@ -69,7 +73,10 @@ class DividedRows:
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends every id to one rank; all ranks construct and call it together."""
+    """Sends every id to the rank that holds its row of the divided partition; all ranks construct and call it.
+
+    ``divided`` is as for :class:`DividedRows`.
+    """
 
     def __init__(
         self, pg: dist.ProcessGroup, divided: Sequence[tuple[Partition, int]], device: torch.device | None
@@ -78,28 +85,29 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         self._rows = DividedRows(divided)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Sends ids, lengths and, where there are some, weights."""
+        """Sends ids, lengths and any weights, and keeps the ids' permutation for the output dist of sequences."""
         in_blocks, places = sort_by_row_block(
             sparse_features, self._rows(sparse_features), self._world_size, self._feature_block_sizes_tensor
         )
-        self.unbucketize_permute_tensor = places  # for the way back of sequences
+        self.unbucketize_permute_tensor = places
         return self._dist(in_blocks)
 
 
 def sort_by_row_block(
     features: KeyedJaggedTensor, rows: Int64[Tensor, " ids"], num_blocks: int, rows_per_block: Int[Tensor, " features"]
 ) -> tuple[KeyedJaggedTensor, Int[Tensor, " ids"]]:
-    """Sorts the ids of a batch by the block of rows of their divided partitions that they are in.
+    """Sorts the ids of a batch by the block that holds their row: rows ``[b * rows_per_block, (b + 1) * ...)``.
 
     Args:
         features: The batch.
         rows: Row of each id in the divided partition of its table.
-        num_blocks: In how many blocks the rows are.
+        num_blocks: Number of blocks, one for each receiving rank.
         rows_per_block: Number of rows in a block, for each feature.
 
     Returns:
-        The ids of all features block by block, with lengths and weights; and each id's place in this order.
+        The batch with a key for each pair of block and feature, block by block; and each id's place in this order.
     """
+    # FBGEMM's operator sorts values by block. It sorts the rows here; the ids then follow to the same places.
     ids, weights = features.values(), features.weights_or_none()
     by_row = KeyedJaggedTensor(
         features.keys(),
@@ -126,7 +134,10 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     def forward(
         self, local_embs: Float[Tensor, "batches width"], sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Sends the partial sums of every rank's bags, rank after rank; all ranks call it."""
+        """Returns the complete sums of this rank's bags; all ranks call it.
+
+        ``local_embs`` holds this rank's partial sums for the bags of all ranks, rank after rank.
+        """
         assert sharding_ctx is not None
         sizes = sharding_ctx.batch_size_per_rank
         if len(set(sizes)) == 1:
@@ -139,14 +150,16 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
 
 
 class NodeInputDist(TwRwSparseFeaturesDist):
-    """Sends every id to one rank of each node that has columns of its table; all ranks construct and call it together.
+    """Sends every id to each node that has columns of its table, there to the rank that holds its row.
+
+    All ranks construct and call it together.
 
     Args:
         pg: The process group of all ranks.
         ranks_per_node: Number of ranks on each node.
-        num_features: Number of features of each rank.
-        divided: Each feature's scheme and the number of its divided partition, node after node.
-        rows_per_block: Number of rows of each feature's divided partition on a rank.
+        num_features: Number of features that each rank receives.
+        divided: As for :class:`DividedRows`, for the features of each node, node after node.
+        rows_per_block: Number of rows of the divided partition on a rank, for each entry of ``divided``.
         device: Device of the batches.
     """
 
@@ -167,11 +180,15 @@ class NodeInputDist(TwRwSparseFeaturesDist):
         in_blocks, _ = sort_by_row_block(
             sparse_features, self._rows(sparse_features), self._local_size, self._feature_block_sizes_tensor
         )
+        # from (block, node, feature) to (node, block, feature): rank = node * ranks_per_node + block
         return self._dist(in_blocks.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor))
 
 
 class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
-    """Sums the parts of each bag within a node, and sends the sums to the bag's rank; for unequal batches too."""
+    """Adds up the partial sums of each bag within a node, and sends each sum to the bag's rank.
+
+    It wraps TorchRec's dist ``stock``, which needs batches of equal sizes; here sizes may differ between ranks.
+    """
 
     def __init__(self, stock: GridPooledEmbeddingDist) -> None:
         super().__init__()
@@ -181,13 +198,17 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
     def forward(
         self, local_embs: Float[Tensor, "batches width"], sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Sends the partial sums of all bags, sorted by local rank; all ranks call it."""
+        """Returns the sums of this rank's bags over all nodes' columns; all ranks call it.
+
+        ``local_embs`` has the partial sums of all ranks' bags: local rank 0 of every node, then local rank 1, ...
+        """
         assert sharding_ctx is not None
         stock, sizes = self._stock, sharding_ctx.batch_size_per_rank
         if len(set(sizes)) == 1:
             return stock(local_embs, sharding_ctx)
         ranks_per_node = stock._intra_pg.size()
         own = stock._rank % ranks_per_node
+        # batch sizes of the ranks with one local rank, node after node; parts are padded to the largest sum
         sizes_of_nodes = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
         parts = local_embs.split([sum(of_nodes) for of_nodes in sizes_of_nodes])
         padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True).flatten(0, 1)
@@ -200,14 +221,17 @@ _MOST_LOOKS = 1000
 
 
 def release_promptly(output_dists: Iterable[nn.Module]) -> None:
-    """Has exchanges of vectors and of their gradients end when their memory is free again."""
+    """Makes every wait for an exchange of vectors, or of their gradients, last until gloo has released its tensors."""
     for output_dist in output_dists:
         for module in output_dist.modules():
             module.register_forward_hook(_take_over)
 
 
 def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
-    """Takes over the request of an exchange that has begun, unless an inner dist's hook has done so."""
+    """Makes TorchRec's request of a started exchange a :class:`_PromptRequest`; a forward hook, on CPUs only.
+
+    Requests that an inner dist's hook has converted stay as they are.
+    """
     if isinstance(awaitable, PooledEmbeddingsAwaitable | SequenceEmbeddingsAwaitable):
         request = awaitable._tensor_awaitable
         if type(request) is Request and request.dummy_tensor.device.type == "cpu":
@@ -218,7 +242,7 @@ def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
 
 
 class _PromptRequest(Request[Any]):
-    """TorchRec's request; its work is done when the request alone holds the tensors.
+    """TorchRec's request, whose ``req`` (the collective to wait for) is wrapped in :class:`_PromptWork` when it is set.
 
     The work has a name of its own: torch 2.11 does not compile a property that reads its own name in ``__dict__``.
     """
@@ -234,7 +258,7 @@ class _PromptRequest(Request[Any]):
 
 
 class _PromptWork:
-    """A collective; waiting for it ends when its request alone holds the received tensors."""
+    """A collective whose ``wait`` also waits until only its request holds the received tensors."""
 
     def __init__(self, work: Any, request: Request[Any]) -> None:
         self._work, self._request = work, request
