@@ -50,8 +50,8 @@ def count_buckets_per_bag(num_rows: Sequence[int]) -> int:
 class Buckets:
     """The lookups, in each of k partitions, whose sums :meth:`pool` multiplies into pooled products."""
 
-    # Rows to look up in each partition, feature after feature. Largest partition: every id's row, sorted by bucket. Each
-    # small partition: one row for each code that occurs in the feature.
+    # Rows to look up in each partition, feature after feature. Largest partition: every id's row, sorted by bucket.
+    # Small partitions: one row for each code that occurs in the feature.
     rows: list[Int64[Tensor, " rows_j"]]
     # Bag offsets for these lookups. Largest partition: one bag per bucket, by (feature, code, bag of the batch). Small
     # partitions: one bag per (feature, code), with one row where the code occurs, else empty.

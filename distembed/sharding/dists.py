@@ -61,7 +61,7 @@ class DividedRows:
             self._runs.append((len(schemes), partition, FeatureRows(schemes)))
 
     def __call__(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
-        """Returns the row of every id of a batch, whose features are the entries of ``divided``, in order."""
+        """Returns the row of every id of a batch whose features are the entries of ``divided``, in order."""
         ids, counts, lengths = features.values().long(), features.length_per_key(), features.lengths()
         rows, first, start = [], 0, 0
         for num_features, partition, to_rows in self._runs:
