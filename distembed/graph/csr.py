@@ -59,7 +59,7 @@ class Graph:
     description: GraphDescription | None = None  # content of ``graph.json`` in that folder
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether another graph has the same ids, neighbours and weights, wherever it is kept."""
+        """Compares node count, direction, neighbours and alias tables; the folder and its description do not count."""
         if not isinstance(other, Graph):
             return NotImplemented
         arrays = ("num_nodes", "directed", "starts", "neighbors", "keep", "alias")
@@ -78,11 +78,12 @@ class Graph:
             num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
             sources: One end of each edge: integers, as an array, a tensor or a list.
             targets: The other end of each edge.
-            weights: Weight of each edge, finite and above 0; an edge given several times weighs the sum.
-            directed: Whether the target is a neighbour of the source, and not the other way round.
+            weights: Weight of each edge, finite and above 0; the weights of a repeated edge are added.
+            directed: Stores each edge at its source alone; otherwise at both ends.
 
         Raises:
-            UserError: An id or weight is invalid, or every edge is a self-loop, which are dropped.
+            UserError: An id or weight is invalid, the arrays differ in length, or no edge is left after self-loops
+                (edges from a node to itself) have been dropped.
         """
         num_nodes = require_num_nodes("num_nodes", num_nodes)
         source_ids, target_ids = _ids("sources", sources, num_nodes), _ids("targets", targets, num_nodes)
@@ -111,7 +112,8 @@ class Graph:
 
         Args:
             path: The folder.
-            verified: Whether all files are compared with their checksums first, which reads them whole.
+            verified: Compares every file with its checksum and every neighbour with the range of ids, which reads all
+                files whole. False checks only the sizes of the files and the two ends of ``starts``.
 
         Raises:
             UserError: The folder is no graph, or a file is missing, damaged or cut short.
@@ -150,11 +152,11 @@ class Graph:
         GraphDescription(*counts, self.directed, self.weighted, stored, self.details).save(folder)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        """Returns the graph itself: a graph never changes."""
+        """Returns this graph, not a copy, since nothing may write to its arrays: copied models share one graph."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickles a graph in a folder as its path alone; its checksums were compared here already."""
+        """Pickles a mapped graph as its path; the process that unpickles it maps the files without reading them."""
         if self.folder is not None:
             return Graph.open, (self.folder, False)
         return super().__reduce__()
@@ -171,7 +173,7 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """Size of all arrays in bytes; their contents are not read."""
+        """Size of all arrays in bytes; does not load a mapped graph's pages."""
         return sum(array.nbytes for array in self._arrays().values())
 
     @property
@@ -181,7 +183,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the contents, the same for equal graphs in memory and on disk."""
+        """SHA-256 over the checksums of the arrays: equal for equal graphs, in memory or on disk."""
         if self.description is not None:
             return self.description.fingerprint
         checksums = {name: hashlib.sha256(array.data.cast("B")).hexdigest() for name, array in self._arrays().items()}
@@ -198,7 +200,7 @@ class Graph:
         return np.diff(self.starts)
 
     def verify(self) -> None:
-        """Compares every file of the folder with its checksum; a graph in memory has none to compare.
+        """Compares every file of the folder with its checksum; does nothing for a graph in memory.
 
         Raises:
             UserError: A file differs from its checksum.
@@ -209,12 +211,16 @@ class Graph:
                     raise UserError(f"{problem}; {REMEDY}.")
 
     def require_own_ids(self) -> None:
-        """Makes sure that neighbours are ids of the graph: training looks drawn neighbours up unchecked.
+        """Checks that ``starts`` never decreases and that every neighbour lies in ``[0, num_nodes)``.
+
+        Training uses a drawn neighbour as a table row without a bounds check. Checksums do not find an invalid id that
+        another program wrote together with a matching checksum.
 
         Raises:
-            UserError: A neighbour is no id; checksums do not tell where someone wrote the graph so.
+            UserError: Rows overlap, or a neighbour is not an id of the graph.
         """
         place = "the graph" if self.folder is None else self.folder
+        # Pieces bound the memory of the temporary arrays; the files may be larger than memory.
         for begin in range(0, self.num_nodes, _PIECE):
             if (np.diff(self.starts[begin : begin + _PIECE + 1]) < 0).any():
                 raise UserError(f"{place} is damaged: its rows overlap; make the graph again.")
@@ -239,6 +245,7 @@ class Graph:
 def _all_alias_tables(
     starts: NDArray[np.int64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Computes ``keep`` and ``alias`` of all edges, block by block of whole rows, which bounds temporary memory."""
     keep, alias = np.empty(len(weights), np.float64), np.empty(len(weights), np.int32)
     for first, last in row_blocks(starts):
         begin, end = starts[first], starts[last]
@@ -247,7 +254,9 @@ def _all_alias_tables(
 
 
 def _ids(name: str, values: Any, num_nodes: int) -> NDArray[np.int64]:
+    """Converts one end of the edges to int64; refuses other types, and the first id outside ``[0, num_nodes)``."""
     array = _array(name, values)
+    # An empty list becomes a float array, so the type of an empty array says nothing.
     if array.size and array.dtype.kind not in "iu":
         raise UserError(f"{name} are of type {array.dtype}; give integers, the ids of an edge's ends.")
     outside = (array < 0) | (array >= num_nodes) if array.size else np.zeros(0, bool)
@@ -286,9 +295,11 @@ def _array(name: str, values: Any) -> NDArray[Any]:
 def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
     """Compares every file of a graph with its checksum, in constant memory, and returns all problems.
 
+    Where all checksums match, also checks that rows do not overlap and that every neighbour is an id of the graph.
+
     Args:
         folder: Folder that ``distembed prepare graph`` made.
-        progress: Function that is called now and then with the number of bytes read so far.
+        progress: Function that is called after each file with the number of bytes read so far.
     """
     folder = Path(folder)
     description = GraphDescription.load(folder)

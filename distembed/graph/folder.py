@@ -40,14 +40,14 @@ REMEDY = "make the graph again with `distembed prepare graph`"
 
 
 def array_types(num_nodes: int, weighted: bool) -> dict[str, np.dtype[Any]]:
-    """Returns the names and types of the arrays that a graph consists of."""
+    """Returns each array's name and little-endian dtype: neighbour ids take 32 bits up to 2^31 nodes."""
     types = {"starts": "<i8", "neighbors": "<i4" if num_nodes <= 2**31 else "<i8"}
     types |= {"keep": "<f8", "alias": "<i4"} if weighted else {}
     return {name: np.dtype(kind) for name, kind in types.items()}
 
 
 def fingerprint(num_nodes: int, checksums: Mapping[str, str]) -> str:
-    """Returns one checksum for a graph, of its arrays' checksums: the same for equal graphs, however they were made."""
+    """Returns the SHA-256 of the node count and the arrays' SHA-256s, sorted by array name."""
     return hashlib.sha256(json.dumps([num_nodes, sorted(checksums.items())]).encode()).hexdigest()
 
 
@@ -100,7 +100,7 @@ class GraphDescription:
 
     @classmethod
     def load(cls, folder: Path) -> GraphDescription:
-        """Reads ``graph.json``."""
+        """Reads ``graph.json`` alone; a UserError if it is damaged, of another version, or not a graph's."""
         path = folder / GRAPH_FILE
         value = read_folder_json(path, "graph", REMEDY)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -138,7 +138,7 @@ class GraphDescription:
 
 
 def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
-    """Maps an array's file into memory."""
+    """Maps an array's file copy-on-write; a UserError if the file is missing or its size is not the recorded one."""
     path = folder / stored.file
     if not path.is_file():
         raise UserError(f"{path} is missing: the graph is not whole; {REMEDY}.")
@@ -197,24 +197,31 @@ class GraphWriter:
         self.num_edges += len(edges)
 
     def _write_starts(self, sources: NDArray[np.int64], end: int) -> None:
-        """Writes the starts of the rows of nodes before ``end``, as far as they are not written."""
+        """Writes ``starts`` of the nodes from the first unwritten one up to ``end``, exclusive.
+
+        ``sources`` are the ascending sources of the edges that follow the ``num_edges`` edges already written.
+        """
         while self._next_node < end:
             nodes = np.arange(self._next_node, min(end, self._next_node + _PIECE))
+            # starts[v] = number of edges of sources below v: the written ones, and those before v in this call
             starts = self.num_edges + np.searchsorted(sources, nodes)
             self._writers["starts"].append(starts)
+            # starts[v] - starts[v - 1] is the degree of node v - 1; the previous call's last start completes the first
             degrees = np.diff(starts, prepend=self._last_start)
             self.num_connected += int(np.count_nonzero(degrees))
             self.largest_degree = max(self.largest_degree, int(degrees.max()))
             self._next_node, self._last_start = int(nodes[-1]) + 1, int(starts[-1])
 
     def finish(self) -> dict[str, StoredArray]:
-        """Writes all remaining arrays, and returns their descriptions for ``graph.json``."""
+        """Writes the remaining starts and the alias tables; returns the arrays' descriptions for ``graph.json``."""
+        # Nodes after the last source have no edges; entry num_nodes of ``starts`` is the end of the last row.
         self._write_starts(np.zeros(0, np.int64), self._num_nodes + 1)
         if self._weighted:
             self._write_alias_tables()
         return {name: writer.finish() for name, writer in self._writers.items()}
 
     def _write_alias_tables(self) -> None:
+        """Computes ``keep`` and ``alias`` from the weights of a temporary file, then removes the file."""
         weights = np.memmap(self._folder / _WEIGHTS, np.float64, "r")
         starts = map_array(self._folder, self._writers["starts"].finish())
         for first, last in row_blocks(starts):

@@ -44,9 +44,10 @@ _SUM_BITS = 62
 
 
 def row_blocks(starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yields blocks of rows ``[first, last)``, each of at most BLOCK_EDGES edges and as many rows, or of one row."""
+    """Yields consecutive ranges of rows ``[first, last)``: up to BLOCK_EDGES rows and edges each, or one longer row."""
     first, num_rows = 0, len(starts) - 1
     while first < num_rows:
+        # the last row end that is at most BLOCK_EDGES edges after the range's first edge
         window = starts[first : first + BLOCK_EDGES + 1]
         last = first + max(1, int(np.searchsorted(window, window[0] + BLOCK_EDGES, side="right")) - 1)
         yield first, last
@@ -59,9 +60,11 @@ def alias_tables(
     """Computes ``keep`` and ``alias`` of every edge of a block of rows.
 
     Args:
-        starts: Where each row begins among the block's edges, from 0, and where the last one ends, ``[rows + 1]``.
+        starts: First edge of each row, counted from the block's first edge, then the number of edges, ``[rows + 1]``.
         weights: Weight of each edge, finite and above 0, ``[edges]``.
 
+    Returns:
+        ``keep`` in ``(0, 1]`` and ``alias``, the position of the other edge within the row, each ``[edges]``.
     """
     degrees = np.diff(starts)
     begins, degrees = starts[:-1][degrees > 0], degrees[degrees > 0]
@@ -72,9 +75,12 @@ def alias_tables(
     keep, alias = edge_units.copy(), np.arange(len(weights))
     light_edges, heavy_edges = np.flatnonzero(edge_units < edge_slot), np.flatnonzero(edge_units > edge_slot)
     if len(light_edges):
+        # Ends of the intervals in the module's drawing. In each row deficits and excesses have the same sum, so one
+        # cumulative sum over the block serves all rows: no interval crosses from one row into the next.
         deficits = np.concatenate([np.zeros(1, np.int64), np.cumsum(edge_slot[light_edges] - edge_units[light_edges])])
         excesses = np.cumsum(edge_units[heavy_edges] - edge_slot[heavy_edges])
         alias[light_edges] = heavy_edges[np.searchsorted(excesses, deficits[:-1], side="right")]
+        # distance from the end of each excess to the end of the deficit that spans it; 0 if a deficit ends there
         overshoot = deficits[np.searchsorted(deficits, excesses, side="left")] - excesses
         keep[heavy_edges] = edge_slot[heavy_edges] - overshoot
         # only heavy edges with an overshoot; the last heavy edge of a row never has one
@@ -84,7 +90,8 @@ def alias_tables(
 
 
 def _slot_units(degrees: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the number of units T in a slot of each row, so that the sums over a block stay below 2^62."""
+    """Returns the units T of a slot of each row: 2^40, or fewer in long rows, so that sums over a block fit int64."""
+    # degree < 2^bits, so degree * T < 2^62
     bits = np.frexp(degrees.astype(np.float64))[1]
     return np.left_shift(np.int64(1), np.minimum(_SLOT_BITS, _SUM_BITS - bits).astype(np.int64))
 
@@ -96,10 +103,14 @@ def _units(
     row: NDArray[np.int64],
     slot_units: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Returns the weights as integers of at least 1 that sum to ``degree * T`` in each row."""
+    """Returns the weights as integers of at least 1 that sum to ``degree * T`` in each row.
+
+    ``begins``, ``degrees`` and ``slot_units`` (T) have an entry for each row, and every row has an edge, as
+    ``reduceat`` requires; ``row`` is the row of each edge.
+    """
     if not len(weights):
         return np.zeros(0, np.int64)
-    shares = weights / np.maximum.reduceat(weights, begins)[row]  # no sum of these overflows
+    shares = weights / np.maximum.reduceat(weights, begins)[row]  # at most 1: their sum cannot overflow
     scale = degrees * slot_units / np.add.reduceat(shares, begins)
     units = np.maximum(np.rint(shares * scale[row]).astype(np.int64), 1)
     # The row's first edge of the largest weight, which has T units or more, takes the rounding error.
@@ -124,7 +135,7 @@ class Edges:
 
 
 def require_num_nodes(field: str, num_nodes: Any) -> int:
-    """Returns the number of nodes of a setting; a UserError names the setting if no graph can have so many."""
+    """Returns ``num_nodes`` as an int; a UserError that names ``field`` unless it is an integer in [1, MAX_NODES]."""
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int | np.integer) or not 1 <= num_nodes <= MAX_NODES:
         raise UserError(
             f"{field} is {num_nodes!r}; a graph has 1 to {MAX_NODES:,} nodes, one for each id of its table."
@@ -139,7 +150,7 @@ def stored_edges(
     weights: NDArray[np.float64] | None,
     directed: bool,
 ) -> Edges:
-    """Returns the edges as they are stored, in the order given: without self-loops, both ways unless ``directed``."""
+    """Makes keys of edges in the given order; drops self-loops, and adds each edge's reverse unless ``directed``."""
     others = sources != targets
     if not others.all():
         sources, targets = sources[others], targets[others]
@@ -147,7 +158,8 @@ def stored_edges(
     forward = sources * num_nodes + targets
     if directed:
         return Edges(forward, weights)
-    # An edge's two ways stay side by side: both rows then sum the weights of repeated edges in the same order.
+    # An edge and its reverse are adjacent: both directions of a repeated edge then sum its weights in one order, and
+    # floating-point rounding gives both the same sum.
     keys = np.stack([forward, targets * num_nodes + sources], axis=1).reshape(-1)
     return Edges(keys, None if weights is None else np.repeat(weights, 2))
 
@@ -161,7 +173,8 @@ def sort_edges(edges: Edges) -> Edges:
 
 
 def merge_equal(edges: Edges) -> Edges:
-    """Merges repeated edges among sorted ones, and adds up their weights."""
+    """Merges repeated edges of a sorted list and adds their weights; a UserError if a sum overflows."""
+    # True at the first edge of each run of equal keys
     first = np.ones(len(edges), bool)
     np.not_equal(edges.keys[1:], edges.keys[:-1], out=first[1:])
     if first.all():

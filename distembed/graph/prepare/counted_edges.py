@@ -35,7 +35,7 @@ class EdgeTables:
     dropped: Counter[str] = field(default_factory=Counter)  # counts of rows, values and edges left out
 
     def add_named(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> pa.Table | None:
-        """Takes edges: keys, or keys, places and weights; returns them if they fit in memory."""
+        """Returns all batches as one table if they fit in ``memory_bytes``; else stores them in SQL, returns None."""
         held, num_bytes = [], 0
         for batch in batches:
             held.append(batch)
@@ -46,7 +46,7 @@ class EdgeTables:
         return pa.Table.from_batches(held, schema)
 
     def named(self, held: pa.Table | None) -> Iterator[Edges]:
-        """Yields the edges of :meth:`add_named`, each once."""
+        """Yields distinct edges in ascending order from the result of :meth:`add_named`; counts the duplicates."""
         if held is not None:
             num_edges, found = len(held), iter([sort_edges(_edges(held))])
             self.report(ProgressUpdate("write", num_edges * 8, num_edges * 8, num_edges))
@@ -59,10 +59,14 @@ class EdgeTables:
             merged = merge_equal(edges)
             num_distinct += len(merged)
             yield merged
+        # An undirected edge is stored twice, so its duplicates are too.
         self.dropped["duplicates"] = (num_edges - num_distinct) // (1 if self.options.directed else 2)
 
     def of_values(self) -> Iterator[Edges]:
-        """Yields edges of the ids that have the same value in the table ``pairs`` of values and ids."""
+        """Yields an edge, both ways, between any two ids that share a value in the SQL table ``pairs`` (value, id).
+
+        Values of more than ``max_shared`` distinct ids are left out and counted as ``hubs``.
+        """
         database, most = self.database, self.options.max_shared
         database.run("create table once as select value, id, count(*) as num_rows from pairs group by value, id")
         database.run("create table sizes as select value, count(*) as num_ids from once group by value")
@@ -74,7 +78,9 @@ class EdgeTables:
         yield from self._shared("from entries one join entries other using (value)")
 
     def of_steps(self, within: int) -> Iterator[Edges]:
-        """Yields edges of the ids that are few steps apart in the table ``entries`` of rows, places and ids."""
+        """Yields edges of ids at most ``within`` positions apart in a list of ``entries`` (list, place, id)."""
+        # Each entry is repeated for every step from -steps to steps, and joined to the entry at place + step: an
+        # equality join, which SQL does by hash. Steps beyond the longest list would join nothing.
         (longest,) = self.database.row("select coalesce(max(place), 0) from entries")
         steps = min(within, longest)
         yield from self._shared(
@@ -83,7 +89,11 @@ class EdgeTables:
         )
 
     def _shared(self, together: str) -> Iterator[Edges]:
-        """Yields edges of ids that are ``one`` and ``other`` in rows of a table; ids are counted in ``entries``."""
+        """Counts the rows of a SQL join for each pair of ids ``one`` and ``other``, and yields the pairs as edges.
+
+        An edge weighs its count, or with COSINE count(s, t) / sqrt(n(s) n(t)), where n(s) is the number of rows of id s
+        in ``entries``. Drops and counts edges below ``min_shared``, and edges of a source beyond ``max_neighbors``.
+        """
         options, num_nodes = self.options, self.num_nodes
         together = f"select one.id * {num_nodes} + other.id as key {together} where one.id <> other.id"
         num_values = np.ones(num_nodes if options.measure == COSINE else 0)
@@ -101,7 +111,8 @@ class EdgeTables:
             if options.measure == COSINE:
                 weights /= np.sqrt(num_values[sources] * num_values[keys % num_nodes])
             if options.max_neighbors is not None:
-                # the heaviest of each source first, which leaves equal ones in the order of their targets
+                # Sorts by source, then by falling weight; the sort is stable, so equal weights stay in target order.
+                # Position minus the source's first position is the rank of an edge among the edges of its source.
                 order = np.lexsort((-weights, sources))
                 begins = np.searchsorted(sources, sources)
                 nearest = np.sort(order[np.arange(len(order)) - begins < options.max_neighbors])
@@ -110,7 +121,10 @@ class EdgeTables:
             yield Edges(keys, weights)
 
     def _whole_rows(self, query: str, num_edges: int) -> Iterator[Edges]:
-        """Yields ascending edges, all edges of a source together."""
+        """Yields the query's ascending edges in parts that never split a source, and reports progress.
+
+        The last source of a batch may continue in the next batch, so its edges wait for that batch.
+        """
         waiting, done = list[pa.RecordBatch](), 0
         for batch in self.database.batches(query, rows=_BATCH_ROWS):
             table = pa.Table.from_batches([*waiting, batch]).combine_chunks()

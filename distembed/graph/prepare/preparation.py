@@ -60,12 +60,12 @@ def prepare_graph(
             standard input); text begins with the columns' names. Or files of a JSON object of lists, whose keys are the
             first column and whose entries the second. Empty where a dataset's training split is read.
         output: Folder to make.
-        nodes: Which ids the graph is over.
-        options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
+        nodes: The ids that are the graph's nodes, and how values of the columns become ids.
+        options: How rows become edges; the default is undirected edges from columns ``source`` and ``target``.
         memory_limit_bytes: Working memory beyond the interpreter's own; 256 MiB or more.
-        overwrite: Whether a graph at ``output`` is replaced.
-        progress: Function that is called now and then.
-        note: Function that is told which files of a folder are not read.
+        overwrite: Replaces a graph at ``output``.
+        progress: Function that is called with the bytes and rows done.
+        note: Function that is called with a text about the files of a folder that are not read.
 
     Returns:
         The graph, mapped from its folder. Its ``details`` count the dropped rows.
@@ -144,7 +144,7 @@ def describe_graph(graph: Graph) -> list[str]:
 
 
 def _value_ids(nodes: NodeIds) -> tuple[ValueIds, Mapping[str, Any]]:
-    """Returns how values become ids, and its description for ``graph.json``."""
+    """Returns the map from column values to ids, and its description for ``graph.json``; refuses too many ids."""
     if nodes.data is None or nodes.table is None:
         num_nodes = require_num_nodes("num_embeddings", nodes.num_embeddings)
         return plain_ids(num_nodes), {"num_embeddings": nodes.num_embeddings}

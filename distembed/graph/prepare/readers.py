@@ -63,7 +63,11 @@ class EdgeReader:
         return [{name: getattr(source, name) for name in names} for source in self._rows.sources()]
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:
-        """Yields all edges in ascending order, each once."""
+        """Reads all rows into ``tables``, then yields distinct edges in ascending order of their keys.
+
+        Raises:
+            UserError: A row or value cannot be read, or a value has no id and ``unknown`` is ``error``.
+        """
         if self._options.attribute is None:
             schema = _WEIGHTED_KEYS if self._options.weighted else _KEYS
             held = tables.add_named(self._named_edges(tables, schema), schema)
@@ -80,7 +84,7 @@ class EdgeReader:
         return tables.named(held) if self._options.attribute is None else tables.of_values()
 
     def _named_edges(self, tables: EdgeTables, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Reads rows that name both ends of an edge."""
+        """Yields batches of edge keys; weighted edges have their input position too, which orders equal keys."""
         options, place = self._options, 0
         for rows in self._blocks(tables):
             sources, source_known = self._ids(rows, options.source)
@@ -97,11 +101,12 @@ class EdgeReader:
             place += len(stored)
 
     def _pairs(self, tables: EdgeTables) -> Iterator[pa.RecordBatch]:
-        """Reads rows of ids and attributes, as text: an integer is its decimal digits."""
+        """Yields (attribute value, id) pairs, one for each value of a row's list; values are converted to text."""
         for rows in self._blocks(tables):
             ids, known = self._ids(rows, self._options.source)
             lengths, values = _list_values(self._column(rows, str(self._options.attribute), INTEGER, TEXT, LIST))
             tables.dropped["missing"] += int(np.count_nonzero(lengths == 0))
+            # a row without a value makes no pair: it counts as ``missing``, even where its id is unknown
             known = self._known(known | (lengths == 0))
             ids, known = np.repeat(ids, lengths), np.repeat(known, lengths)
             values = values.filter(pa.array(known)).cast(pa.string())
@@ -125,10 +130,14 @@ class EdgeReader:
         return column.cast(pa.string()) if kind is None else column
 
     def _ids(self, rows: NamedRows, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns the ids of a column, and which values have one."""
+        """Returns each row's id and a mask of the rows that have one; a malformed or missing value raises at once.
+
+        The first value without an id is kept in ``_first_unknown`` for the error of :meth:`edges`.
+        """
         column = self._column(rows, name, INTEGER)
         values = coded(column, _MISSING)
         found = self._values.find(values.distinct)
+        # Code 0 stands for a missing value, which is malformed; code i for the distinct value i - 1.
         ids = np.concatenate([[0], found.ids])[values.codes]
         malformed = np.concatenate([[True], found.malformed])[values.codes]
         unknown = np.concatenate([[False], found.unknown])[values.codes]
@@ -158,13 +167,16 @@ class EdgeReader:
         return f"{self._rows.inputs[rows.source].place}, row {number}: {name} is {shown}"
 
     def _known(self, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns the mask itself, and counts the rows whose values are not known."""
+        """Adds the rows outside the mask to the count of rows without an id, and returns the mask unchanged."""
         self._num_unknown += int(np.count_nonzero(~known))
         return known
 
 
 def _list_values(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
-    """Returns how many values each row of a column of values or of lists has, and the values without missing ones."""
+    """Returns the number of values in each row of a column (of values or lists), and all values in row order.
+
+    Nulls are left out, and so are empty texts of a column that holds no lists.
+    """
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.if_else(pc.equal(column, ""), None, column) if pa.types.is_string(column.type) else column
         return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64), column.drop_null()
@@ -208,7 +220,7 @@ class CoOccurrenceReader:
         return []
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:
-        """Yields all edges in ascending order, each once."""
+        """Reads the training split into ``tables``, then yields distinct edges in ascending order of their keys."""
         if self._within is not None:
             tables.database.add("entries", _list_entries(self._columns(tables.report, self._table)), _ENTRIES)
             return tables.of_steps(self._within)
@@ -227,17 +239,19 @@ class CoOccurrenceReader:
 
 
 def _list_entries(columns: Iterator[list[pa.Array]]) -> Iterator[pa.RecordBatch]:
+    """Yields (list number, position in the list, id) for each entry; numbers continue from group to group."""
     num_lists = 0
     for (lists,) in columns:
         rows, ids = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        # position in the flattened column minus the position where the entry's list begins
         places = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
         yield pa.record_batch([rows + num_lists, places, _integers(ids)], schema=_ENTRIES)
         num_lists += len(lists)
 
 
 def _pairs(columns: list[pa.Array]) -> pa.RecordBatch:
-    """Pairs the values of two columns; where one holds lists, each entry is paired with its row's other value."""
+    """Pairs the values of two columns row by row; if one holds lists, pairs each entry with its row's other value."""
     lists = next((column for column in columns if pa.types.is_list(column.type)), None)
     if lists is not None:
         rows = pc.list_parent_indices(lists)

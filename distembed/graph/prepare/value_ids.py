@@ -32,11 +32,11 @@ from distembed.graph.csr import Graph
 
 
 class FoundIds(NamedTuple):
-    """The ids of values without missing ones."""
+    """The id of each value of an array without nulls; no value is both malformed and unknown."""
 
     ids: NDArray[np.int64]  # meaningless where the value is malformed or unknown
-    malformed: NDArray[np.bool_]  # whether each value is none of the kind that is allowed
-    unknown: NDArray[np.bool_]  # whether the table has no id for each value
+    malformed: NDArray[np.bool_]  # whether the value is not of an allowed kind
+    unknown: NDArray[np.bool_]  # whether the value is allowed, but the table has no id for it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ValueIds:
 
 
 def plain_ids(num_nodes: int) -> ValueIds:
-    """Returns the ids of values that are ids themselves."""
+    """Returns the map for values that are already ids, integers or decimal text, in ``[0, num_nodes)``."""
 
     def find(values: pa.Array) -> FoundIds:
         ids, malformed = plain_numbers(values)
@@ -61,7 +61,7 @@ def plain_ids(num_nodes: int) -> ValueIds:
 
 
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, dict[str, Any]]:
-    """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it."""
+    """Returns the map from raw values to ids of a dataset's table, and the result of :func:`describe_ids`."""
     manifest = Manifest.load(dataset)
     node_ids = describe_ids(dataset, manifest, table)
     column = _key_column(manifest, table)
@@ -90,7 +90,11 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
-    """Describes the ids of a table in JSON values; tables that give values the same ids have one ``fingerprint``."""
+    """Describes the ids of a table in JSON values, for ``graph.json``.
+
+    Their ``fingerprint`` covers the table's name, number of ids, and hash seed or vocabulary. Raises a UserError if the
+    vocabulary file is missing or changed.
+    """
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
@@ -108,7 +112,7 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
 
 
 def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
-    """Returns the column whose values have the ids of a table; None where values are bins, or ids already."""
+    """Returns the column whose keys a vocabulary or hash turns into a table's ids; None for bins and for plain ids."""
     if manifest.preparation.get("source") in (TABLE, CRITEO):
         layout = table_layout(TableSchema.of_manifest(manifest))
         return next((column for column in layout.ids if column.name == table), None)
@@ -116,7 +120,10 @@ def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
-    """Makes sure that a graph was prepared for the ids of a dataset's table; a graph over plain ids fits any table."""
+    """Raises a UserError if a graph was prepared for other ids than a dataset's table has.
+
+    A graph over plain numbers, or built in memory, records no fingerprint and is accepted for any table.
+    """
     graph_ids = graph.details.get("ids", {})
     if "fingerprint" not in graph_ids:
         return
