@@ -13,7 +13,7 @@ overlap its own shards and reads these blocks alone, under any layout and on any
     live           |        a shard        |
 
 A block that is one contiguous part of a live tensor on the host is read straight into the tensor's memory. Neither the
-index nor the blocks can hold code. Each block is verified against its checksum in the pass that reads it.
+index nor the blocks can hold code. Each block is read once, and verified against its checksum from the same bytes.
 """
 
 import io
@@ -46,9 +46,10 @@ class DamagedFile(ValueError):
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A part of a tensor in a file of the checkpoint; it begins at ``offsets`` of the whole tensor and has ``sizes``.
+    """A rectangle of a tensor, ``length`` bytes from byte ``start`` of ``file``; refuses a file in another folder.
 
-    ``checksum`` is None in stock checkpoints. ``is_archive`` says that the bytes are an archive of ``torch.save``.
+    The rectangle begins at ``offsets`` of the whole tensor and has ``sizes``. ``checksum`` is None in stock
+    checkpoints. ``is_archive`` says that the bytes are an archive of ``torch.save``, and not raw numbers.
     """
 
     file: str
@@ -69,7 +70,10 @@ class SavedBlock:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint: its type and size, and the blocks that hold its numbers."""
+    """A tensor in a checkpoint: its type and size, and the blocks that hold its numbers.
+
+    Refuses blocks that reach outside of the tensor, and raw blocks whose bytes do not match their sizes.
+    """
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -95,7 +99,7 @@ class SavedTensor:
 def write_blocks(
     store: CheckpointStore, checkpoint: str, rank: int, tensors: Mapping[str, TensorShards]
 ) -> dict[str, SavedTensor]:
-    """Writes this rank's shards to a file of its own, one block a shard, and returns where they lie."""
+    """Writes this rank's shards by tensor, a block each, to ``rank-RANK.blocks``; returns the places of the blocks."""
     files, path = open_file_system(store.checkpoint_path(checkpoint))
     name, start = f"rank-{rank}.blocks", 0
     saved: dict[str, SavedTensor] = {}
@@ -119,18 +123,18 @@ def write_blocks(
 
 
 def index_bytes(parts: Iterable[Mapping[str, SavedTensor]]) -> bytes:
-    """Returns ``index.json`` for the parts of all ranks; a block of several ranks, as a step count, is listed once."""
+    """Returns ``index.json`` for the tensors that each rank wrote; of blocks at equal offsets the first is listed."""
     index: dict[str, dict[str, Any]] = {}
     for part in parts:
         for key, tensor in part.items():
             entry = index.setdefault(key, {"dtype": dtype_name(tensor.dtype), "size": tensor.size, "blocks": {}})
             for block in tensor.blocks:
-                entry["blocks"].setdefault(block.offsets, astuple(block)[:-1])
+                entry["blocks"].setdefault(block.offsets, astuple(block)[:-1])  # all fields but is_archive
     return json.dumps({key: {**entry, "blocks": [*entry["blocks"].values()]} for key, entry in index.items()}).encode()
 
 
 def parse_index(data: bytes) -> dict[str, SavedTensor]:
-    """Returns the tensors that ``index.json`` lists, or raises any error for contents that are no index."""
+    """Returns the tensors that ``index.json`` lists; on other contents the error may be of any class."""
     return {
         key: SavedTensor(
             getattr(torch, entry["dtype"]),
@@ -163,7 +167,9 @@ def require_files(tensors: Mapping[str, SavedTensor], file_bytes: Mapping[str, i
 
 
 def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mapping[str, TensorShards]) -> None:
-    """Fills this rank's live shards with a checkpoint's numbers, in place, by a few threads.
+    """Fills this rank's live shards with a checkpoint's numbers, in place, with up to 4 threads.
+
+    An :class:`AddedShard` is not overwritten: the saved numbers are added to it.
 
     Args:
         checkpoint: Local path or URL of the checkpoint.
@@ -173,7 +179,7 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
     Raises:
         UserError: The checkpoint may not be read.
         RunError: It cannot be reached.
-        DamagedCheckpoint: It is damaged; some of the shards may be filled by then.
+        DamagedCheckpoint: It is damaged, or lacks a tensor; some of the shards may be filled by then.
     """
     try:
         reads: list[BlockRead] = []
@@ -186,7 +192,7 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
         files, path = open_file_system(checkpoint)
         with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "distembed-load") as pool:
             list(pool.map(partial(BlockRead.run, files=files, path=path), reads))
-        for read in added:  # one after the other: they add to the same numbers
+        for read in added:  # one after the other: several blocks add to the same live numbers
             read.run(files, path)
     except Exception as error:  # a damaged file may fail to read in any way
         raise not_read(checkpoint, error) from error
@@ -194,7 +200,10 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
 
 @dataclass(frozen=True)
 class _Part:
-    """The overlap of a block and a live shard: a view of the live numbers, and their place within the block."""
+    """The overlap of a block and a live shard: a view of the live numbers, and their place within the block.
+
+    ``share`` is the factor of numbers that are added (:class:`AddedShard`); None if they replace the live ones.
+    """
 
     target: Tensor
     source: tuple[slice, ...]
@@ -202,6 +211,9 @@ class _Part:
 
     @classmethod
     def shared(cls, block: SavedBlock, shard: LocalShard) -> "_Part | None":
+        # block    |  start ............ start + size  |
+        # shard             |  live_start ......................  live_start + live_size  |
+        # overlap           |  low ............. high  |             in every dimension, else there is none
         target, source = shard.tensor.detach(), []
         places = zip(block.offsets, block.sizes, shard.offsets, shard.tensor.shape, strict=True)
         for dim, (start, size, live_start, live_size) in enumerate(places):
@@ -222,14 +234,17 @@ class _Part:
 
 @dataclass(frozen=True)
 class BlockRead:
-    """A block to read and the live parts that it fills."""
+    """A block to read and the live parts that it fills; without parts the block is only verified."""
 
     block: SavedBlock
     dtype: torch.dtype
     parts: Sequence[_Part] = ()
 
     def run(self, files: Any, path: str) -> None:
-        """Reads the block from a checkpoint, verifies it and fills the parts; a :class:`DamagedFile` is an error."""
+        """Reads the block, verifies its checksum and then fills the parts; numbers read in place are verified after.
+
+        Raises a :class:`DamagedFile` where the file is too short, the checksum differs, or an archive is broken.
+        """
         block, in_place = self.block, self._is_in_place()
         if block.is_archive:
             values = torch.empty(block.length, dtype=torch.uint8)
@@ -256,7 +271,7 @@ class BlockRead:
                 part.fill(values)
 
     def _unpacked(self, data: memoryview) -> Tensor:
-        """Returns the tensor of an archive of ``torch.save``, without executing any of it."""
+        """Returns the tensor in an archive of ``torch.save``, without executing code; requires the block's sizes."""
         try:
             values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:  # torch's own text says how to run the code that may be in there
@@ -279,12 +294,13 @@ class BlockRead:
 
 
 def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[BlockRead]:
-    """Returns the blocks of a saved tensor that the live shards need; it is damaged where no block holds a number."""
+    """Returns the saved blocks that overlap live shards; blocks that leave a gap are a :class:`DamagedFile`."""
     reads = []
     for block in tensor.blocks:
         parts = [part for shard in shards.shards if (part := _Part.shared(block, shard)) is not None]
         if parts:
             reads.append(BlockRead(block, tensor.dtype, parts))
+    # the blocks of a tensor do not overlap, so that equal numbers of elements mean that every element is covered
     num_found = sum(part.target.numel() for read in reads for part in read.parts)
     num_needed = sum(shard.tensor.numel() for shard in shards.shards)
     if num_found < num_needed:
@@ -293,14 +309,17 @@ def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[BlockRea
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the host, which may be written to."""
+    """Returns a writable view of the bytes of a contiguous tensor on the host."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def not_read(checkpoint: str, error: BaseException) -> DamagedCheckpoint | RunError | UserError:
-    """Returns the error for a checkpoint that cannot be read: it is damaged, or it cannot be reached."""
+    """Returns, without raising it, the error for a checkpoint whose reading failed with ``error``.
+
+    ``DamagedCheckpoint`` for contents that do not parse and for missing files, ``UserError`` for a lack of permission
+    or of a file system's package, and ``RunError`` for any other error, which a retry may mend.
+    """
     reason = str(error) if isinstance(error, DamagedFile) else f"{type(error).__name__}: {error}".strip()
-    # errors of parsing, and missing files; other errors of file systems, and a lack of memory, may pass
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError | FileNotFoundError):
         return DamagedCheckpoint(f"{checkpoint} is damaged: {reason}.")
     kind = UserError if isinstance(error, PermissionError | ImportError) else RunError

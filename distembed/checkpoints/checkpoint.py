@@ -86,17 +86,17 @@ def write_checkpoint(
     remove_old: Callable[[], None] | None,
     collectives: Collectives,
 ) -> None:
-    """Writes a checkpoint and declares it whole; all ranks call it, and all raise the error of any rank.
+    """Writes a checkpoint, declares it whole, then removes older ones; all ranks call it, and all raise any error.
 
     Args:
         store: The place to write to.
         content: This rank's part of the checkpoint.
-        remove_old: Removes older checkpoints, on rank 0; None to keep all.
+        remove_old: Called on rank 0 once the checkpoint is whole, to remove older ones; None to keep all.
         collectives: The ranks that write.
 
     Raises:
         UserError: There is a folder of this name with files that are no checkpoint's.
-        RunError: The checkpoint cannot be written, or older ones cannot be removed.
+        RunError: The checkpoint cannot be written, and its folder is removed; or older ones cannot be removed.
     """
     name = content.name
     try:
@@ -125,7 +125,10 @@ def write_checkpoint(
 
 
 def on_every_rank(collectives: Collectives, function: Callable[[], T]) -> T:
-    """Returns a function's value, or raises the ``UserError`` or ``RunError`` of any rank on all; all ranks call it."""
+    """Calls a function on every rank and returns this rank's value; all ranks call it.
+
+    If it raises ``UserError`` or ``RunError`` on some ranks, all ranks raise one of these errors.
+    """
     value: T | None = None
     problem: UserError | RunError | None = None
     try:
@@ -134,7 +137,8 @@ def on_every_rank(collectives: Collectives, function: Callable[[], T]) -> T:
         problem = error
     problems = [found for found in collectives.gather(problem) if found is not None]
     if problems:
-        # a checkpoint that one rank cannot reach is not damaged
+        # an error other than damage goes first: on DamagedCheckpoint a run falls back to an older checkpoint, which is
+        # wrong where one rank merely cannot reach this one
         raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
     return cast(T, value)
 
@@ -166,9 +170,9 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The state of a run in a checkpoint, apart from its model: the values and tensors of its :class:`Progress`.
+    """A run's :class:`Progress` as a checkpoint has it: values, and the tensors of single ranks, by name.
 
-    On another number of ranks each saved rank's tensor goes to one rank, so that a rank has none, one or several.
+    A rank has one tensor of each name. If the number of ranks has changed, it has none, one or several.
     """
 
     values: dict[str, Any]
@@ -176,7 +180,10 @@ class ResumedRun:
 
 
 def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
-    """Reads a checkpoint as :func:`load_checkpoint` does, and continues torch's random numbers; all ranks call it."""
+    """Reads a checkpoint as :func:`load_checkpoint` does, and sets torch's random state; all ranks call it.
+
+    A checkpoint without a run's random state or progress is a :class:`DamagedCheckpoint`.
+    """
     rank, world_size = collectives.rank, collectives.world_size
     saved, read = _load(checkpoint, model, optimizer, collectives, of_run=True)
     if "random.cpu.0" not in read or any(key not in saved.progress for key in _RUN_KEYS):
@@ -200,7 +207,9 @@ def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, co
 def load_grown(
     checkpoint: str, before: nn.Module, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives
 ) -> int:
-    """Reads weights and optimizer states of known rows, and everything else, into the live model; all ranks call it.
+    """Reads a checkpoint into a model whose tables may have more rows; all ranks call it.
+
+    The first rows of a table get the saved weights and optimizer states. Further rows keep their live values.
 
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
@@ -210,7 +219,7 @@ def load_grown(
         collectives: The ranks.
 
     Returns:
-        The number of steps that the optimizer's states have gathered.
+        The number of steps that the optimizer states have taken in.
 
     Raises:
         UserError: As for :func:`load_checkpoint` with ``before``, or the live model differs from it in more than rows.
@@ -227,11 +236,15 @@ def _load(
     of_run: bool = False,
     before: nn.Module | None = None,
 ) -> tuple[SavedCheckpoint, dict[str, Tensor]]:
-    """Reads a checkpoint into the live model and its optimizer, and returns the further tensors of a run."""
+    """Reads a checkpoint into the live model and its optimizer; all ranks call it.
+
+    Returns the checkpoint's description and, with ``of_run``, the tensors of a run's state by saved tensor, else none.
+    ``before`` is a model of the saved sizes, where the live model may have more rows.
+    """
     weights = live_weights(model)
     saved_weights = weights if before is None else live_weights(before)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
-    further: dict[str, Tensor] = {}
+    further: dict[str, Tensor] = {}  # filled by read_description, and with numbers by read_blocks
 
     def read_description() -> SavedCheckpoint:
         saved = SavedCheckpoint.read(checkpoint)
@@ -250,7 +263,7 @@ def _load(
         num_rows = {name: next(iter(shards.size), 0) for name, shards in saved_weights.items()}
         for name, shards in states.items():
             parameter = name.rpartition(".")[0]
-            if shards.size[:1] == weights[parameter].size[:1]:  # a number for each row, or more
+            if shards.size[:1] == weights[parameter].size[:1]:  # a state with rows, not one number for the parameter
                 states[name] = _known_rows(shards, num_rows[parameter])
         weights = {name: _known_rows(shards, num_rows[name]) for name, shards in weights.items()}
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
@@ -258,7 +271,7 @@ def _load(
     to_read |= saved.states_to_read(states)
     on_every_rank(collectives, partial(read_blocks, checkpoint, saved.tensors, to_read))
     for lookup in sharded_lookups(model):
-        lookup.purge()  # rows of tables in host memory that a device caches
+        lookup.purge()  # drops the device's cached rows of tables in host memory, which now hold other numbers
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.optimizer_steps)
     return saved, further
@@ -267,7 +280,8 @@ def _load(
 def _grown_otherwise(
     checkpoint: str, before: nn.Module, old: Mapping[str, TensorShards], weights: Mapping[str, TensorShards]
 ) -> str | None:
-    """Returns how a live model differs from an earlier one in more than the rows of its tables; None if not at all."""
+    """Returns an error text of the ``weights`` that differ from ``old`` in more than a table's rows, or None."""
+    # only weights of the compositional tables of `before`, the model of the saved sizes, may have more rows
     may_grow = {
         f"{path}.{name}".lstrip(".")
         for path, module in before.named_modules()
@@ -290,7 +304,7 @@ def _grown_otherwise(
 
 
 def _kind(shards: TensorShards, may_grow: bool) -> tuple[object, ...]:
-    """Returns the type and size that a tensor must keep: all of the size, or all but its rows."""
+    """Returns the parts of a tensor's type and size that must not change; rows are left out if they may grow."""
     return shards.dtype, shards.size[1 if may_grow else 0 :]
 
 
@@ -299,7 +313,7 @@ def _size(shards: TensorShards | None) -> str:
 
 
 def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:
-    """Returns the parts of live shards that lie within the first ``num_rows`` rows; a scalar is returned as it is."""
+    """Returns views of the parts of live shards that lie within the first ``num_rows`` rows; a scalar as it is."""
     if not live.size or live.size[0] == num_rows:
         return live
     known = [
@@ -311,9 +325,10 @@ def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
-    """Reads some of the model's weights and nothing else, on one process, without a model.
+    """Reads single weights from a checkpoint, on one process, without building a model.
 
-    ``suffixes`` are the ends of their names, after a dot. A :class:`UserError` names a suffix that fits no weight.
+    Returns a weight for each of ``suffixes``, in their order: ``bias`` finds ``model.top.bias``. A suffix that fits no
+    weight, or several, is a :class:`UserError`.
     """
     saved, weights = SavedCheckpoint.read(str(checkpoint)), {}
     for suffix in suffixes:

@@ -60,7 +60,11 @@ class CheckpointContent:
         progress: Progress,
         collectives: Collectives,
     ) -> "CheckpointContent":
-        """Returns views of the live model; all ranks call it. It refuses states without names and a missing step."""
+        """Returns this rank's part of a checkpoint, as views of the live model; all ranks call it.
+
+        Raises a :class:`UserError` for an optimizer that is not in ``OPTIMIZERS``, or where ``progress`` lacks the
+        ``step`` that an optimizer with bias correction needs.
+        """
         weights = live_weights(model)
         states: dict[str, TensorShards] = {}
         optimizers: dict[str, str] = {}
@@ -89,7 +93,7 @@ class CheckpointContent:
         return sum(shards.num_bytes for shards in self.tensors.values())
 
     def copied_to_host(self) -> "CheckpointContent":
-        """Returns the content as copies in host memory, which later steps do not change."""
+        """Returns the content with copies of all tensors in host memory, so that training may change the originals."""
         # all at once, so that small tensors share one transfer
         copies = iter(host_copies([shard.tensor for shards in self.tensors.values() for shard in shards.shards]))
         tensors = {key: shards.with_tensors(islice(copies, len(shards.shards))) for key, shards in self.tensors.items()}
@@ -100,6 +104,7 @@ def tensors_to_save(
     weights: Mapping[str, TensorShards], states: Mapping[str, TensorShards], rank: int, world_size: int
 ) -> dict[str, TensorShards]:
     """Returns the blocks of weights and optimizer states that a rank saves, by their names in a checkpoint."""
+    # the key without its prefix decides which rank saves which block of a replicated tensor (TensorShards.to_save)
     named = {f"model.{key}": (key, shards) for key, shards in weights.items()}
     named |= {f"optimizer.{key}": (key, shards) for key, shards in states.items()}
     return {name: shards.to_save(key, rank, world_size) for name, (key, shards) in named.items()}
@@ -154,10 +159,10 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(first: Tensor, own: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Sets this process's generators to continue from saved states.
+    """Sets this process's generators to the saved states, or to a new stream where a device has none.
 
-    ``first`` is the state of the first rank's CPU generator, ``own`` are the states of this rank's generators by device
-    type, empty on another number of ranks.
+    ``first`` is the state of rank 0's CPU generator, from which new streams are seeded. ``own`` are the saved states of
+    this rank by device type; empty if the number of ranks has changed.
     """
     digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too

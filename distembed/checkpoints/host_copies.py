@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns contiguous copies of tensors in pageable host memory, after the GPU's current stream has made them."""
+    """Returns contiguous copies in pageable host memory, of the values after all work queued on the GPU's stream."""
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
     pairs = list(zip((tensor.detach() for tensor in tensors), copies, strict=True))
     staged = [pair for pair in pairs if is_on_gpu(pair[0])]
@@ -36,7 +36,8 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_staged(pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> None:
-    """Fills each second tensor, on the host, from the first, on a GPU."""
+    """Fills the second tensor of each pair, on the host, from the first, on a GPU, by two buffers of ``num_bytes``."""
+    # when `filling` is full, its copies run on the GPU while the host empties `moving`; then they swap
     filling, moving = _Buffer(num_bytes), _Buffer(num_bytes)
     for tensor, copy in pairs:
         for piece, place in zip(_pieces(tensor, num_bytes), _pieces(copy, num_bytes), strict=True):
@@ -63,7 +64,7 @@ def _room(num_bytes: int) -> int:
 
 @dataclass
 class _Buffer:
-    """A page-locked buffer, and the tensors that its pieces are moved to."""
+    """A page-locked buffer of pieces of tensors, each held with the host tensor that it is moved to."""
 
     num_bytes: int
     _used: int = 0
@@ -77,18 +78,18 @@ class _Buffer:
         return self._used + num_bytes <= self.num_bytes
 
     def add(self, piece: Tensor, place: Tensor) -> None:
-        """Queues a copy of a piece into the buffer on the GPU."""
+        """Queues, on the GPU's stream, a copy of a piece into the buffer; :meth:`move` brings it to ``place``."""
         room = self._memory[self._used : self._used + piece.nbytes].view(piece.dtype).view(piece.shape)
         room.copy_(piece, non_blocking=True)
         self._held.append((room, place))
         self._used += _room(piece.nbytes)
 
     def send(self) -> None:
-        """Records the event that ends the copies into the buffer."""
+        """Marks the point in the GPU's stream after the queued copies, for which :meth:`move` waits."""
         self._done.record()
 
     def move(self) -> None:
-        """Waits until the GPU has filled the buffer, and empties it into the places of its pieces."""
+        """Waits until the GPU has filled the buffer, copies each piece to its place, and empties the buffer."""
         if self._held:
             self._done.synchronize()
         for room, place in self._held:

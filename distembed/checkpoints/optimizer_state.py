@@ -30,7 +30,8 @@ from distembed.optim.live_state import LocalShard, ParameterState
 
 
 def named_states(parameter: ParameterState, weight: TensorShards) -> dict[str, TensorShards]:
-    """Returns the states of one parameter on this rank, by their names in a checkpoint."""
+    """Returns the states of one parameter on this rank, by their names in a checkpoint; ``weight`` gives its size."""
+    # shards of one state are gathered under one name; a state of the whole parameter is equal on all shards
     states: dict[str, TensorShards] = {}
     for state, per in OPTIMIZERS[parameter.optimizer].states.items():
         for shard, values in zip(parameter.shards, parameter.values[state], strict=True):
@@ -53,20 +54,21 @@ def name_with_columns(state: str, start: int, stop: int) -> str:
 
 
 def _columns_in_name(name: str) -> tuple[str, int, int] | None:
-    """Returns the state and the columns in the name of a state; None where it has no columns."""
+    """Parses ``sum[0:16]`` into ("sum", 0, 16); None for a name without columns."""
     found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
-    """Returns the shards to fill, by the saved state: the state of this name, or each overlapping slice.
+    """Returns the shards to fill for the live state ``name``, by the saved state to read them from.
 
-    In the second case ``live`` is set to 0, and each saved slice is added by its share of the columns::
+    A state that was saved under the same name, or has no columns, is read as it is. Otherwise this function sets
+    ``live`` to 0, and the reader adds each overlapping slice, times its share of the live columns::
 
         saved   sum[0:4]   sum[4:8]
         live    sum[0:6]            = 4/6 sum[0:4] + 2/6 sum[4:8]
 
-    ``saved_names`` are all states of the parameter in the checkpoint.
+    ``saved_names`` are the names of all states of the parameter in the checkpoint.
     """
     saved_names = list(saved_names)
     columns = _columns_in_name(name)

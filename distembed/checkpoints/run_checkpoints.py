@@ -33,15 +33,15 @@ class Checkpoints:
     """The checkpoints of one run, written while training continues; all ranks construct it and call its methods.
 
     A thread with a process group of its own writes a copy in host memory, if the copies of a machine's ranks fit into
-    half of its available memory; else the step waits. One checkpoint is written at a time: the next one, the end of the
-    block, and :meth:`wait` wait for it and raise its error.
+    half of its available memory; otherwise training waits. One checkpoint is written at a time. The end of the ``with``
+    block and :meth:`wait` wait for it and raise its error; the next :meth:`save` waits and retries after an error.
 
     Args:
         url: Local path or URL of the folder of checkpoints.
         keep: Number of newest checkpoints to keep.
         ranks: This rank among all.
         owner: Name of the run, where other runs might be given the same folder.
-        keep_best: Whether to keep too the checkpoint that the newest ones name as the best.
+        keep_best: Whether to keep also the checkpoints that the newest ones record as the best evaluated.
     """
 
     def __init__(self, url: str, keep: int, ranks: Ranks, owner: str | None = None, keep_best: bool = False) -> None:
@@ -81,7 +81,10 @@ class Checkpoints:
             return self._collectives.on_first(self._store.names)
 
     def require_usable(self) -> None:
-        """Raises an error unless every rank can write, rank 0 sees all files, and the place is this run's."""
+        """Checks the place before training: every rank writes a file there, and rank 0 must see all of these files.
+
+        Claims the place for ``owner``, if given, and refuses a place that another run owns. All ranks call it.
+        """
         store, collectives = self._store, self._collectives
         rank, ranks = collectives.rank, range(collectives.world_size)
 
@@ -126,10 +129,10 @@ class Checkpoints:
             )
 
     def restore(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> ResumedRun | None:
-        """Reads the newest checkpoint that is not damaged into the live model, with the state of random numbers.
+        """Reads the newest checkpoint that is not damaged into the live model, and sets torch's random state.
 
-        It changes no files; :meth:`tidy` does, once the run owns them. Returns None where there is no checkpoint.
-        ``say`` prints a line for each damaged checkpoint.
+        Changes no files: :meth:`tidy` sets damaged checkpoints aside later, once the run owns the place. Returns None
+        where there is no checkpoint. ``say`` prints a line for each damaged checkpoint.
 
         Raises:
             UserError: The place cannot be used, the checkpoint is of another model or of other optimizers, or all
@@ -156,7 +159,7 @@ class Checkpoints:
         return None
 
     def tidy(self, say: Callable[[str], None]) -> None:
-        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes incomplete ones."""
+        """Renames the checkpoints that :meth:`restore` found damaged, and removes incomplete and surplus ones."""
         with storage_errors(self._store.url):
             for name in self._damaged:
                 aside = self._collectives.on_first(partial(self._store.set_aside, name))
@@ -173,9 +176,10 @@ class Checkpoints:
         say: Callable[[str], None],
         is_due: bool = True,
     ) -> None:
-        """Writes a checkpoint, or has it written while training continues; on failure the older ones stay.
+        """Writes a checkpoint, in the background if a copy fits into memory; does nothing if it exists.
 
-        After a failure in the background the next checkpoint is written at once, to see whether the failure has passed.
+        After a failure in the background this checkpoint is written while training waits, so that a lasting failure is
+        raised here. Older checkpoints stay when writing fails. All ranks call it.
 
         Args:
             step: Number of steps done.
@@ -183,7 +187,7 @@ class Checkpoints:
             optimizer: The optimizer of its parameters.
             progress: The progress that :meth:`restore` will return.
             say: Prints a line, when the checkpoint is whole.
-            is_due: Whether a run that is not interrupted would write it too.
+            is_due: Whether an uninterrupted run would write it too; if not, the next checkpoint replaces it.
         """
         failed_before = self._join()
         name = checkpoint_name(step, interrupted=not is_due)
@@ -217,7 +221,7 @@ class Checkpoints:
             raise failure
 
     def _join(self) -> Exception | None:
-        """Waits until nothing is being written; returns the error of the last checkpoint."""
+        """Waits until nothing is being written; returns the last checkpoint's error, once, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -234,15 +238,16 @@ class Checkpoints:
             self._failure = error
 
     def _copies_fit(self, num_bytes: int) -> bool:
+        # all ranks have to decide alike: the writing is collective
         most = max(self._collectives.gather(num_bytes))
         fits = most * self._ranks.local_world_size <= _COPY_SHARE * available_memory_bytes()
         return all(self._collectives.gather(fits))
 
 
 def require_bytes(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
-    """Raises a ``RunError`` where a disk has no room for a checkpoint, and warns if it lacks room for all to keep.
+    """Raises a ``RunError`` where a disk has no room for one checkpoint; warns if it has none for all of them.
 
-    One more than ``keep`` is there while the next is written. The room in object stores is not known.
+    They are ``keep`` + 1, since older ones are removed only after the next is written. Object stores are not checked.
     """
     files, path = open_file_system(url)
     if not isinstance(files, LocalFileSystem):

@@ -35,7 +35,7 @@ from distembed.checkpoints.torch_format import parse_torch_index
 
 _MAX_DIFFERENCES = 10
 STEPS_BEFORE = "steps_before"
-"""Key of a run's progress: number of steps in its optimizers' states at its start."""
+"""Key of a run's progress: number of steps that the optimizer states had taken in when the run started from them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SavedCheckpoint:
 
     @classmethod
     def read(cls, path: str) -> "SavedCheckpoint":
-        """Reads the description; nothing of it is executed. It may be damaged, or not be reached."""
+        """Reads ``progress.json`` and the index, checks the sizes of files, and raises the errors of ``not_read``."""
         try:
             last_file = read_last_file(path)
             tensors = _read_index(path, last_file)
@@ -78,13 +78,16 @@ class SavedCheckpoint:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of steps in the states of optimizers: the run's own, and the steps at its start."""
+        """Number of steps that the optimizer states have taken in: this run's steps, and :data:`STEPS_BEFORE`."""
         return int(self.progress["step"]) + int(self.progress.get(STEPS_BEFORE, 0))
 
     def differences(
         self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None
     ) -> str | None:
-        """Returns how the live model, and its optimizers if given, differ from the saved ones; None if not at all."""
+        """Returns an error text that lists how a live model differs from the saved one; None if they match.
+
+        Compares sizes and types of ``weights``, the descriptions of ``tables``, and, unless None, ``optimizers``.
+        """
         saved = {
             key.removeprefix("model."): f"{tensor.size} {dtype_name(tensor.dtype)}"
             for key, tensor in self.tensors.items()
@@ -102,7 +105,11 @@ class SavedCheckpoint:
         )
 
     def states_to_read(self, states: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
-        """Returns the shards to fill with optimizer states, by saved tensor; ``states`` are by ``PARAMETER.STATE``."""
+        """Returns the live shards to fill, by the saved tensor to fill them from; ``states`` are by PARAMETER.STATE.
+
+        Where columns are cut otherwise than in the checkpoint, a saved state fills shards of several live states, and
+        the live states are set to 0 here, since the saved ones are added (:func:`blend_columns`).
+        """
         saved: dict[str, list[str]] = {}
         for key in self.tensors:
             if key.startswith("optimizer."):
@@ -118,10 +125,10 @@ class SavedCheckpoint:
         return to_read
 
     def run_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
-        """Returns tensors to fill with a run's random state and the tensors of single ranks, by the saved tensor.
+        """Returns uninitialised tensors, by saved tensor, for this rank's part of a run's state.
 
-        The random state is that of the first rank and of this one. On another number of ranks, rank r of n gets the
-        tensors of the ranks r, r + n, r + 2n and so on.
+        They are the random states of rank 0's CPU and of this rank, where saved, and the ``ranks.`` tensors of the
+        saved ranks r, r + n, r + 2n and so on, for rank r of n now: each of these goes to exactly one rank.
         """
         wanted = {"random.cpu.0", *(f"random.{device}.{rank}" for device in random_state())}
         try:
@@ -135,7 +142,7 @@ class SavedCheckpoint:
         return {key: self.empty(key) for key in own}
 
     def empty(self, key: str) -> Tensor:
-        """Returns a tensor to fill with a saved one; one that is larger than the checkpoint's files is damage."""
+        """Returns uninitialised memory for a saved tensor; a size that exceeds all blocks together is damage."""
         tensor = self.tensors[key]
         if tensor.num_bytes > sum(block.length for each in self.tensors.values() for block in each.blocks):
             raise not_read(self.path, DamagedFile(f"its index says that {key} has {tensor.num_bytes:,} bytes"))
@@ -143,9 +150,9 @@ class SavedCheckpoint:
 
 
 def _read_index(path: str, last_file: Mapping[str, Any]) -> dict[str, SavedTensor]:
-    """Returns the tensors that a checkpoint's index lists; earlier versions wrote torch's own index.
+    """Returns the tensors in ``index.json`` or, for a checkpoint of an earlier version, in torch's ``.metadata``.
 
-    ``last_file`` is the content of the file that completes a checkpoint; it has the checksum of the index.
+    Refuses an index that does not match its checksum in ``last_file``, or has a block without a checksum.
     """
     is_ours = "index_checksum" in last_file
     name, parse = (INDEX_FILE, parse_index) if is_ours else (METADATA_FILE, parse_torch_index)
@@ -170,7 +177,7 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str], kind: str) -
 
 
 def verify_checkpoint(checkpoint: str) -> Verification:
-    """Verifies every block of a checkpoint, at a local path or URL, and returns all problems."""
+    """Reads and verifies every block; returns all damage, but raises if the description cannot be reached."""
     try:
         saved = SavedCheckpoint.read(checkpoint)
     except DamagedCheckpoint as damage:

@@ -33,7 +33,10 @@ class AddedShard(LocalShard):
 
 
 class TensorShards:
-    """The shards of a tensor on this rank, without empty ones; of a replicated tensor every rank has the whole."""
+    """The shards of one tensor on this rank; shards without elements are dropped.
+
+    ``size`` is the size of the whole tensor over all ranks. If ``replicated``, every rank holds the whole tensor.
+    """
 
     def __init__(
         self, size: Sequence[int], dtype: torch.dtype, shards: Sequence[LocalShard], replicated: bool = False
@@ -45,7 +48,7 @@ class TensorShards:
 
     @classmethod
     def from_value(cls, value: Tensor | ShardedTensor) -> "TensorShards":
-        """Returns views of a state dict's entry: a sharded tensor, or a tensor that every rank has."""
+        """Returns views of a state dict's entry; a plain tensor counts as replicated on all ranks."""
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()
             return cls(metadata.size, metadata.tensor_properties.dtype, local_shards(value))
@@ -57,7 +60,7 @@ class TensorShards:
         return sum(shard.tensor.nbytes for shard in self.shards)
 
     def to_save(self, name: str, rank: int, world_size: int) -> "TensorShards":
-        """Returns the blocks that this rank saves: all of its own shards, or its share of a replicated tensor."""
+        """Returns the blocks that this rank saves: of its shards all, of a replicated tensor every world_size-th."""
         blocks = [block for shard in self.shards for block in _blocks(shard)]
         if self.replicated:
             first = zlib.crc32(name.encode())  # spreads tensors of one block over the ranks
@@ -65,7 +68,7 @@ class TensorShards:
         return TensorShards(self.size, self.dtype, blocks, self.replicated)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "TensorShards":
-        """Returns the same shards with other tensors of their sizes, in their order."""
+        """Returns a copy in which the i-th shard has the i-th of ``tensors``, for example a copy on the host."""
         shards = [replace(shard, tensor=tensor) for shard, tensor in zip(self.shards, tensors, strict=True)]
         return TensorShards(self.size, self.dtype, shards, self.replicated)
 

@@ -1,9 +1,9 @@
 """Where checkpoints lie, in a local folder or at any URL that fsspec knows, and which is the newest or the best.
 
-Object stores cannot rename a folder at once, so that one rule holds for all places: a checkpoint is whole once its
-last-written file, ``progress.json``, is there, and to remove a checkpoint is to remove that file first. A folder
-without the file was being written, or removed, when its process died. Readers pass over it, and the next save removes
-it. Nothing here needs torch.
+Object stores cannot rename a folder atomically, so the same rule holds for local folders and URLs: ``progress.json`` is
+written last and removed first, and a checkpoint is whole exactly while this file exists. A checkpoint folder without
+the file was being written, or removed, when its process died. Readers ignore the folder, and the next save removes it.
+Nothing here needs torch.
 """
 
 import errno
@@ -28,7 +28,7 @@ METADATA_FILE = ".metadata"
 """The index of a checkpoint in torch's own format, which earlier versions of distembed wrote."""
 _FIELDS = {"world_size", "tables", "optimizers", "progress", KEY}
 _MOST_BYTES = 8 << 30
-"""Largest size of a last file or an index."""
+"""Largest size of ``progress.json`` or an index that is read from a local folder."""
 _PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EMFILE}
 _PASSING |= {errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 INTERRUPTED = "-interrupted"
@@ -61,7 +61,7 @@ class CheckpointStore:
         return self._is_whole(name)
 
     def start(self, name: str) -> None:
-        """Makes an empty folder for a checkpoint; a folder with other files is a :class:`UserError`."""
+        """Makes an empty folder, in place of a checkpoint of this name; a folder of other files is a UserError."""
         if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
             raise UserError(
                 f"{self.checkpoint_path(name)} is there and holds files that are no checkpoint's; give another name, "
@@ -71,9 +71,9 @@ class CheckpointStore:
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
 
     def finish(self, name: str, contents: Mapping[str, Any], index: bytes = b"{}") -> None:
-        """Declares a checkpoint whole by writing its index, and then its last file.
+        """Writes the index of a checkpoint, then ``progress.json``, whose existence declares the checkpoint whole.
 
-        ``contents`` are the values of the last file, without checksums; floats that JSON cannot hold become null.
+        ``contents`` are the values of ``progress.json``, without checksums; NaN and infinite floats become null.
         """
         folder = f"{self._root}/{name}"
         self._files.pipe_file(f"{folder}/{INDEX_FILE}", index)
@@ -92,12 +92,12 @@ class CheckpointStore:
         return self.checkpoint_path(aside)
 
     def discard(self, name: str) -> None:
-        """Removes a checkpoint that could not be written to its end; a whole one stays."""
+        """Removes the folder of a checkpoint whose writing failed; does nothing if the checkpoint is whole."""
         if not self.is_whole(name):
             self._remove(name)
 
     def best(self, name: str) -> str | None:
-        """Returns the best checkpoint at the time of ``name``; None if ``name`` is damaged or names none."""
+        """Returns the best checkpoint that ``name`` recorded, which may be gone; None without one, or if damaged."""
         try:
             progress = read_last_file(self.checkpoint_path(name))["progress"]
         except ValueError:
@@ -106,10 +106,11 @@ class CheckpointStore:
         return None if step is None else checkpoint_name(step)
 
     def keep_newest(self, count: int, and_best: bool = False) -> None:
-        """Removes all checkpoints but the newest ``count`` whole ones and, where asked, the best by each of these.
+        """Removes all checkpoints, incomplete ones too, except the newest ``count`` whole ones.
 
-        A checkpoint of an interruption makes room for the next one in any case, so that a run that was interrupted
-        keeps the same checkpoints as a run that was not.
+        With ``and_best``, the best checkpoint that each of the kept ones records (:meth:`best`) stays too. A checkpoint
+        that only an interruption caused stays while it is the newest, so that an interrupted run ends up with the
+        checkpoints of an uninterrupted run.
         """
         whole = self.names()
         kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
@@ -119,7 +120,7 @@ class CheckpointStore:
                 self._remove(name)
 
     def write_probe(self, rank: int) -> None:
-        """Writes a small file of this rank, to see whether it can."""
+        """Writes a small file named by the rank; a file system error shows that this rank cannot write here."""
         self._files.makedirs(self._root, exist_ok=True)
         with self._files.open(self._probe(rank), "wb") as file:
             file.write(b"written to see whether checkpoints can be")
@@ -145,7 +146,7 @@ class CheckpointStore:
         self._files.pipe_file(f"{self._root}/{_OWNER_FILE}", owner.encode())
 
     def not_written(self, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
-        """Returns the error for a checkpoint that cannot be written; this rank has ``num_bytes`` to write."""
+        """Returns, without raising it, the error for a checkpoint that this rank, with ``num_bytes``, cannot write."""
         needed = "" if num_bytes is None else f"; this rank has {format_bytes(num_bytes)} to write"
         left = ""
         if isinstance(self._files, LocalFileSystem):
@@ -170,7 +171,7 @@ class CheckpointStore:
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(folder, detail=False)]
 
     def _is_checkpoint(self, name: str) -> bool:
-        """Returns whether a folder holds nothing but the files of a checkpoint."""
+        """Returns whether all files in a folder have names of a checkpoint's files, so that it may be removed."""
         folder = f"{self._root}/{name}"
         prefixes, suffixes = (INDEX_FILE, METADATA_FILE, LAST_FILE), (".blocks", ".distcp", ".tmp")
         return bool(self._files.isdir(folder)) and all(
@@ -194,12 +195,12 @@ def checkpoint_name(step: int, interrupted: bool = False) -> str:
 
 
 def _order(name: str) -> tuple[str, bool]:
-    """Returns the key that sorts checkpoints by age; of one step, the one of an interruption is older."""
+    """Returns the key that sorts names from oldest to newest; at equal steps the interruption's checkpoint is older."""
     return name.removesuffix(INTERRUPTED), not name.endswith(INTERRUPTED)
 
 
 def place_and_name(checkpoint: str) -> tuple[str, str]:
-    """Returns the folder or URL of a checkpoint's parent, and its name there; other paths are a :class:`UserError`."""
+    """Splits a checkpoint's path or URL into parent and name; refuses paths that lack one: ``.``, ``s3://bucket``."""
     protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
     name = path.rpartition("/")[2]
     parent = (path if separator else str(Path(path).absolute())).rpartition("/")[0]
@@ -212,7 +213,7 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
 
 
 def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
-    """Returns the absolute path or the URL of the checkpoints of a run, by its folder and ``train.checkpoint_dir``."""
+    """Returns the place of a run's checkpoints: ``train.checkpoint_dir``, within the run's folder if it is relative."""
     if checkpoint_dir is not None and "://" in checkpoint_dir:
         return checkpoint_dir
     return str(run_dir.absolute() / Path(checkpoint_dir or "checkpoints").expanduser())
@@ -243,7 +244,7 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
         run_dir: The run's folder.
         checkpoint_dir: The run's ``train.checkpoint_dir``.
         choice: ``newest``, ``best``, or the number of steps after which the checkpoint was written; None for the best
-            where the run keeps it and has evaluated, else the newest.
+            if ``keeps_best`` is set and the best checkpoint exists, else the newest.
         keeps_best: The run's ``train.keep_best``.
     """
     newest = newest_checkpoint(run_dir, checkpoint_dir)
@@ -275,7 +276,7 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL or a local path, and the path within it."""
+    """Returns fsspec's file system for a URL or local path, and the path within it; S3 sets ``AWS_MAX_ATTEMPTS``."""
     if url.startswith(("s3://", "s3a://")):
         os.environ.setdefault("AWS_MAX_ATTEMPTS", _S3_ATTEMPTS)
     return file_system(url, "is no place for checkpoints; give a folder or a URL that fsspec knows")
@@ -297,7 +298,7 @@ def file_sizes(checkpoint: str) -> dict[str, int]:
 
 
 def read_last_file(checkpoint: str) -> dict[str, Any]:
-    """Returns the values of a checkpoint's last-written file; a ValueError says that it is damaged."""
+    """Returns the values of ``progress.json``; a ValueError for a broken file, other fields or a wrong checksum."""
     data = read_file(checkpoint, LAST_FILE)
     try:
         contents = json.loads(data)
@@ -313,7 +314,7 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def storage_errors(place: str) -> Iterator[None]:
-    """Turns a transient error of a file system in the block into ``RunError``, and any other into ``UserError``."""
+    """Turns a transient error of the block into ``RunError``, others into ``UserError``; these two pass unchanged."""
     try:
         yield
     except (UserError, RunError):

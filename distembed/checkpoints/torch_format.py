@@ -41,9 +41,9 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the names of torch's index and no others.
+    """Unpickles torch's index with a :class:`_Record` for each class, and refuses any other name.
 
-    Each file gets its own stand-ins, so that no file can change how another is read.
+    A pickle can set attributes of a class, so each file gets new stand-ins and cannot change how another is read.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -64,15 +64,15 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def parse_torch_index(data: bytes) -> dict[str, SavedTensor]:
-    """Returns the tensors that a ``.metadata`` file lists, by name; plain values are left out.
+    """Returns the tensors that a ``.metadata`` file lists, by name, without its entries that are plain values.
 
-    Raises:
-        Exception: The file is damaged, or is no index.
+    Raises an exception of any class for a file that is damaged or is no index.
     """
     index = _IndexUnpickler(data).load().state
     places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     for place, info in index["storage_data"].items():
         places[place.state["fqn"], place.state.get("offset") or ()] = info.state
+    # the index lists each block once; a small damaged file that repeats chunks would otherwise fill the memory
     room = len(places)
     tensors = {}
     for name, entry in index["state_dict_metadata"].items():
