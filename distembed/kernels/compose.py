@@ -41,11 +41,12 @@ from distembed.kernels.simd import (
 
 @compiled
 def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> Any:
+    """Composes one of ``num_shares`` ranges of every feature's bags; arguments and result as of :func:`compose_16`."""
     num_features, most_bags = field(job, layout.NUM_FEATURES), 0
     for feature in range(num_features):
         most_bags = max(most_bags, field(feature_block(job, feature), layout.NUM_BAGS))
     first, last = most_bags * share // num_shares, most_bags * (share + 1) // num_shares
-    # vectors of one bag lie side by side: all features of some bags are written before those of the next
+    # the vectors of one bag's features are neighbours in the output: write all features of 64 bags, then the next 64
     for start in range(first, last, layout.BLOCK_IDS):
         for feature in range(num_features):
             stop = min(start + layout.BLOCK_IDS, last, field(feature_block(job, feature), layout.NUM_BAGS))
@@ -56,7 +57,9 @@ def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros
 
 @inline
 def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> Any:
-    """Composes the bags of a feature from ``first`` until ``last``; returns whether all rows were inside."""
+    """Composes bags ``first`` to ``last - 1`` of a feature; returns False at an id whose row is not on this rank."""
+    # Ids are taken in blocks of 64, which need not end where a bag ends: a bag's sum continues in the next block.
+    # `target` is the vector of the current bag, one before the first at the start; empty bags on the way get zeros.
     own, stride = feature_block(job, feature), field(job, layout.STRIDE)
     width, weights = field(job, layout.WIDTH), field(job, layout.WEIGHTS)
     ends = field(job, layout.OFFSETS) + 8 * field(own, layout.FIRST_BAG)
@@ -77,7 +80,7 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 if i >= bag_end:
                     clear(target, width, zeros)
             own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
-            # longer bags have to read their number of ids before the next bag begins; single ids have it predicted
+            # a bag of one id needs no loop, whose end would depend on a number yet to be read: the branch is predicted
             if is_first and bag_end == i + 1:
                 _compose_one(job, target, own_rows, own_weights, zeros)
                 i += 1
@@ -96,7 +99,10 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
 
 @inline
 def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
-    """Writes the address of each id's row in every partition, and asks for the row."""
+    """Writes the addresses of the rows of ids ``start`` to ``stop - 1`` to ``rows[j][i]``, and prefetches the rows.
+
+    Returns False where a row is not on this rank; no row has been read then.
+    """
     ids, outside = field(job, layout.IDS), 0
     for j in range(field(job, layout.NUM_PARTITIONS)):
         part, partition = part_block(job, feature, j), partition_block(job, j)
@@ -115,20 +121,20 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
 
 @inline
 def _weight(weights: Any, i: Any, zeros: Any) -> Any:
-    """Returns the weight of an id in all lanes; 1 where there are none."""
+    """Returns the weight of id ``i`` in all lanes; 1 where ``weights`` is 0, for ids without weights."""
     return splat(read_float(weights + 4 * i) if weights != 0 else np.float32(1), zeros)
 
 
 @inline
 def _num_common(job: Any) -> Any:
-    """Returns the number of partitions that share columns: all, or one where each has columns of its own."""
+    """Returns the number of partitions that share columns: all in a product or sum, 1 in a concatenation."""
     num_partitions = field(job, layout.NUM_PARTITIONS)
     return num_partitions if field(partition_block(job, num_partitions - 1), layout.COLUMN_START) == 0 else 1
 
 
 @inline
 def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
-    """Returns numbers of an id's composed vector, from partition ``j`` and the partitions that share its columns."""
+    """Returns some lanes of an id's composed vector, from the rows of partitions ``j`` to ``j + num_common - 1``."""
     vector = read(read_long(rows + 8 * layout.BLOCK_IDS * j), column, rows_are_half(job, j), zeros)
     for other in range(j + 1, j + num_common):
         own = read(read_long(rows + 8 * layout.BLOCK_IDS * other), column, rows_are_half(job, other), zeros)
@@ -138,7 +144,7 @@ def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zer
 
 @inline
 def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
-    """Writes the composed vector of the only id of a bag, times its weight; arguments as of :func:`_compose_ids`."""
+    """Writes the weighted composed vector of a bag's only id to ``target``; arguments as of :func:`_compose_ids`."""
     num_common, factor = _num_common(job), _weight(weights, 0, zeros)
     for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)
@@ -149,7 +155,10 @@ def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> 
 
 @inline
 def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
-    """Sums the weighted composed vectors of ids of one bag, and writes the sum or adds it to the bag's vector."""
+    """Sums the weighted composed vectors of ``num_ids`` ids of one bag into the bag's vector, ``target``.
+
+    The sum replaces the vector where ``is_first``, for the bag's first ids, and is added to it otherwise.
+    """
     num_common = _num_common(job)
     for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)
@@ -170,12 +179,12 @@ def compose_16(job: int, share: int, num_shares: int, scratch: int) -> int:
 
     Args:
         job: Address of the job.
-        share: Which share.
-        num_shares: How many shares there are.
-        scratch: Address of 8 bytes for each partition and each id of a block, ``layout.BLOCK_IDS``.
+        share: Number of the share, from 0.
+        num_shares: Number of shares, one a thread.
+        scratch: Address of ``8 * layout.BLOCK_IDS`` bytes for each partition.
 
     Returns:
-        0, or 1 + the number of a feature with an id whose row is not on this rank; no row is read then.
+        0, or 1 + the number of a feature with an id whose row is not on this rank; that id's block is not read then.
     """
     return _compose_features(job, share, num_shares, scratch, zeros_16())
 

@@ -17,12 +17,12 @@ PARTS = 7  # partitions within features
 VECTORS = 8  # float32: the composed vectors, or their gradients
 STRIDE = 9  # bytes from one bag's vector to that of the feature's next bag
 WIDTH = 10  # columns of a composed vector
-IS_PRODUCT = 11  # whether an id's vectors are multiplied; else each is added where its columns are
+IS_PRODUCT = 11  # whether an id's vectors are multiplied; else each is added from its COLUMN_START on
 JOB_FIELDS = 12
 
 # a partition, the same for all features; addresses are those of this step
 NUM_COLUMNS = 0  # of its vectors
-COLUMN_START = 1  # where these are added, unless they are multiplied
+COLUMN_START = 1  # first column of the composed vector that its vectors take part in
 IS_HALF = 2  # whether rows are float16, else float32
 ROW_BYTES = 3
 STATE_ROW_BYTES = 4
@@ -36,11 +36,11 @@ PARTITION_FIELDS = 11
 
 # a part, one partition of one feature's table: row = (id // divisor) % modulus - first row
 DIVISOR = 0
-DIVISOR_RECIPROCAL = 1  # by which ids below 2 ** 32 are multiplied instead; 0 where they cannot be
+DIVISOR_RECIPROCAL = 1  # ids below 2 ** 32 are multiplied by it in place of a division; 0 to divide
 MODULUS = 2  # 0 for none
 MODULUS_RECIPROCAL = 3
-FIRST_ROW = 4  # of the rows that are here
-NUM_ROWS = 5  # that are here
+FIRST_ROW = 4  # the first row on this rank
+NUM_ROWS = 5  # number of rows on this rank
 WEIGHT_START = 6  # bytes from the partition's address to the first row
 STATE_START = 7
 GRADIENT_START = 8
@@ -57,7 +57,7 @@ BLOCK_IDS = 64
 
 
 def place_bits(num_rows: int, num_ids: int) -> int:
-    """Returns the binary logarithm of the size of the hash table for a batch's rows."""
+    """Returns the smallest b > 0 for which ``2 ** b`` places suffice: one a row, or two an id where that is fewer."""
     num_bits, needed = 1, min(num_rows, 2 * num_ids)
     while (1 << num_bits) < needed:
         num_bits += 1

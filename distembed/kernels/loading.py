@@ -30,7 +30,7 @@ _LONGEST_WAIT = 180.0
 _ONE_THREAD = threading.Lock()
 """Held by the thread that compiles, since numba's settings are global."""
 _NOT_COMPILED = ("__init__", "operation", "tables", "triton")
-"""How names of files begin whose changes leave the kernels as they are."""
+"""Beginnings of the names of files that hold no code of the CPU kernels."""
 
 
 class Kernels(NamedTuple):
@@ -44,7 +44,7 @@ class Kernels(NamedTuple):
 @cache
 def reason_unavailable() -> str | None:
     """Returns why the kernels are unavailable here, in a sentence with a remedy; None where they are available."""
-    _source_stamp()  # before files can change that are imported already
+    _source_stamp()  # cached now, so that it describes the sources as imported and not as edited later
     try:
         import_module("distembed.kernels.compose")
     except ImportError as error:
@@ -57,7 +57,7 @@ def reason_unavailable() -> str | None:
 
 
 def _has_halves() -> bool:
-    """Returns whether numba compiles for an x86 that converts float16: without, LLVM ends the process."""
+    """Returns whether numba compiles for an x86 processor that converts float16; LLVM would abort without it."""
     from llvmlite import binding
     from numba.core import config
 
@@ -67,7 +67,11 @@ def _has_halves() -> bool:
 
 @cache
 def load_kernels(lanes: int) -> Kernels:
-    """Returns the kernels for rows whose number of columns is a multiple of ``lanes``; compiles them if needed."""
+    """Returns the kernels for rows whose number of columns is a multiple of ``lanes``: 4, 8 or 16.
+
+    The first call compiles them, or loads them from a file of an earlier process, and may wait minutes for a process
+    that compiles. Raises a :class:`UserError` where numba or the processor does not suit.
+    """
     reason = reason_unavailable()
     if reason is not None:
         raise UserError(f"the fused lookup: {reason}.")
@@ -106,7 +110,10 @@ def _optimised_once() -> Iterator[None]:
 
 
 def _compile(kernel: Any, signature: str) -> None:
-    """Compiles a kernel, or takes it from the file in which a process has kept it."""
+    """Compiles a kernel for one signature, or loads it from numba's cache file.
+
+    numba would trust the cache while the kernel's own file is unchanged; the stamp makes it look at all sources.
+    """
     try:
         kernel.enable_caching()
     except RuntimeError:  # no folder can be written, and each process compiles for itself
@@ -125,7 +132,7 @@ def _compile(kernel: Any, signature: str) -> None:
 
 @cache
 def _source_stamp() -> str:
-    """Returns a checksum of all sources of the kernels; numba itself looks at one kernel's file."""
+    """Returns a checksum of all sources of the kernels; any change of one compiles all of them again."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = [path for path in files if not path.name.startswith(_NOT_COMPILED)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -133,7 +140,10 @@ def _source_stamp() -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Waits until no other process of this user compiles; the kernel releases the lock of a process that dies."""
+    """Holds a lock file in the block, so that one process of this user compiles at a time and others load its result.
+
+    The operating system releases the lock of a process that dies. A lock that cannot be had is done without.
+    """
     file = -1
     try:
         path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
@@ -149,7 +159,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _lock(file: int) -> None:
-    """Locks a file; gives up after :data:`_LONGEST_WAIT`, as its owner may have been stopped."""
+    """Locks a file; after :data:`_LONGEST_WAIT` warns and returns without the lock, whose owner may be suspended."""
     until = time.monotonic() + _LONGEST_WAIT
     while True:
         try:

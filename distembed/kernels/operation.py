@@ -38,7 +38,7 @@ class FusedLookup:
 
     Args:
         formula: The formula of all tables.
-        parts: The partitions of each feature's table.
+        parts: ``parts[feature][j]``: partition j of the feature's table; features of one table share its parts.
         tables: Number of features of each table; a table's features are neighbours.
         storages: Memory of each partition's rows; only addresses may differ from step to step.
     """
@@ -78,7 +78,15 @@ class FusedLookup:
         storages: Sequence[Storage],
         counts: Sequence[int] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Returns composed vectors, ``[bags, features * width]``, or ``[ids, width]`` of sequences."""
+        """Returns composed vectors: pooled ones ``[bags, features * width]``, or ``[ids, width]`` of sequences.
+
+        Args:
+            ids: Ids of all features, feature after feature.
+            offsets: Place of each bag's first id, and last the end of the last bag. An id of a sequence is a bag.
+            weights: Weight of each id; None for 1.
+            storages: Memory of each partition's rows in this step.
+            counts: Number of ids of each feature, for sequences; None where ids are pooled, in equally many bags each.
+        """
         features = self._features.copy()
         width_bytes = 4 * self.formula.width
         if counts is None:
@@ -100,17 +108,21 @@ class FusedLookup:
         step = _Step(self, features, storages, shape, self.updates.so_far(storages), batch)
         needs_id_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
         if self.formula.needs_rows or needs_id_gradients:
-            self._waiting.add(step)  # until its graph is gone
+            self._waiting.add(step)  # a weak reference: a step whose graph is dropped waits no longer
         all_weights = [weight for own in storages for weight in own.weights]
         return _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
 
     def backward(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], needs_id_gradients: bool
     ) -> tuple[Float[Tensor, " ids"] | None, list[Tensor | None]]:
-        """Updates the rows of a step's ids.
+        """Updates the rows of a step's ids; first saves the rows that other steps still need.
 
         Returns:
-            The gradients of the ids' weights, and of each storage's weights; None where none is needed.
+            The gradients of the ids' weights, None unless ``needs_id_gradients``; and one for each weight of each
+            storage, None for FBGEMM's and where all storages are frozen.
+
+        Raises:
+            UserError: The gradients depend on rows that have been updated since the forward pass.
         """
         if step.kept is None and (self.formula.needs_rows or needs_id_gradients):
             self.updates.require(step.updates, step.storages)
@@ -119,8 +131,9 @@ class FusedLookup:
         if all(storage.is_frozen for storage in step.storages):
             nothing: list[Tensor | None] = [None for storage in step.storages for _ in storage.weights]
             return self._weight_gradients(step, batch, gradients) if needs_id_gradients else None, nothing
-        for other in self._waiting:  # weights that every rank has are updated after this pass
-            if other.updates == self.updates.so_far(other.storages):  # else its own pass refuses
+        # This update changes rows on which gradients of other lookups depend: they get copies of their vectors first.
+        for other in self._waiting:
+            if other.updates == self.updates.so_far(other.storages):  # else its rows have changed: its backward raises
                 other.kept = self._vectors_of_ids(other)
         self._waiting.clear()
         if any(storage.optimizer is not None for storage in step.storages):
@@ -148,7 +161,7 @@ class FusedLookup:
         return outputs
 
     def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
-        """Returns the error of a feature with an id whose row is not on this rank."""
+        """Returns the error that names the first id of a feature whose row is not on this rank, from a new search."""
         first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
         for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
             for j, part in enumerate(self._given_parts[feature]):
@@ -171,7 +184,7 @@ class FusedLookup:
         return each, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
 
     def _id_gradients(self, batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> Float[Tensor, "ids width"]:
-        """Returns the gradient of each id's bag."""
+        """Returns each id's gradient: its bag's part of ``[bags, features * width]``, or its own row in a sequence."""
         gradients = gradients.float()
         if not self.formula.pools:
             return gradients.contiguous()
@@ -184,7 +197,10 @@ class FusedLookup:
     def _weight_gradients(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
     ) -> Float[Tensor, " ids"]:
-        """Returns the gradients of the ids' weights: the dot products of each id's vector and its bag's gradient."""
+        """Returns the gradients of the ids' weights.
+
+        With ``bag = sum_i w_i v_i``, the gradient of ``w_i`` is the dot product of ``v_i`` and the bag's gradient.
+        """
         if step.kept is None:
             vectors = self.compose(*self._each_id(step, batch, self.formula.width))
         else:
@@ -200,7 +216,7 @@ class FusedLookup:
         return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
 
     def _vectors_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
-        """Returns vectors whose product is each id's current vector: its rows where gradients depend on rows."""
+        """Returns tensors whose product is each id's vector: its rows in a product, else the composed vector alone."""
         assert step.batch is not None
         if not self.formula.needs_rows:
             return [self.compose(*self._each_id(step, step.batch, self.formula.width))]
@@ -210,7 +226,11 @@ class FusedLookup:
     def _update_by_kept(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
     ) -> list[Tensor | None]:
-        """Updates partition by partition from the kept rows of a product."""
+        """Updates a product partition by partition, from the rows that were copied before another update.
+
+        Row ``v_j`` of an id has the gradient ``w g`` times the copies of its other rows; each partition is then updated
+        as a lookup of its own, in which every id is a bag.
+        """
         id_gradients = self._id_gradients(batch, gradients)
         if batch.weights is not None:
             id_gradients = id_gradients * batch.weights[:, None]
@@ -225,10 +245,10 @@ class FusedLookup:
         return returned
 
     def update(self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
-        """Updates the rows of a step's ids.
+        """Updates FBGEMM's rows of a step's ids, and sums the gradients of replicated weights.
 
         Returns:
-            A gradient for each weight that is not updated here, and None for FBGEMM's.
+            One entry for each weight of each storage: the gradient of a replicated weight, None for FBGEMM's.
         """
         placed = self._placed(step.storages)
         returned: list[Tensor | None] = []
@@ -249,8 +269,9 @@ class FusedLookup:
 
         def update(share: int, num_shares: int) -> None:
             ranges, update_tables = tables[share], self._kernels.update
+            # a call without scratch returns the bytes it needs, and does nothing
             num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
-            # the allocator keeps this memory from step to step
+            # torch's allocator reuses this memory from step to step
             scratch = torch.empty(num_bytes, dtype=torch.uint8)
             done = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
             if done < 0:
@@ -264,7 +285,11 @@ class FusedLookup:
         ]
 
     def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[npt.NDArray[np.int64]]:
-        """Returns the tables of each thread, as ranges of features ``[n, 2]``, with about equally many ids."""
+        """Returns the tables of each thread, as ranges of features ``[n, 2]``, with about equally many ids.
+
+        The table with most ids goes first, always to the thread with fewest so far. No table has two threads, so that
+        sums of gradients do not depend on the number of threads.
+        """
         ranges = self._features_of_tables
         num_threads = min(torch.get_num_threads(), len(ranges))
         if num_threads == 1:
@@ -281,7 +306,7 @@ class FusedLookup:
         return [ranges[share] for share in shares]
 
     def _placed(self, storages: Sequence[Storage]) -> "_Placed":
-        """Returns the tables with the current addresses of their storages."""
+        """Returns copies of the kernel's blocks with this step's addresses, learning rates and dtypes filled in."""
         placed = _Placed(self._partitions.copy(), self._parts.copy())
         numbers = placed.partitions.view(np.float64)
         for j, own in enumerate(storages):
@@ -371,7 +396,7 @@ def _part_fields(part: TablePart, itemsize: int) -> list[int]:
 
 
 def _reciprocal(divisor: int) -> int:
-    """Returns ``floor((2 ** 64 - 1) / divisor) + 1``, as a signed number; 0 for divisors outside of (1, 2 ** 32)."""
+    """Returns ``2 ** 64 / divisor`` rounded up, as a signed number, for ``rows._divide``; 0 outside of (1, 2 ** 32)."""
     if not 1 < divisor < 2**32:
         return 0
     reciprocal = (2**64 - 1) // divisor + 1
@@ -388,11 +413,14 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no threads
 
 
 def in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
-    """Calls ``run(share, num_shares)`` for each share, in as many threads as cores; all end before it returns."""
+    """Calls ``run(share, num_shares)`` for each share: share 0 in this thread, the others in a pool of all cores.
+
+    Returns when all have ended, and raises the first error.
+    """
     others = [_pool().submit(run, share, num_shares) for share in range(1, num_shares)]
     try:
         run(0, num_shares)
-    finally:  # what they write is let go afterwards
+    finally:  # also after an error: the threads write to memory that the caller frees
         wait(others)
     for other in others:
         other.result()

@@ -8,9 +8,9 @@ from numba import njit
 from distembed.kernels import layout
 from distembed.kernels.simd import high_product, lanes_of, load_floats, load_half, prefetch, read_long, store
 
-# no memory is counted as references; a divisor is never zero
+# kernels run without the GIL; no reference counts (_nrt), since they make no arrays; no check for division by zero
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
-# nobody but kernels calls them
+# for functions that only kernels call: no wrappers by which Python or C could call them
 _INNER_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inline: Any = njit(forceinline=True, **_INNER_OPTIONS)
 """Compiles a function into its callers."""
@@ -24,7 +24,7 @@ _LINE_BYTES = 64
 
 @inline
 def field(block: Any, place: Any) -> Any:
-    """Returns a number of a block."""
+    """Returns the 64-bit number at ``place``, a constant of ``layout``, of the block at an address."""
     return read_long(block + 8 * place)
 
 
@@ -54,7 +54,9 @@ def rows_are_half(job: Any, j: Any) -> Any:
 
 @inline
 def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
-    """Returns ``number // divisor``, for numbers below 2 ** 32 by a multiplication."""
+    """Returns ``number // divisor`` of unsigned numbers; a multiplication replaces the division below 2 ** 32."""
+    # With r = floor((2 ** 64 - 1) / d) + 1, which is 2 ** 64 / d rounded up, n // d is exactly the upper 64 bits of
+    # n * r for n, d < 2 ** 32 (Granlund and Montgomery, PLDI 1994). r is 0 where d is not in (1, 2 ** 32).
     if reciprocal != 0 and number < 4294967296:
         return np.int64(high_product(np.uint64(number), np.uint64(reciprocal)))
     return np.int64(np.uint64(number) // np.uint64(divisor))
@@ -62,7 +64,10 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 
 @inline
 def row_of(own_id: Any, part: Any) -> Any:
-    """Returns the row of an id in a part, counted from the first row that is here."""
+    """Returns ``(id // divisor) % modulus - first row`` of a part: the place among the rows that are on this rank.
+
+    It is negative, or at least the part's number of rows, where the id's row is not on this rank.
+    """
     row, modulus = own_id, field(part, layout.MODULUS)
     if field(part, layout.DIVISOR) != 1:
         row = _divide(row, field(part, layout.DIVISOR), field(part, layout.DIVISOR_RECIPROCAL))
@@ -73,13 +78,16 @@ def row_of(own_id: Any, part: Any) -> Any:
 
 @inline
 def is_outside(row: Any, last: Any) -> Any:
-    """Returns a number, negative where a row is not on this rank; rows are checked together by ``|``."""
+    """Returns a negative number unless ``0 <= row <= last``: the sign bit of ``row`` or of ``last - row`` is set.
+
+    Results of many rows joined by ``|`` are negative where one row is outside, so that one branch checks all.
+    """
     return row | (last - row)
 
 
 @inline
 def read(address: Any, column: Any, is_half: Any, zeros: Any) -> Any:
-    """Returns numbers of a row, from a column on, in float32."""
+    """Returns as many numbers of the row at an address as ``zeros`` has lanes, from ``column`` on, in float32."""
     if is_half:
         return load_half(address + 2 * column, zeros)
     return load_floats(address + 4 * column, zeros)
@@ -87,7 +95,7 @@ def read(address: Any, column: Any, is_half: Any, zeros: Any) -> Any:
 
 @inline
 def ask_for(address: Any, num_bytes: Any) -> Any:
-    """Asks for memory, without waiting for it."""
+    """Prefetches all cache lines of ``num_bytes`` from an address on; does not wait for them."""
     place = address
     while place < address + num_bytes:
         prefetch(place)
@@ -96,6 +104,6 @@ def ask_for(address: Any, num_bytes: Any) -> Any:
 
 @inline
 def clear(address: Any, num_columns: Any, zeros: Any) -> Any:
-    """Fills the columns of a row with zeros."""
+    """Fills ``num_columns`` float32 from an address on with zeros; the number is a multiple of the lanes."""
     for column in range(0, num_columns, lanes_of(zeros)):
         store(address + 4 * column, zeros)

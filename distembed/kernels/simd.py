@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, overload, register_model
 
-_intrinsic: Any = intrinsic  # whose results are called without the first argument
+_intrinsic: Any = intrinsic  # as Any: kernels call an intrinsic without its first argument, which mypy would miss
 
 _FLOAT, _HALF, _LONG, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32)
 
@@ -55,7 +55,7 @@ def _call(builder: Any, name: str, returned: ir.Type, arguments: Sequence[Any]) 
 
 
 def _typed(signature: Any, build: Callable[..., Any]) -> Any:
-    """Returns what an intrinsic tells numba: its signature, and how ``build(builder, *arguments)`` makes its code."""
+    """Returns an intrinsic's signature and code generator for numba; ``build(builder, *arguments)`` emits LLVM code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         built = build(builder, *arguments)
@@ -165,7 +165,7 @@ def sum_lanes(typing_context: Any, vector: Any) -> Any:
 
 
 def _define(function: Callable[..., Any], instruction: str) -> None:
-    """Defines an operator for two vectors of one length."""
+    """Makes numba compile a Python operator, for two vectors of one length, to an LLVM instruction of this name."""
 
     def compute(typing_context: Any, first: Any, second: Any) -> Any:
         return _typed(first(first, second), lambda builder, *own: getattr(builder, instruction)(*own))

@@ -19,7 +19,7 @@ from distembed.kernels.simd import read_int, read_long, write
 
 # the slots of a partition
 PLACES = 0  # address of the hash table; 0 where every row has the slot of its number
-_SHIFT = 1  # of a row times the factor, which leaves the place
+_SHIFT = 1  # place of a row = (row * factor mod 2 ** 64) >> shift
 _FACTOR = 2  # 0 where there is a place for each row
 _MASK = 3  # number of places, less one
 SLOT_ROWS = 4  # address of the row of each slot, int32; numbers of slots begin with 1
@@ -57,10 +57,10 @@ def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
 
 @inline
 def find_slots(slots: Any, rows: Any, step: Any, num_ids: Any) -> None:
-    """Replaces rows by the numbers of their slots, from 1 on; rows that have none yet are given the next ones.
+    """Replaces rows by the numbers of their slots, in place; a row that has no slot yet gets the next free one.
 
-    New rows are not told apart by a branch, which would be mispredicted: the place and the next slot are written for
-    every row.
+    New rows are not told apart by a branch, which would be mispredicted: place and slot are written for every row. The
+    row is always written to the next free slot, which the next new row overwrites unless the slot has been taken.
 
     Args:
         slots: Address of the block.
@@ -89,5 +89,5 @@ def find_slots(slots: Any, rows: Any, step: Any, num_ids: Any) -> None:
 
 @inline
 def _is_anothers(slot_rows: Any, slot: Any, row: Any) -> Any:
-    """Returns whether another row has a slot; nobody has slot 0."""
+    """Returns whether a slot, read from a place, belongs to another row than ``row``; slot 0 means a free place."""
     return (slot != 0) & (read_int(slot_rows + 4 * np.int64(slot)) != row)

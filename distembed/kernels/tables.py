@@ -17,7 +17,7 @@ MAX_ROWS = 2**31 - 1
 
 
 def num_states(optimizer: str | None, num_columns: int) -> int:
-    """Returns the number of states of a row that an optimizer of :data:`OPTIMIZERS` keeps; 0 without an optimizer."""
+    """Returns how many float32 states an optimizer of :data:`OPTIMIZERS` keeps of a row; 0 for SGD and for None."""
     return {"adagrad": num_columns, "row_wise_adagrad": 1}.get(optimizer or "", 0)
 
 
@@ -53,7 +53,7 @@ class Storage:
         return self.weights[0].element_size()
 
     def row_bytes(self, num_columns: int) -> int:
-        """Returns the bytes from one row to the next."""
+        """Returns the bytes from one row to the next: FBGEMM packs rows, replicated weights may have a wider stride."""
         return (num_columns if self.optimizer is not None else self.weights[0].stride(0)) * self.itemsize
 
 
@@ -97,13 +97,13 @@ class Updates:
         self._number += 1
 
     def so_far(self, storages: Sequence[Storage]) -> tuple[int, ...]:
-        """Returns the number of updates of FBGEMM's rows, and of changes of each other weight."""
+        """Returns the number of updates of FBGEMM's rows, and torch's version of each replicated weight, as a tuple."""
         others = [weight for own in storages if own.optimizer is None for weight in own.weights]
         # torch counts no changes of tensors that were made for inference
         return (self._number, *[0 if weight.is_inference() else weight._version for weight in others])
 
     def require(self, updates: tuple[int, ...], storages: Sequence[Storage]) -> None:
-        """Refuses a backward pass whose rows have changed since its forward pass."""
+        """Raises a UserError if rows have changed since the forward pass noted ``updates``, by :meth:`so_far`."""
         if updates != self.so_far(storages):
             raise UserError(
                 "A batch's gradients depend on rows that have been updated since it was looked up, as where a graph is "
@@ -126,7 +126,7 @@ def checks_rows() -> bool:
 
 
 def as_operand(numbers: Tensor, device: torch.device, *dtypes: torch.dtype) -> Tensor:
-    """Returns a tensor whose elements lie side by side; a copy only where they do not."""
+    """Returns the tensor, or a contiguous copy; a TypeError for another dtype than ``dtypes``, or another device."""
     if numbers.dtype not in dtypes or numbers.device.type != device.type:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(

@@ -1,7 +1,8 @@
 """The forward pass of the fused lookup on CUDA, and functions that both passes use, in Triton.
 
-A *key* is an id's row in one partition, counted through the group's tables, one behind the other. All tiles are
-``[lanes, columns]``: a lane is a bag, or an id where each has its own vector. Tuples have an entry for each partition.
+A *key* numbers the rows of one partition through all tables of the group: row r of table t has the key
+``rows of tables 0 to t-1 + r``. All tiles are ``[lanes, columns]``: a lane is a bag, or an id where each has its own
+vector (sequences). Tuples have an entry for each partition.
 """
 
 import triton
@@ -10,10 +11,10 @@ import triton.language as tl
 # of a part, which is one partition of one feature's table; all numbers are int64
 DIVISOR = tl.constexpr(0)
 MODULUS = tl.constexpr(1)
-FIRST_ROW = tl.constexpr(2)  # of the rows that are here
-NUM_ROWS = tl.constexpr(3)  # that are here
-FIRST_KEY = tl.constexpr(4)  # of these rows
-WEIGHT_START = tl.constexpr(5)  # place of key 0's numbers within all rows, be it outside of them
+FIRST_ROW = tl.constexpr(2)  # the first row on this rank
+NUM_ROWS = tl.constexpr(3)  # number of rows on this rank
+FIRST_KEY = tl.constexpr(4)  # key of FIRST_ROW
+WEIGHT_START = tl.constexpr(5)  # a key's numbers begin at WEIGHT_START + key * columns; negative for some tables
 STATE_START = tl.constexpr(6)
 PART_FIELDS = tl.constexpr(7)
 
@@ -25,7 +26,7 @@ SIZES = ["num_ids", "num_bags", "num_features", "seed"]
 
 @triton.jit
 def _divide(numbers, divisors):
-    """Divides numbers that are not negative, by 32 bits where these hold all of them, which is several times faster."""
+    """Divides numbers that are not negative; 32-bit division is several times faster, where all of a tile fit it."""
     if tl.max(tl.maximum(numbers, divisors), 0) < 4294967296:
         quotients = (numbers.to(tl.uint32) // divisors.to(tl.uint32)).to(tl.int64)
     else:
@@ -41,7 +42,10 @@ def part_field(parts, features, j: tl.constexpr, field: tl.constexpr, NUM_PARTIT
 
 @triton.jit
 def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
-    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it."""
+    """Returns the keys of ids in partition ``j``, NO_KEY where the row is not on this rank.
+
+    ``RULE`` has bit 1 where rows need a division, bit 2 where they need a modulus.
+    """
     rows = ids
     if RULE % 2 == 1:
         rows = _divide(rows, part_field(parts, features, j, DIVISOR, NUM_PARTITIONS))
@@ -66,7 +70,11 @@ def rows_of_keys(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADD
 def _bags(
     offsets, num_ids, num_bags, num_features, POOLS: tl.constexpr, LANES: tl.constexpr, PADDED_FEATURES: tl.constexpr
 ):
-    """Returns each lane's feature, first id, last id + 1 and vector: a lane has a bag, or an id of sequences."""
+    """Returns each lane's feature, first id, last id + 1 and vector; -1 is the vector of a lane without work.
+
+    A lane has a bag where ``POOLS``; bags come feature after feature, vectors bag after bag. Else a lane has an id, and
+    the number of features that end at or before the id is its feature.
+    """
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     if POOLS:
         is_bag = lanes < num_bags * num_features
@@ -100,7 +108,7 @@ def _composed(
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Returns the product or the sum of the rows of ids in partitions ``FIRST`` until ``STOP``."""
+    """Returns the product or the sum of the rows of ids in partitions ``FIRST`` to ``STOP - 1``."""
     num_partitions: tl.constexpr = len(weights)
     vectors = tl.zeros([ids.shape[0], PADDED], tl.float32)
     for j in tl.static_range(FIRST, STOP):
@@ -137,7 +145,10 @@ def _pool(
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Writes the columns that partitions ``FIRST`` until ``STOP`` share."""
+    """Writes the output columns that partitions ``FIRST`` to ``STOP - 1`` share: the lane's ids composed and summed.
+
+    All lanes of a tile take as many steps as its longest bag; a lane without a further id adds zeros.
+    """
     sums = tl.zeros([starts.shape[0], PADDED], tl.float32)
     for step in range(0, tl.max(ends - starts, 0)):
         places = starts + step
@@ -177,8 +188,8 @@ def compose(
 ):
     """Writes the composed, pooled vectors.
 
-    ``GROUPS`` has, of partitions that share columns: the first one, the one behind the last, the first column, the
-    number of columns, and this number rounded up to a power of two.
+    ``GROUPS`` has five numbers for each group of partitions that share columns: first partition, last partition + 1,
+    first column, number of columns, and this number rounded up to a power of two.
     """
     features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
     for i in tl.static_range(NUM_GROUPS):
@@ -219,7 +230,7 @@ def write_keys(
     LANES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr,
 ):
-    """Writes each id's key in every partition, and its *owner*: its vector or, where it has its own, its feature."""
+    """Writes each id's key in every partition, and its *owner*: its bag's vector, or the feature of a sequence's id."""
     num_partitions: tl.constexpr = len(keys)
     features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
     if POOLS:
@@ -234,7 +245,7 @@ def write_keys(
         for j in tl.static_range(num_partitions):
             own_keys = _keys(own, features, parts, j, RULES[j], num_partitions)
             tl.store(keys[j] + places, own_keys.to(keys[j].dtype.element_ty), mask=are_ids)
-    if tl.program_id(0) == 0:  # what is behind the last bag has no key
+    if tl.program_id(0) == 0:  # ids after the end of the last bag are in no bag: they get NO_KEY
         behind = tl.load(offsets + num_bags * num_features).to(tl.int64)
         for start in range(behind, num_ids, LANES):
             places = start + tl.arange(0, LANES)

@@ -5,7 +5,7 @@ constants are copied to the device in the first step.
 
 Backward: keys of all ids, a sort for each partition, sums of gradients over runs of equal keys, updates. In a product,
 gradients of one partition's rows depend on the rows of the others. So the sums of all partitions but the largest are
-made before any row is updated, and wait at their keys, or at places among sorted ids where these are fewer. Rows of the
+made before any row is updated, in a buffer with a place for each key, or for each id where ids are fewer. Rows of the
 largest partition, whose sums would take most memory, are updated as soon as their gradients are added up::
 
     sort by keys of partition 1 -> sums of partition 1 ----------------------------------> update partition 1
@@ -40,7 +40,7 @@ class TritonLookup:
     def __init__(
         self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
-        triton_kernels()  # what is missing is told here, and not in the first step
+        triton_kernels()  # a missing Triton is an error here, and not in the first step
         self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
 
     def __call__(
@@ -58,7 +58,7 @@ class TritonLookup:
             )
         rows = tuple(_rows(own) for own in storages)
         all_weights = [weight for own in storages for weight in own.weights]
-        # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
+        # FBGEMM's weights on CUDA need no gradient; autograd calls a backward pass only if some argument needs one
         placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
         step = _Step(self, self._tables.num_features, rows, storages, self.updates.so_far(storages))
         batch = (
@@ -110,7 +110,7 @@ class TritonLookup:
         return outputs
 
     def _require_rows(self, batch: TritonBatch) -> None:
-        """Raises an :class:`IndexError` where the row of an id is not here; waits for the device."""
+        """Raises an :class:`IndexError` where the row of an id is not on this rank; waits for the device."""
         keys, _ = find_keys(self._tables, batch)
         for j, own in enumerate(keys):
             missing = (own[: int(batch.offsets[-1])] < 0).nonzero()
@@ -192,7 +192,7 @@ _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 def update_tables(
     tables: DeviceTables, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor
 ) -> list[Tensor | None]:
-    """Updates the rows of a batch's ids.
+    """Updates FBGEMM's rows of a batch's ids, and sums the gradients of replicated weights, in the module's order.
 
     Args:
         tables: The tables.
@@ -201,7 +201,7 @@ def update_tables(
         gradients: Gradients of the composed vectors, float32 and contiguous.
 
     Returns:
-        A gradient for each weight that is not updated here, and None for FBGEMM's.
+        One entry for each weight of each storage: the gradient of a replicated weight, None for FBGEMM's.
     """
     dense = {
         j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
@@ -225,9 +225,9 @@ def update_tables(
 
 
 def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns the key of each id in each partition, -1 where its row is not here; and the number of its vector.
+    """Returns the key of each id in each partition, -1 where its row is not on this rank; and each id's owner.
 
-    Where each id has a vector of its own, the number of its feature takes the place of the vector's.
+    The owner is the number of its bag's vector, or of its feature where ids are not pooled.
     """
     ids, pools = batch.ids, tables.formula.pools
     keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
@@ -250,7 +250,7 @@ def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, .
 
 
 def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
-    """Returns the bytes that a backward pass takes at most, beside the gradients that come and go.
+    """Returns the bytes that a backward pass takes at most, without its input and output gradients.
 
     Args:
         num_ids: Number of ids of all features.
@@ -345,7 +345,7 @@ class _Backward:
         return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
 
     def reduce(self, j: int, target: _Target) -> _Sorted:
-        """Sends the sum of each row's gradients to a target, and returns the ids sorted by keys."""
+        """Sorts the ids by their keys, sums each row's gradients, and sends the sums to a target; returns the order."""
         tables, num_ids, formula = self.tables, len(self.batch.ids), self.tables.formula
         by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
         columns = formula.columns[j]

@@ -107,7 +107,7 @@ class DeviceTables:
 
 
 def key_type(num_keys: int) -> torch.dtype:
-    """Returns the smallest type for a number of keys: sorting takes a pass for each of its bytes."""
+    """Returns the smallest integer type for keys 0 to ``num_keys - 1``: a radix sort takes a pass for each byte."""
     return next(own for own in _KEY_TYPES if num_keys - 1 <= torch.iinfo(own).max)
 
 
@@ -117,23 +117,27 @@ def power_of_two(number: int) -> int:
 
 
 def num_lanes(padded_columns: int, tile_numbers: int = TILE_NUMBERS) -> int:
-    """Returns the number of vectors in a tile; it and the number of columns are powers of two."""
+    """Returns the number of vectors in a tile of about ``tile_numbers``, a power of two, as Triton wants it."""
     return max(1, tile_numbers // padded_columns)
 
 
 def num_blocks(number: int, a_block: int) -> int:
-    """Returns the number of blocks of a size that hold a number of elements."""
+    """Returns ``number / a_block``, rounded up."""
     return -(-number // a_block)
 
 
 def _rule(parts: Sequence[TablePart]) -> int:
+    """Returns the operations that any table needs in a partition, so that kernels are compiled without the others."""
     divides = any(part.digit.divisor != 1 for part in parts)
     takes_modulus = any(part.digit.modulus is not None for part in parts)
     return _DIVIDES * divides + _TAKES_MODULUS * takes_modulus
 
 
 def _part_fields(part: TablePart, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
-    """Returns a part's fields: divisor, modulus, local rows and their keys, places of key 0's numbers and states."""
+    """Returns a part's fields, in the order of the constants in ``triton_kernels``.
+
+    Row r has key = first_key + r and begins at weight_start + r * columns, key 0 at weight_start - first_key * columns.
+    """
     modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
     fields = [part.digit.divisor, modulus, part.first_row, part.num_rows, first_key]
     if optimizer is None:  # rows that every rank has are stacked in the order of their keys
@@ -154,7 +158,7 @@ class TritonKernels(NamedTuple):
 
 @cache
 def triton_kernels() -> TritonKernels:
-    """Returns the kernels."""
+    """Imports Triton and returns the kernels; a :class:`UserError` where Triton is missing."""
     try:
         forward = import_module("distembed.kernels.triton_kernels")
         backward = import_module("distembed.kernels.triton_update")

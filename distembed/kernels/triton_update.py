@@ -30,7 +30,8 @@ _NONE_BEFORE = tl.constexpr(-2)
 
 @triton.jit
 def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
-    """Returns where the ids at some places of the order stand in the batch, their features, and their vectors."""
+    """Returns, for places among the sorted ids: the ids' places in the batch, their features, and their vectors."""
+    # a pooled id's owner is its vector, bag * num_features + feature; else it is the feature
     ids = tl.load(order + places, mask=are_ids, other=0)
     own = tl.load(owners + ids, mask=are_ids, other=0)
     if POOLS:
@@ -45,6 +46,8 @@ def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
 @triton.jit
 def _shaken(values, seed, starts, columns):
     """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value."""
+    # float32 has 13 more bits of mantissa: a random number of 13 bits is added, and the lowest 13 bits are cut off.
+    # Below 2 ** -14 float16 is subnormal, with steps of 2 ** -24: there multiples of the step are rounded alike.
     drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
     kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
     multiples = tl.floor(values * 16777216.0 + drawn.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
@@ -71,7 +74,8 @@ def _finish(
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
 ):
-    """Updates the rows of keys by their gradients, or writes these."""
+    """Updates the rows of ``keys`` by ``sums`` of their gradients, or writes the sums, in lanes that ``are_whole``."""
+    # the optimizers' equations are in kernels.update._update_row
     columns = tl.arange(0, PADDED)
     mask = are_whole[:, None] & (columns < NUM_COLUMNS)[None, :]
     if ACTION == WRITE_AT_KEY:
@@ -130,7 +134,10 @@ def _contributions(
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Returns the gradients of the rows of the ids at some places in partition ``J``; ``owners`` are their vectors."""
+    """Returns each id's share of the gradient of its row in partition ``J``: weight * gradient * its other rows.
+
+    ``places`` are the ids' places in the batch, ``owners`` the numbers of their vectors.
+    """
     num_partitions: tl.constexpr = len(weights)
     columns = tl.arange(0, PADDED)
     mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
@@ -179,7 +186,12 @@ def sum_runs(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Adds up the gradients of each row in partition ``J``, and finishes runs that lie within a chunk."""
+    """Adds up the gradients of each row in partition ``J``, and finishes runs that lie within a chunk.
+
+    A run that reaches into the next chunk leaves its first piece in ``tails``; each later piece is in ``heads``.
+    """
+    # `before` is the key before the chunk, `key` the current and `following` the next one. A run ends where the key
+    # changes or the chunk does; `is_new` tells that it began in this chunk. Ids without a key (-1) sort first.
     num_partitions: tl.constexpr = len(weights)
     chunks = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     columns = tl.arange(0, PADDED)
@@ -265,7 +277,10 @@ def join_runs(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Finishes the run that begins in this program's chunk and goes on behind it, if there is one."""
+    """Finishes the run that begins in this program's chunk and continues in later ones, if there is one.
+
+    Adds its tail and the heads of all following chunks that begin with its key, ``LANES`` chunks at a time.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     last = chunk * CHUNK + CHUNK - 1
     key = tl.load(sorted_keys + last, mask=last < num_ids, other=NO_KEY).to(tl.int64)
@@ -333,14 +348,17 @@ def update_rows(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Updates the rows that occur by the sums that were written before."""
+    """Updates each row of the batch by its sum, which ``sum_runs`` or ``join_runs`` wrote at its key or its place.
+
+    The place of a run is its last one in the chunk in which it begins, so that each run is found here exactly once.
+    """
     places = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     firsts = places // CHUNK * CHUNK
     key = tl.load(sorted_keys + places, mask=places < num_ids, other=NO_KEY).to(tl.int64)
     following = tl.load(sorted_keys + places + 1, mask=places + 1 < num_ids, other=NO_KEY).to(tl.int64)
     has_before = (firsts > 0) & (places < num_ids)
     before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
-    # where a run ends that is within a chunk, or the chunk in which a longer one begins
+    # the last place of a run within a chunk, or the last place of the chunk in which a longer run begins
     are_runs = (key >= 0) & (key != before) & ((key != following) | (places == firsts + CHUNK - 1))
     _, features, _ = _owners(order, owners, places, are_runs, num_features, POOLS)
     columns = tl.arange(0, PADDED)

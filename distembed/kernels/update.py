@@ -69,7 +69,7 @@ _PRODUCT_BYTES = 64
 """Bytes of a partition's vector of up to 16 float32: the gradient times the rows of the earlier partitions."""
 
 # of a partition in a table's update, behind its slots
-_SUMS = SLOTS_FIELDS  # address of the sum of row 0, or of slot 0, which is nobody's
+_SUMS = SLOTS_FIELDS  # address of the sum of row 0; with slots, of slot 0, which no row has
 _SUM_BYTES = SLOTS_FIELDS + 1  # from one sum to the next
 _SUMS_FIELDS = SLOTS_FIELDS + 2
 
@@ -104,8 +104,9 @@ def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) ->
 @compiled
 def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of any number of rows that are multiplied."""
-    # forward  products[j] = w g v_1 ... v_{j-1}
-    # back     behind      = v_{j+1} ... v_k, so that row j has the gradient products[j] * behind
+    # Row j has the gradient w g times all other rows; 3k products in place of k^2, and no division by rows that are 0:
+    # upwards    products[j] = w g v_1 ... v_{j-1}
+    # downwards  behind      = v_{j+1} ... v_k, and row j has the gradient products[j] * behind
     num_partitions = field(job, layout.NUM_PARTITIONS)
     for column in range(0, field(job, layout.WIDTH), lanes_of(zeros)):
         product, target = load_floats(gradient + 4 * column, zeros) * factor, targets
@@ -137,7 +138,7 @@ def _add_sum(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> 
 
 @inline
 def _take(scratch: Any, num_bytes: Any) -> Any:
-    """Returns the scratch after its first bytes, aligned."""
+    """Returns the address ``num_bytes`` further, rounded up by whole cache lines of 64 bytes."""
     return scratch + (num_bytes + 63) // 64 * 64
 
 
@@ -154,7 +155,7 @@ def _end_id(job: Any, feature: Any) -> Any:
 
 @compiled
 def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
-    """Returns an upper bound of an update's bytes, with 64 to spare for each of its parts."""
+    """Returns an upper bound of the scratch for a table's update, with 64 bytes for each piece that `_take` ends."""
     num_partitions = field(job, layout.NUM_PARTITIONS)
     num_bytes = num_partitions * (8 * _SUMS_FIELDS + _PRODUCT_BYTES + 8 * _TARGET_FIELDS * layout.BLOCK_IDS) + 3 * 64
     for j in range(num_partitions):
@@ -168,7 +169,10 @@ def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
 
 @compiled
 def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) -> None:
-    """Writes the block of each partition's slots and sums."""
+    """Writes the block of each partition's slots and sums, and lays both out in ``scratch``.
+
+    Where gradients are returned, PLACES is 0: no slots, and each row's sum is at its place in the gradient itself.
+    """
     for j in range(field(job, layout.NUM_PARTITIONS)):
         partition, part = partition_block(job, j), part_block(job, feature, j)
         num_rows, sum_bytes = field(part, layout.NUM_ROWS), 4 * field(partition, layout.NUM_COLUMNS)
@@ -186,7 +190,11 @@ def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) ->
 
 @inline
 def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, targets: Any, zeros: Any) -> Any:
-    """Writes the addresses of ids' rows and of their gradients' sums, and prefetches both."""
+    """Writes the addresses of ids' rows and of their gradients' sums, and prefetches both.
+
+    New rows get slots, whose sums are cleared. Returns False where a row is not on this rank.
+    """
+    # each id's _TARGET_SUM holds its row first, then its slot (unless every row has a sum), then the sum's address
     ids, num_partitions = field(job, layout.IDS) + 8 * start, field(job, layout.NUM_PARTITIONS)
     step, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
@@ -219,7 +227,7 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
 
 @compiled
 def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
-    """Adds the gradients of all ids of a feature to the sums; returns whether all rows were inside."""
+    """Adds the gradients of all ids of a feature to the sums; returns False at an id whose row is not on this rank."""
     own, stride, gradient_bytes = feature_block(job, feature), field(job, layout.STRIDE), 4 * field(job, layout.WIDTH)
     weights, target_bytes = field(job, layout.WEIGHTS), 8 * _TARGET_FIELDS * field(job, layout.NUM_PARTITIONS)
     gradient = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) - stride
@@ -310,7 +318,7 @@ def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, 
 
 @compiled
 def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
-    """Updates tables one after another, each in the same scratch, if there is enough."""
+    """Updates tables one after another, all in the same scratch; arguments and result as of :func:`update_16`."""
     needed = 0
     for i in range(0, 2 * num_tables, 2):
         first_feature, end_feature = field(tables, i), field(tables, i + 1)
@@ -330,16 +338,16 @@ def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes:
 
 @entry
 def update_16(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
-    """Updates the rows of some tables, one after another, or adds their gradients up where these go elsewhere.
+    """Updates the rows of some tables; where GRADIENT_ADDRESS is set, adds up the rows' gradients there instead.
 
     All numbers of columns are multiples of 16.
 
     Args:
         job: Address of the job, whose vectors are gradients.
-        tables: Address of the range of features of each table, as its first and the one behind its last.
+        tables: Address of two numbers for each table: its first feature, and its last feature + 1.
         num_tables: Number of tables.
-        scratch: Address of memory that is at a multiple of 64.
-        scratch_bytes: How much there is.
+        scratch: Address of working memory, a multiple of 64.
+        scratch_bytes: Number of bytes of working memory.
 
     Returns:
         How many bytes of scratch the largest table needs. Where there are fewer, nothing is done. A negative number is
