@@ -4,14 +4,14 @@ Memory is allocated and freed within a step, so the fullest of its moments count
 tensors, of the networks (:mod:`distembed.planning.networks`) and of lookups (:mod:`distembed.sharding.groups`):
 
 =================== =============================================================================================
-ookup              received ids, their rows, the vectors of all partitions, the vectors composed so far
-utput              tensors that the lookups save for their gradients, vectors on their way to the rows' ranks
-etworks            saved tensors, and the fullest moment of the networks' forward and backward
-utput gradients    saved tensors, gradients of the networks, gradients of pooled vectors on their way back
-ookup gradients    saved tensors, gradients of all partitions' vectors
-able gradients     saved tensors, gradients of replicated weights, in one piece
-ptimizer           gradients, and the temporaries of torch's row-wise Adagrad for a replicated table
-================== =============================================================================================
+lookup              received ids, their rows, the vectors of all partitions, the vectors composed so far
+output              tensors that the lookups save for their gradients, vectors on their way to the rows' ranks
+networks            saved tensors, and the fullest moment of the networks' forward and backward
+output gradients    saved tensors, gradients of the networks, gradients of pooled vectors on their way back
+lookup gradients    saved tensors, gradients of all partitions' vectors
+table gradients     saved tensors, gradients of replicated weights, in one piece
+optimizer           gradients, and the temporaries of torch's row-wise Adagrad for a replicated table
+=================== =============================================================================================
 
 Counted from TorchRec's ``comm_ops`` and pipelines; B is the rows of a step on all ranks, b on one. Temporaries within
 an operator are not counted, except for the sorting of ids in FBGEMM's CUDA backward.

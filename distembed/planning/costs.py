@@ -3,10 +3,11 @@
 A search adds the pieces of many plans, :func:`step_times` the pieces of one. Times are milliseconds of a training step,
 forward and backward::
 
-    rank = sum of its shards' lookups                      + work of every rank for each table
+    rank = sum of its shards' lookups                     + work of every rank for each table
         + start of each group of lookups that it has      + start of each exchange that any table takes part in
         + for each phase of each exchange: the longer of sending and receiving
-        + all-reduces of replicated weights, with their start                   + networks
+        + all-reduces of replicated weights, with their start
+        + networks
 
 On CPUs whose ranks share cores, a node takes at least the sum of its ranks' times over the number of ranks that its
 cores run at once (:attr:`~distembed.planning.devices.Device.ranks_at_once`).

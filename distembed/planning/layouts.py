@@ -1,15 +1,15 @@
 """The layouts of a table on a cluster, as its composition, the config and the ranks allow.
 
 ==================== ======================================================== ==========================================
-harding type        layouts                                                  unless the config says otherwise
-=================== ======================================================== ==========================================
-`table_wise``       whole, on one rank                                       always
-`column_wise``      in 2 or more equal ranges of columns, on as many ranks   with several ranks; not of sequences
-`row_wise``         by rows, over all ranks                                  with several ranks
-`table_row_wise``   by rows, over the ranks of a node                        with several nodes of several ranks
-`grid_shard``       in ranges of columns, each on a node                     with several nodes of several ranks
-`data_parallel``    a copy on every rank                                     with several ranks
-=================== ======================================================== ==========================================
+sharding type        layouts                                                  unless the config says otherwise
+==================== ======================================================== ==========================================
+``table_wise``       whole, on one rank                                       always
+``column_wise``      in 2 or more equal ranges of columns, on as many ranks   with several ranks; not of sequences
+``row_wise``         by rows, over all ranks                                  with several ranks
+``table_row_wise``   by rows, over the ranks of a node                        with several nodes of several ranks
+``grid_shard``       in ranges of columns, each on a node                     with several nodes of several ranks
+``data_parallel``    a copy on every rank                                     with several ranks
+==================== ======================================================== ==========================================
 
 ``table_column_wise``, a range of columns for each rank of a node, needs the config's permission.
 

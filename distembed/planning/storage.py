@@ -3,12 +3,12 @@
 The bytes follow from where the parameters go (:mod:`distembed.sharding.placement`) and from each one's optimizer:
 
 ================================ ==========================================================
-harded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
-eplicated partitions            torch's form of the sparse optimizer
-unctions of path-based tables   the dense optimizer
-ables with gradients in all     the dense optimizer
-ows (``dense_gradient``)
-=============================== ==========================================================
+sharded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
+replicated partitions            torch's form of the sparse optimizer
+functions of path-based tables   the dense optimizer
+tables with gradients in all     the dense optimizer
+rows (``dense_gradient``)
+================================ ==========================================================
 
 Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory. The device keeps the optimizer's
 numbers per row, and the cache with FBGEMM's notes on it.

@@ -4,10 +4,10 @@
 step on all ranks, b on one; W ranks lie on N nodes of L::
 
     by columns      each rank sends its ids to the owner of the columns, who sends their vectors back
-   row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
-   two levels      each rank sends its ids to the L ranks of a node that have their rows; these reduce their sums of
-                   all B rows among them, B / L for each, and send them to the other nodes
-   data_parallel   only gradients of the weights, which are averaged
+    row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
+    two levels      each rank sends its ids to the L ranks of a node that have their rows; these reduce their sums of
+                    all B rows among them, B / L for each, and send them to the other nodes
+    data_parallel   only gradients of the weights, which are averaged
 
 A GPU sends while it receives: a phase takes the longer of the two. A CPU's ranks copy all messages with their own
 cores: a phase takes half of both, since the bandwidth is measured on ranks that send as much as they receive.
@@ -19,7 +19,7 @@ Gradients take the reverse way. A ring averages P bytes of gradients within node
 backward pass reads n gradients, sorts the n rows, and reads and writes each distinct row with its optimizer states.
 Replicated weights are looked up by torch, whose gradients and updates cover all rows. GPUs read rows of fewer than 128
 numbers more slowly, by the factors of TorchRec's planner. :mod:`distembed.sharding.groups` counts the bytes of
-    composing.
+composing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -233,9 +233,8 @@ class LookupTimes:
     def lookup(self, load: TableLoad, num_shards: int) -> tuple[float, int]:
         """Returns the milliseconds of a table's lookups on a rank, and the number of operations its group starts.
 
-        The milliseconds cover both passes and the update; rows of the sharded partition are divided over ``num_shards``
-            ranks.
-        The operations do not depend on the number of tables in the group.
+        The milliseconds cover the forward and backward passes and the update. Rows of sharded partitions are divided
+        over ``num_shards`` ranks. The number of operations does not depend on the number of tables in the group.
         """
         own, table, optimizer = load.slice, load.slice.table, self._optimizers.for_table(load.slice.table).sparse
         kind = group_type(own, self._device.kind, optimizer)

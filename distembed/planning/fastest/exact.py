@@ -1,8 +1,8 @@
 """Every assignment of a small problem, except for assignments that cannot improve on the best found so far.
 
-Tables are placed one by one, the largest first, in each way that differs: one rank stands for all ranks with equal
-    loads.
-The placed tables give the least time of each rank, and all tables together its mean: branch and bound.
+Branch and bound. Tables are placed one by one, the longest first, in each way that differs: one rank stands for all
+ranks with equal loads. A partial assignment is dropped when its lower bound reaches the best score. The bound is the
+larger of the largest score so far and the mean time of all ranks after the remaining tables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,14 @@ from distembed.planning.fastest.local_search import Budget, Found
 from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _EQUAL = 9
-"""Decimals by which loads of ranks are compared."""
+"""Decimals to which the loads of two ranks have to agree for one rank to stand for both."""
 
 
 class ExactSearch:
-    """Tries all assignments with the least milliseconds within an aim's bytes, as far as the budget reaches.
+    """Searches all assignments for the one with the least largest score under ``aim``, until the budget is spent.
 
-    ``accepts`` tells whether an assignment may be taken; only assignments better than all before are asked for.
+    ``accepts`` is a check of the caller, for example an exact count of memory. It is called with each complete
+    assignment that is better than all accepted before; the search ignores assignments for which it returns False.
     """
 
     def __init__(
@@ -28,24 +29,28 @@ class ExactSearch:
     ) -> None:
         self._problem, self._aim, self._budget, self._accepts = problem, aim, budget, accepts
         least_ms = [problem.mean_ms[problem.options_of(table)].min() for table in range(problem.num_tables)]
-        # equal tables follow each other, since their order does not matter
+        # equal tables follow each other, since their order does not matter; _left_ms[d] is the least time of the tables
+        # from depth d on
         self._order = sorted(range(problem.num_tables), key=lambda table: (-least_ms[table], problem.class_of[table]))
         self._left_ms = np.cumsum([0.0, *[least_ms[table] for table in self._order[::-1]]])[::-1]
         self._best: Found | None = None
-        # rows that are equal for ranks with equal limits and equal allowed tables
+        # a row by rank: two ranks may stand for each other where capacities and allowed options are equal
         limits = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
     def better_than(self, score: float) -> tuple[Found | None, bool]:
-        """Returns the best assignment whose largest score is below ``score``, if any, and whether the search ended."""
+        """Returns the best accepted assignment if its largest score is below ``score``, and whether all were tried."""
         self._score = score
         is_complete = self._place(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
         return self._best, is_complete
 
     def _place(self, loads: Loads, depth: int) -> bool:
-        """Tries all ways to place the remaining tables; returns whether it tried all."""
+        """Tries all ways to place the tables from ``depth`` on; returns False where the budget ended the search.
+
+        Records a better, accepted assignment in ``_best`` and ``_score``. ``loads`` is afterwards as before.
+        """
         if depth == len(self._order):
-            exact = Loads(self._problem, loads.assignment)
+            exact = Loads(self._problem, loads.assignment)  # without the rounding of repeated sums and differences
             score = float(exact.scores(self._aim).max())
             if score < self._score and self._accepts(loads.assignment):
                 self._best, self._score = Found(loads.assignment.copy(), score), score
@@ -63,15 +68,18 @@ class ExactSearch:
         return not self._budget.is_spent
 
     def _least_score(self, loads: Loads, left_ms: float) -> float:
-        """Returns a lower bound of the largest score, with ``left_ms`` of all ranks still to place."""
+        """Returns a lower bound of the largest score, where the remaining tables add ``left_ms`` to the mean rank."""
         self._budget.spend(1, self._problem.world_size)
-        # largest score >= max(largest so far, mean of own milliseconds after all tables / share of cores): the mean
-        # only grows, while waiting for other ranks' exchanges may shrink as tables are added, so it does not count
+        # largest score >= largest so far, and >= (mean of own milliseconds + left_ms) / speed, since the slowest rank
+        # is at least the mean. Own milliseconds leave out work for other ranks' shards: a later table may hide in it
         speed = min(1.0, self._problem.ranks_at_once / self._problem.ranks_per_node)
         return max(float(loads.scores(self._aim).max()), (float(loads.own_milliseconds().mean()) + left_ms) / speed)
 
     def _ways(self, loads: Loads, table: int) -> list[tuple[int, Ints, float]]:
-        """Returns options and places of a table, the best first; one rank stands for all equal ones."""
+        """Returns option, places and lower bound of each distinct way to place a table, the least bound first.
+
+        Ways whose bound reaches the best score are left out; the list is empty where the budget ends.
+        """
         ways = []
         for option in self._problem.options_of(table):
             for places in self._places(loads, option):
@@ -83,7 +91,11 @@ class ExactSearch:
         return sorted((way for way in ways if way[2] < self._score), key=lambda way: way[2])
 
     def _places(self, loads: Loads, option: int) -> Iterator[Ints]:
-        """Yields the distinct places of an option's blocks; nodes differ only where a node counts."""
+        """Yields places for an option's blocks, one choice for all choices that give equal loads.
+
+        Places are interchangeable where their ranks have equal loads and limits, and lie on one node if the problem
+        depends on nodes: by shared cores, or by blocks that fill one.
+        """
         problem, blocks, size = self._problem, self._problem.option_blocks[option], self._problem.ranks_per_node
         ranks_of_place = size if len(blocks) and problem.blocks.fills_node[blocks[0]] else 1
         has_nodes = ranks_of_place == 1 and (problem.ranks_at_once < size or problem.blocks.fills_node.any())
@@ -98,10 +110,10 @@ class ExactSearch:
 
 
 def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int = 0) -> Iterator[list[int]]:
-    """Yields distinct places of blocks; equal places are used in order, and equal blocks in one order.
+    """Yields a place for each block, all different, without choices that differ by swapping equal blocks or places.
 
-    Equal blocks are adjacent. ``kinds`` has the remaining places, by kind of equal places; the first block may go to
-    kinds from ``first`` on.
+    ``kinds`` groups the free places: places of one kind are interchangeable, so the first stands for all. Equal blocks
+    are adjacent in ``blocks`` and take kinds in ascending order, so the first block takes ``first`` or a later kind.
     """
     if not blocks:
         yield []

@@ -1,4 +1,8 @@
-"""Loads of all ranks under an assignment, kept in arrays, and the loads with one table placed elsewhere."""
+"""Milliseconds and bytes of all ranks under an assignment, in arrays that change as a table is placed or removed.
+
+Every load is a sum over shards, so one change adds or subtracts one row of numbers. Trying all ranks for a shard is a
+few operations on arrays by rank.
+"""
 
 from dataclasses import dataclass
 
@@ -7,19 +11,23 @@ import numpy as np
 from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _PENALTY = 1e6
-"""Weight of a load's excess over a limit, against the minimised load."""
+"""Penalty of a load at twice its limit, in the unit of the score: milliseconds, or filled shares of a capacity."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """The minimised load of the worst rank: milliseconds; or bytes, where milliseconds are limited."""
+    """The load that a search minimises on the worst rank: milliseconds, or bytes where ``limit_ms`` is given."""
 
     capacity: Floats | float  # bytes of each rank, one number for all or an array by rank
-    host_capacity: Floats | float = 0.0  # bytes of each rank's share of host memory besides a device
-    limit_ms: float | None = None  # that no rank should take, where bytes are to be few; None where time is to be short
+    host_capacity: Floats | float = 0.0  # bytes of each rank's share of host memory, apart from its device
+    limit_ms: float | None = None  # most milliseconds of a rank while bytes are minimised; None minimises milliseconds
 
     def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
-        """Returns each rank's score: milliseconds, or the filled share of its capacity; far more beyond a limit."""
+        """Returns each rank's score, which a search makes small: milliseconds, or filled bytes / capacity.
+
+        Each share by which a load exceeds its limit adds a large penalty. Bytes over the capacity have no penalty
+        while bytes are minimised, since they are the score.
+        """
         fullness: Floats = num_bytes / np.maximum(self.capacity, 1.0)
         excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / np.maximum(self.host_capacity, 1.0)
         if self.limit_ms is None:
@@ -28,6 +36,7 @@ class Aim:
         return fullness + _PENALTY * (late + excess)
 
     def of_ranks(self, ranks: Ints) -> "Aim":
+        """Returns the aim with the capacities of some ranks, in their order; ranks may repeat."""
         own, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
         return Aim(own, host, self.limit_ms)
 
@@ -36,21 +45,22 @@ class Aim:
 
 
 class Loads:
-    """Milliseconds and bytes of all ranks under an assignment, which changes as tables are put and taken.
+    """Milliseconds and bytes of all ranks under an assignment.
 
-    ``tables_of`` has each rank's tables. Arrays are by rank.
+    :meth:`put` and :meth:`take` change the given assignment itself. ``tables_of`` has the tables with a shard on each
+    rank. Arrays are by rank.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.problem, self.assignment, self._blocks = problem, assignment, problem.blocks
         world_size, phases = problem.world_size, problem.num_phases
-        self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # the last is that of no group
-        # rows are the columns of problem.block_sums, so that adding a shard is one addition
+        self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # [NO_GROUP] = [-1]: no start
+        # rows are the columns of problem.block_sums, so that adding a shard is one addition; the names are views of it
         self._sums = np.zeros((problem.block_sums.shape[1], world_size))
         self._ms, self.num_bytes, self.host_bytes = self._sums[:3]
         self._own_ms = self._sums[3 : 3 + phases]
         self._rest_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
-        self._in_group = self._sums[3 + 2 * phases :]
+        self._in_group = self._sums[3 + 2 * phases :]  # number of the rank's shards in each group
         self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
         self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
         # all tables of the assignment are added at once
@@ -71,14 +81,14 @@ class Loads:
         self._start_ms = self._starts(slice(None))
 
     def put(self, table: int, option: int, places: Ints) -> None:
-        """Places a table; it is taken from its old place before."""
+        """Places a table's blocks at ``places`` by an option, after removing the table from its old places, if any."""
         if self.assignment.option[table] >= 0:
             self.take(table)
         self._change(table, option, places, 1)
         self.assignment.option[table], self.assignment.places[table] = option, places
 
     def take(self, table: int) -> None:
-        """Takes a table from its place."""
+        """Removes a placed table's load, and leaves the table without an option."""
         self._change(table, int(self.assignment.option[table]), self.assignment.places[table], -1)
         self.assignment.option[table] = -1
 
@@ -86,6 +96,7 @@ class Loads:
         return aim.scores(self.milliseconds(), self.num_bytes, self.host_bytes)
 
     def milliseconds(self) -> Floats:
+        """Returns the milliseconds of every rank (the formula of :mod:`distembed.planning.fastest.problem`)."""
         at_once, size = self.problem.ranks_at_once, self.problem.ranks_per_node
         alone: Floats = self._ms + np.maximum(self._own_ms, self._rest_ms).sum(0) + self._start_ms
         if at_once >= size:
@@ -93,22 +104,27 @@ class Loads:
         return np.maximum(alone, np.repeat(alone.reshape(-1, size).sum(1) / at_once, size))
 
     def own_milliseconds(self) -> Floats:
-        """Returns the milliseconds of every rank without waiting for other ranks' exchanges.
+        """Returns the milliseconds of every rank, without its work for other ranks' shards and without shared cores.
 
-        Placing one more table adds the time of its shards to their sum, wherever other tables lie.
+        Another table raises their sum by at least the time of its shards, wherever they go. The true milliseconds may
+        rise by less: ``max(own, rest)`` absorbs ``own`` on a rank that works longer for other ranks' shards.
         """
         own: Floats = self._ms + self._own_ms.sum(0) + self._start_ms
         return own
 
     def try_option(self, option: int, aim: Aim) -> tuple[Ints, Floats]:
-        """Returns the best places for an option's blocks, one by one, and the scores of all ranks with them."""
+        """Returns places for an unplaced table's option, and the scores of all ranks with the table there.
+
+        Greedy: each block in turn goes to the allowed, still unused place with the least score. The loads are
+        afterwards as before.
+        """
         self._change_everywhere(option, 1)
         blocks, places = self.problem.option_blocks[option].tolist(), list[int]()
         for block in blocks:
             scores = np.where(self.problem.allowed[option], self._scores_with(block, aim), np.inf)
             if self._blocks.fills_node[block]:
                 scores = scores.reshape(-1, self.problem.ranks_per_node).max(1)
-            scores[places] = np.inf
+            scores[places] = np.inf  # blocks of one table go to different places
             places.append(int(scores.argmin()))
             self._change_block(block, self._ranks(block, places[-1]), 1)
         scores = self.scores(aim)
@@ -118,7 +134,10 @@ class Loads:
         return np.array(places, np.int64), scores
 
     def _scores_with(self, block: int, aim: Aim) -> Floats:
-        """Returns the score of every rank if it had a shard of a block whose option is counted already."""
+        """Returns the score of every rank if that rank had a shard of ``block``, with cores of its own.
+
+        :meth:`_change_everywhere` has added the block's option before.
+        """
         blocks, groups = self._blocks, self._blocks.groups[block]
         own, rest = self._own_ms + blocks.own_ms[block, :, None], self._rest_ms - blocks.other_ms[block, :, None]
         starts = self._group_start_ms[groups] @ (self._in_group[groups] == 0)
@@ -126,10 +145,14 @@ class Loads:
         return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
 
     def scores_after(self, ranks: Ints, without: Ints, with_: Ints, aim: Aim) -> Floats:
-        """Returns the score of each of some ranks if it gave up a shard of one block for one of another."""
+        """Returns the score of ``ranks[i]`` if it exchanged a shard of block ``without[i]`` for one of ``with_[i]``.
+
+        The three arrays have equal lengths. Ranks are scored as if they had cores of their own.
+        """
         blocks = self._blocks
         own = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
         rest = self._rest_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
+        # a group's start ends with the rank's last shard of the group, and begins with its first one
         old, new, of_rank = blocks.groups[without], blocks.groups[with_], ranks[:, None]
         ends = (self._in_group[old, of_rank] == 1) & (old[:, :, None] != new[:, None]).all(2)
         begins = self._in_group[new, of_rank] == 0
@@ -140,11 +163,12 @@ class Loads:
         return aim.of_ranks(ranks).scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
 
     def signature(self, decimals: int) -> Floats:
-        """Returns numbers by rank that are equal, to so many decimals, where ranks have equal loads."""
-        rounded: Floats = self._sums.T.round(decimals) + 0.0
+        """Returns a row of rounded sums for each rank; ranks with equal loads have rows with equal bytes."""
+        rounded: Floats = self._sums.T.round(decimals) + 0.0  # -0.0 becomes 0.0, whose bytes differ
         return rounded
 
     def _ranks(self, block: int, place: int) -> range:
+        """Returns the ranks at a block's place: all ranks of the node, or the rank itself."""
         size = self.problem.ranks_per_node if self._blocks.fills_node[block] else 1
         return range(place * size, (place + 1) * size)
 
@@ -154,7 +178,7 @@ class Loads:
         return [(block, self._ranks(block, place)) for block, place in zip(blocks, places.tolist(), strict=True)]
 
     def _change(self, table: int, option: int, places: Ints, sign: int) -> None:
-        """Adds a table to the loads, or takes it away where the sign is -1."""
+        """Adds a table to the loads and to ``tables_of`` for sign 1; removes it for sign -1."""
         self._change_everywhere(option, sign)
         for block, ranks in self._placed(option, places):
             self._change_block(block, ranks, sign)
@@ -162,14 +186,17 @@ class Loads:
                 (self.tables_of[rank].add if sign > 0 else self.tables_of[rank].discard)(table)
 
     def _change_everywhere(self, option: int, sign: int) -> None:
-        """Adds an option's cost to every rank, as if its shards were all on other ranks."""
+        """Adds ``sign`` times an option's cost to every rank, as if its shards were all on other ranks.
+
+        Counts the option's exchanges, and the starts of groups that the option has on every rank.
+        """
         self._sums += sign * self.problem.option_sums[option, :, None]
         if (self._blocks.groups[self.problem.option_everywhere[option]] != NO_GROUP).any():
             self._start_ms = self._starts(slice(None))
         self._use_exchanges(option, sign)
 
     def _use_exchanges(self, option: int, sign: int) -> None:
-        """Counts one table more of an option's exchanges; the first table of an exchange adds its start."""
+        """Adds ``sign`` to the users of each of an option's exchanges; an exchange with users starts once a step."""
         for exchange in self.problem.options[option].exchanges:
             before = self._exchange_users[exchange]
             self._exchange_users[exchange] += sign
@@ -177,13 +204,14 @@ class Loads:
                 self._ms += sign * self.problem.exchange_start_ms[exchange]
 
     def _change_block(self, block: int, own: range, sign: int) -> None:
+        """Adds ``sign`` shards of a block to each rank of ``own``, and updates the starts of their groups."""
         ranks = slice(own.start, own.stop)
         self._sums[:, ranks] += sign * self.problem.block_sums[block, :, None]
-        # it may be the first of its group, or was the last
+        # at most 1 shard left in a group: the first shard may have come, or the last one gone
         if (self._in_group[self._blocks.groups[block], own.start] <= 1).any():
             self._start_ms[ranks] = self._starts(ranks)
 
     def _starts(self, ranks: slice) -> Floats:
-        """Returns the milliseconds in which some ranks start the kernels of their groups."""
+        """Returns the milliseconds in which each of some ranks starts the kernels of its groups."""
         starts: Floats = self._group_start_ms @ (self._in_group[:, ranks] > 0)
         return starts

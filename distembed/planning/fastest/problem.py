@@ -1,14 +1,15 @@
 """The search's problem in numbers alone: tables, their options, and each option's time and bytes.
 
-A table has one of several *options*. An option has *blocks*: one shard, which goes to any rank, or a shard for each
-rank of a node, which go to a node together. Blocks of one table go to different places. The block *everywhere* is the
-cost of an option to every rank, wherever its blocks go. Milliseconds of a rank are then::
+A plan chooses one *option* for each table. An option has *blocks*. A block is one shard, which goes to any rank, or one
+shard for each rank of a node, which go to the same node. Blocks of one table go to different *places*: a place is the
+number of a rank, or of a node for a block that fills one. The block *everywhere* is the cost of an option to every
+rank, wherever its blocks go. The milliseconds of a rank are then::
 
     base + sum of its blocks and of all blocks everywhere + starts of its groups + starts of all exchanges in use
         + for each phase: the longer of   sum of its own_ms   and   sum of all other_ms - sum of its other_ms
 
-and at least the sum over its node's ranks divided by the number of ranks that the node's cores compute at once. This is
-the estimate of :mod:`distembed.planning.costs`.
+and at least the sum over its node's ranks divided by the number of ranks that the node's cores compute at once. The
+phases are the communication phases of the exchanges; :mod:`distembed.planning.costs` estimates all these numbers.
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,14 +28,14 @@ NO_GROUP = -1
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Shards that go together; all numbers are of one rank that has a shard."""
+    """One shard, or one shard for each rank of a node; all numbers are the cost to one rank that has a shard."""
 
     lookup_ms: float
     num_bytes: float  # of weights, optimizer state and, as far as they add up, buffers
     stored_bytes: float  # of weights and optimizer state
-    groups: tuple[int, ...]  # that the shards are looked up in; tables that lie together may have several
-    own_ms: tuple[float, ...]  # of the shard's rank, by phase
-    other_ms: tuple[float, ...]  # of each other rank for this shard, by phase
+    groups: tuple[int, ...]  # lookup groups of the shards; a block that sums several tables may have several
+    own_ms: tuple[float, ...]  # communication of the shard's rank, by phase
+    other_ms: tuple[float, ...]  # communication of each other rank for this shard, by phase
     fills_node: bool = False  # whether each rank of a node has a shard; else one rank has it
     host_bytes: float = 0.0  # in host memory besides a device's
 
@@ -45,19 +46,25 @@ class Option:
 
     blocks: tuple[ShardBlock, ...]  # go to different places, the slowest first; all or none of them fill nodes
     everywhere: ShardBlock  # cost to every rank besides the blocks
-    exchanges: tuple[int, ...] = ()  # that the table takes part in
-    kind: Hashable = None  # how the table is divided
-    num_ranges: int = 1  # of columns
+    exchanges: tuple[int, ...] = ()  # numbers of the exchanges that the table takes part in
+    kind: Hashable = None  # sharding type and compute kernel
+    num_ranges: int = 1  # ranges of columns into which the table is divided
 
     def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
-        """Returns the bytes of weights and states of all ranks together, and the least of the fullest rank."""
+        """Returns the bytes of weights and optimizer state on all ranks together, and the least on the fullest rank.
+
+        Blocks go to different places, so the fullest rank has at least the largest block.
+        """
         shards = [(block.stored_bytes, ranks_per_node if block.fills_node else 1) for block in self.blocks]
         in_all = world_size * self.everywhere.stored_bytes + sum(num_bytes * count for num_bytes, count in shards)
         return in_all, self.everywhere.stored_bytes + max((num_bytes for num_bytes, _ in shards), default=0.0)
 
     @classmethod
     def together(cls, options: Sequence["Option"]) -> "Option":
-        """Returns the option of tables that lie together: their first blocks on one place, then their second ones."""
+        """Returns one option that stands for several tables whose n-th blocks share a place: the sum of their costs.
+
+        All options have equally many blocks; the sum takes ``kind`` and ``num_ranges`` from the first option.
+        """
         if len(options) == 1:
             return options[0]
         return replace(
@@ -69,7 +76,7 @@ class Option:
 
 
 def _sum_of_blocks(blocks: Sequence[ShardBlock]) -> ShardBlock:
-    """Returns the block of shards of several tables on one place."""
+    """Returns one block with the summed cost of ``blocks``, which share a place; the first tells if it fills a node."""
     return ShardBlock(
         lookup_ms=sum(block.lookup_ms for block in blocks),
         num_bytes=sum(block.num_bytes for block in blocks),
@@ -93,16 +100,16 @@ class Problem:
     group_start_ms: Sequence[float]  # milliseconds in which a rank starts the kernels of each group
     exchange_start_ms: Sequence[float]
     num_phases: int  # in which something is communicated
-    classes: Sequence[Sequence[Option]]  # options of each class of tables that are alike
-    class_of: Sequence[int]  # by table
-    ranks_of_class: Sequence[Sequence[int]] = ()  # ranks that tables of each class may lie on; all where it is empty
+    classes: Sequence[Sequence[Option]]  # options of each class; tables of one class have equal options
+    class_of: Sequence[int]  # class of each table
+    ranks_of_class: Sequence[Sequence[int]] = ()  # ranks that each class's tables are pinned to; empty: any rank
 
     @property
     def num_tables(self) -> int:
         return len(self.class_of)
 
     def with_stored_bytes(self) -> "Problem":
-        """Returns the problem whose bytes are only weights and states."""
+        """Returns a copy whose ``num_bytes`` count weights and optimizer state, without gradients and buffers."""
 
         def stored(block: ShardBlock) -> ShardBlock:
             return replace(block, num_bytes=block.stored_bytes)
@@ -115,11 +122,12 @@ class Problem:
 
     @cached_property
     def options(self) -> list[Option]:
+        """Options of all classes, one class after the other; an option's position is its number everywhere below."""
         return [option for options in self.classes for option in options]
 
     @cached_property
     def first_option(self) -> Ints:
-        """Number of each class's first option; last, the number of all options."""
+        """Offsets into :attr:`options`: class ``c`` is at ``first_option[c]:first_option[c + 1]``."""
         return np.concatenate([[0], np.cumsum([len(options) for options in self.classes], dtype=np.int64)])
 
     def options_of(self, table: int) -> range:
@@ -128,7 +136,7 @@ class Problem:
 
     @cached_property
     def allowed(self) -> Mask:
-        """Whether an option's shards may lie on a rank, by option and rank."""
+        """Mask by option and rank: whether the option's shards may lie on the rank."""
         every = range(self.world_size)
         if not any(self.ranks_of_class):
             return np.broadcast_to(True, (len(self.options), len(every)))
@@ -137,23 +145,25 @@ class Problem:
 
     @cached_property
     def blocks(self) -> "BlockNumbers":
+        """The distinct blocks of all options as arrays; options with equal blocks share a row."""
         distinct = dict.fromkeys(block for option in self.options for block in (*option.blocks, option.everywhere))
         return BlockNumbers(list(distinct), self.num_phases)
 
     @cached_property
     def option_blocks(self) -> list[Ints]:
+        """Rows in :attr:`blocks` of each option's blocks, without its block everywhere."""
         number = self.blocks.number
         return [np.array([number[block] for block in option.blocks], np.int64) for option in self.options]
 
     @cached_property
     def placed_blocks(self) -> tuple[Ints, Ints]:
-        """The number of the option and of the block, for all blocks of all options in order."""
+        """Option number and row in :attr:`blocks`: two arrays with an entry for each block of each option, in order."""
         option_of = np.repeat(np.arange(len(self.options)), [len(blocks) for blocks in self.option_blocks])
         return option_of, np.concatenate([np.empty(0, np.int64), *self.option_blocks])
 
     @cached_property
     def option_everywhere(self) -> Ints:
-        """Number of each option's block on every rank."""
+        """Row in :attr:`blocks` of each option's block everywhere."""
         return np.array([self.blocks.number[option.everywhere] for option in self.options], np.int64)
 
     @cached_property
@@ -163,11 +173,14 @@ class Problem:
 
     @cached_property
     def block_sums(self) -> Floats:
-        """Numbers that a shard of each distinct block adds to the sums of its rank.
+        """Numbers that a shard of each distinct block adds to the sums of its rank: a row by block.
 
         Columns: lookup ms | bytes | host bytes | own_ms by phase | -other_ms by phase | 1 per group | no group
+
+        other_ms is negative because :attr:`option_sums` adds it to all ranks, also to the rank that has the shard.
         """
         blocks = self.blocks
+        # the padding NO_GROUP = -1 marks the last column
         in_group = np.zeros((len(blocks.groups), len(self.group_start_ms) + 1))
         np.put_along_axis(in_group, blocks.groups, 1, axis=1)
         columns = np.column_stack([blocks.lookup_ms, blocks.num_bytes, blocks.host_bytes])
@@ -175,42 +188,49 @@ class Problem:
 
     @cached_property
     def option_sums(self) -> Floats:
-        """Numbers that each option adds to the sums of every rank, as if its shards were on other ranks."""
+        """Numbers that each option adds to the sums of every rank, as if all its shards were on other ranks.
+
+        Rows are options, columns the columns of :attr:`block_sums`. A rank with a shard adds the block's sums on top.
+        """
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
-        others += 2 * self.blocks.other_ms[self.option_everywhere]  # each rank's part of all other ranks' work
+        # block_sums has -other_ms of the block everywhere; every rank has +other_ms of it: -x + 2x = x
+        others += 2 * self.blocks.other_ms[self.option_everywhere]
         np.add.at(others, option_of, self.blocks.other_ms[blocks] * self.num_shards[blocks, None])
         return sums
 
     @cached_property
     def mean_sums(self) -> Floats:
-        """Mean over all ranks of each option's part in their sums (columns of :attr:`block_sums`)."""
+        """Mean over all ranks of the numbers that each option's blocks add (columns of :attr:`block_sums`)."""
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         np.add.at(sums, option_of, self.block_sums[blocks] * (self.num_shards[blocks] / self.world_size)[:, None])
         return sums
 
     @cached_property
     def mean_ms(self) -> Floats:
-        """Milliseconds of each option, without starts, over all ranks together, divided by their number."""
+        """Mean over all ranks of each option's lookups and own_ms, without starts.
+
+        A phase takes at least its own_ms, so the sum over all tables is a lower bound of the mean rank's milliseconds.
+        """
         ms: Floats = self.mean_sums[:, 0] + self.mean_sums[:, 3 : 3 + self.num_phases].sum(1)
         return ms
 
     @cached_property
     def longest_ms(self) -> Floats:
-        """Milliseconds of each option's longest block."""
+        """Milliseconds of each option's longest shard: lookup and own_ms of all phases; 0 without blocks."""
         return self.largest(self.blocks.lookup_ms + self.blocks.own_ms.sum(1))
 
     def largest(self, by_block: Floats) -> Floats:
-        """Returns the largest number of each option's blocks; 0 where it has none."""
+        """Returns the maximum of ``by_block`` (a number by row of :attr:`blocks`) over each option's blocks, or 0."""
         largest, (option_of, blocks) = np.zeros(len(self.options)), self.placed_blocks
         np.maximum.at(largest, option_of, by_block[blocks])
         return largest
 
 
 class BlockNumbers:
-    """Columns of distinct blocks' numbers, named as in :class:`ShardBlock`; ``number`` has the number of each block.
+    """Distinct blocks as arrays: one array for each field of :class:`ShardBlock`, with a row for each block.
 
-    Groups are padded with -1 to the most groups of any block.
+    ``number`` maps a block to its row. Rows of ``groups`` are padded with ``NO_GROUP`` to equal lengths.
     """
 
     def __init__(self, blocks: Sequence[ShardBlock], num_phases: int) -> None:
@@ -230,10 +250,10 @@ class BlockNumbers:
 
 @dataclass
 class Assignment:
-    """Where every table goes."""
+    """The chosen option of every table, and the place of each of its blocks."""
 
     option: Ints  # by table, among all options of the problem; -1 where none is chosen yet
-    places: list[Ints]  # of the option's blocks, by table: ranks, or nodes of blocks that fill one
+    places: list[Ints]  # by table, a place for each block of its option: a rank, or a node for a block that fills one
 
     @classmethod
     def empty(cls, num_tables: int) -> "Assignment":
