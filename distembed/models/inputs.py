@@ -92,13 +92,13 @@ class ModelInputs:
         suffix: str = "",
         looked_up: Mapping[str, Sequence[str]] | None = None,
     ) -> "tuple[nn.Module, list[str]]":
-        """Returns a collection that maps each id to a vector, in a dictionary of JaggedTensors, and its keys.
+        """Returns a collection that maps each id to a vector, in a dictionary of JaggedTensors, and the keys.
 
         Args:
             features: Names of the features that have the tables; all unless given.
             suffix: Added to the tables' names, where several collections have tables of the same features.
-            looked_up: Names of the features that are looked up in a table, by the name of the feature that has it;
-                unless given, the dataset's.
+            looked_up: For a feature's table, the names of the batch's features that are looked up in it, in place of
+                the table's own ``feature_names``. Its SSE rules for other features are dropped.
         """
         names = [each.name for each in fields(CompositionalEmbeddingConfig)]
         chosen = self._choose_tables(features, suffix)

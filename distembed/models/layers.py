@@ -69,7 +69,8 @@ def drop(values: Float[Tensor, "*shape"], probability: float) -> Float[Tensor, "
         return functional.dropout(values, probability)
     num_dropped = min(round(probability * 2**_BITS), 2**_BITS - 1)
     words = torch.empty(-(-values.numel() * _BITS // 64), dtype=torch.int64)
-    words.random_(-(2**63), None)  # all 64 bits, where the least number is given
+    words.random_(-(2**63), None)  # given the least int64, all 64 bits are random; 0 and up by default
+    # 16 random bits are uniform on [-2^15, 2^15): num_dropped of the 2^16 values are dropped
     bits = words.view(torch.int16)[: values.numel()].view(values.shape)
     is_kept = bits >= num_dropped - 2 ** (_BITS - 1)
     return values * is_kept.to(values.dtype).mul_(2**_BITS / (2**_BITS - num_dropped))

@@ -57,7 +57,7 @@ class MF(Model):
 
 
 class _IdQueries(nn.Module):
-    """Makes queries of one vector an id; a module, so that TorchRec's pipeline does not trace it."""
+    """Makes queries from a sequence collection's vectors, one an id; as a module TorchRec does not trace it."""
 
     def __init__(self, catalogue: Catalogue, biases: bool, dropout: float) -> None:
         super().__init__()
@@ -94,9 +94,10 @@ class _IdQueries(nn.Module):
 
 
 class _BagQueries(_IdQueries):
-    """Makes queries, and the scores of the rows' items at once, of one vector a row and feature.
+    """Makes queries from a pooled collection's vectors, one a row and feature, with the scores of the rows' items.
 
-    A small model's step is the copying of its vectors' gradients: these are written once, where lookups take them from.
+    A small model's step mostly copies gradients: :class:`_PairScores` writes them once, as the lookup's backward reads
+    them.
     """
 
     def __init__(self, catalogue: Catalogue, biases: bool, dropout: float) -> None:
@@ -120,7 +121,10 @@ class _BagQueries(_IdQueries):
 
 
 class _PairScores(torch.autograd.Function):
-    """Maps the vectors of a user and of items in each row [rows, 1 + items, dim] to the items' scores [rows, items]."""
+    """Maps the vectors of a user and of items in each row [rows, 1 + items, dim] to the items' scores [rows, items].
+
+    With biases, s_i = [u, 1] . [v_i, b_i] + b_user. So ds_i/d[v_i, b_i] = [u, 1], ds_i/du = v_i and ds_i/db_user = 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, biases: bool) -> Tensor:
@@ -151,7 +155,7 @@ class _PairScores(torch.autograd.Function):
 def queries_of_users(
     users: Float[Tensor, "rows dim"], biases: bool
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
-    """Returns the queries of users, and their biases, if any, which are added to all scores of a query."""
+    """Splits users' vectors into queries and offsets, as the module draws them; without biases offsets are None."""
     return (_with_ones(users), users[:, -1]) if biases else (users, None)
 
 

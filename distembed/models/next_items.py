@@ -33,7 +33,7 @@ class ItemCollections:
 
     Attributes:
         embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature: items, and side features.
-        outputs: Maps ids of items to choose from likewise; None where ``embeddings`` has them too (tied).
+        outputs: Maps ids of targets and negatives in the same way; None where ``embeddings`` does that too (tied).
         table: The table of the items to choose from.
         max_length: Most items of a row.
     """
@@ -45,9 +45,10 @@ class ItemCollections:
 
 
 def item_collections(inputs: ModelInputs, tied: bool, beside: Sequence[str] = ()) -> ItemCollections:
-    """Returns the collections of items, and of the side features ``beside`` them.
+    """Returns the collections of items and of the side features named in ``beside``.
 
-    The items to choose from have the table of the inputs if ``tied``, else one of their own of the same settings.
+    If ``tied``, one table holds input items, targets and negatives. Else targets and negatives have a second table of
+    the same settings, which has no rule of SSE.
 
     Raises:
         UserError: Batches have no sequences of items with a greatest length, or an id has several vectors.
@@ -142,7 +143,10 @@ class TokenVectors(nn.Module):
 
 
 class _Network(nn.Module):
-    """All of a model but its collections, as one module: TorchRec's pipeline traces down to modules without tables."""
+    """Makes queries from looked-up vectors, at the last tokens of each row, as many as the row has targets.
+
+    It is one module, since TorchRec's pipeline does not trace into modules without tables.
+    """
 
     def __init__(self, tokens: TokenVectors, states: nn.Module, catalogue: Catalogue) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class Catalogue(nn.Module):
 
 @dataclass(frozen=True)
 class Items:
-    """Ids and vectors of items of a batch, equally many for each query, query after query."""
+    """Ids and vectors of a batch's items, query after query; every query has the same number of items."""
 
     ids: Int64[Tensor, " items"]
     vectors: Float[Tensor, "items dim"]
@@ -82,7 +82,7 @@ class Queries:
     known_scores: Mapping[str, Float[Tensor, "queries items"]] = field(default_factory=dict)
 
     def scores(self, feature: str) -> Float[Tensor, "queries items"]:
-        """Returns the score of each query with each of its items of a feature."""
+        """Returns the score of each query with its own items of a feature, biases and offsets included."""
         if feature in self.known_scores:
             return self.known_scores[feature]
         items = self.items[feature]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _MOST_PADS = 32
-"""Padding of a group above which shorter rows form a group of their own: it takes about as long as a group's calls."""
+"""Most padding slots of a group; shorter rows form a further group, whose calls take about as long as the padding."""
 
 _Integers = NDArray[np.int64]
 
@@ -34,10 +34,10 @@ class SequenceLayout:
     """Where tokens and queries lie while a network runs.
 
     Attributes:
-        tokens: The token of each slot; padding has any token of its row.
+        tokens: The token of each slot; padding repeats a token of the batch, whose state no query reads.
         ages: How many tokens of its row are more recent than the slot's, 0 for the last one and for padding.
-        groups: Number of rows and of slots a row of each group, in the order of the slots.
-        queries: The slot of each query; the number of slots where its row has too few tokens.
+        groups: (number of rows, slots a row) of each group, in the order of the slots.
+        queries: The slot of each query; the number of slots, which is out of range, where its row has too few tokens.
     """
 
     tokens: Int64[Tensor, " slots"]
@@ -63,7 +63,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a batch, cut to their most recent tokens: the first token, and the numbers of tokens and queries."""
+    """The rows of a batch, cut to their most recent tokens: each row's first token left, and its counts."""
 
     firsts: _Integers
     lengths: _Integers
@@ -76,7 +76,10 @@ class _Rows:
         return cls(np.cumsum(whole) - left, left, asked.num_queries.numpy().astype(np.int64))
 
     def query_places(self) -> tuple[_Integers, _Integers]:
-        """Returns the row of each query and its token's number within the row, below 0 where there is none."""
+        """Returns the row of each query and its token's number within the row, below 0 where there is none.
+
+        The q queries of a row of n tokens are at its last tokens: n - q to n - 1, below 0 if q > n.
+        """
         rows = np.repeat(np.arange(len(self.lengths)), self.num_queries)
         return rows, np.arange(len(rows)) - (np.cumsum(self.num_queries) - self.lengths)[rows]
 
@@ -85,6 +88,8 @@ def lay_out(asked: Asked, max_length: int) -> SequenceLayout:
     """Returns the layout of a batch's rows; tokens older than the last ``max_length`` are left out."""
     if asked.lengths.device.type != "cpu":
         return _one_group(asked, max_length)
+    # Rows go from the longest to the shortest, so a group is a run of rows. ``widths`` is the number of slots of each
+    # row, which is its group's length. Rows without tokens come last, and get no slots.
     rows = _Rows.cut(asked, max_length)
     order = np.argsort(-rows.lengths, kind="stable")
     groups = _group_lengths(np.bincount(rows.lengths, minlength=2))
@@ -107,7 +112,11 @@ def lay_out(asked: Asked, max_length: int) -> SequenceLayout:
 
 
 def _group_lengths(counts: _Integers) -> list[tuple[int, int]]:
-    """Returns the number of rows and the length of each group, the longest first, from the number of rows by length."""
+    """Returns (number of rows, length) of each group, the longest first, given the number of rows by length.
+
+    Greedy: a group takes ever shorter rows until its padding exceeds ``_MOST_PADS``. Rows of length 0 are in no group.
+    A batch without tokens has one group without rows.
+    """
     groups: list[tuple[int, int]] = []
     num_rows = longest = pads = 0
     for length in range(len(counts) - 1, 0, -1):
@@ -123,7 +132,7 @@ def _group_lengths(counts: _Integers) -> list[tuple[int, int]]:
 
 
 def _one_group(asked: Asked, max_length: int) -> SequenceLayout:
-    """Returns the layout with all rows as one group, computed on their device without waiting for it."""
+    """Returns the layout with all rows in one group of ``max_length`` slots, on their device, without synchronising."""
     whole, wanted, device = asked.lengths.long(), asked.num_queries.long(), asked.lengths.device
     left, num_rows = whole.clamp(max=max_length), len(whole)
     numbers = torch.arange(max_length, device=device)
@@ -134,7 +143,7 @@ def _one_group(asked: Asked, max_length: int) -> SequenceLayout:
     queries = torch.where(query_numbers >= 0, row_of_query * max_length + query_numbers, num_rows * max_length)
     tokens = (firsts + torch.minimum(numbers, lasts)).flatten()
     return SequenceLayout(
-        # of rows without tokens at the end of the batch the first token would lie beyond all
+        # empty rows at the end of the batch would take their padding from an index beyond the last token
         torch.minimum(tokens, (whole.sum() - 1).clamp(min=0)),
         (lasts - numbers).clamp(min=0).flatten(),
         ((num_rows, max_length),),
@@ -144,12 +153,14 @@ def _one_group(asked: Asked, max_length: int) -> SequenceLayout:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where tokens and queries lie for a recurrent network, which takes all rows' first tokens, then all second ones.
+    """Where tokens and queries lie for a recurrent network: all rows' first tokens, then all second ones, and so on.
+
+    Rows are in descending order of length, so the rows that still have a token at a step are the first ones.
 
     Attributes:
         tokens: The token of each slot.
         batch_sizes: Number of rows that have a token at each step, as torch's ``PackedSequence`` has them.
-        queries: The slot of each query; the number of slots where its row has too few tokens.
+        queries: The slot of each query; the number of slots, which is out of range, where its row has too few tokens.
     """
 
     tokens: Int64[Tensor, " slots"]
@@ -159,6 +170,7 @@ class PackedLayout:
 
 def pack(asked: Asked, max_length: int) -> PackedLayout:
     """Returns the layout of a batch on the CPU for a recurrent network; a batch without tokens has one slot."""
+    # token t of the k-th longest row is in slot starts[t] + k: step t has one slot for each row longer than t
     rows = _Rows.cut(asked, max_length)
     counts = np.bincount(rows.lengths, minlength=2)
     batch_sizes = np.trim_zeros(np.cumsum(counts[:0:-1])[::-1], "b")
@@ -180,13 +192,14 @@ def pack(asked: Asked, max_length: int) -> PackedLayout:
 
 def take_tokens(tokens: Float[Tensor, "tokens dim"], chosen: Int64[Tensor, " slots"]) -> Float[Tensor, "slots dim"]:
     """Returns the vector of each slot; zeros where a batch has slots of padding and no tokens."""
-    # as a function of the tokens even then: going back is an exchange, in which all ranks have part
+    # zeros are concatenated, not returned alone, so that they depend on the tokens: the backward pass of a sharded
+    # lookup is a collective, and a rank that skipped it would block the other ranks
     padded = tokens if len(tokens) else torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
     return padded.index_select(0, chosen)
 
 
 def take_queries(slots: Float[Tensor, "slots dim"], queries: Int64[Tensor, " queries"]) -> Float[Tensor, "queries dim"]:
-    """Returns the state of each query, zeros where its row has no token."""
+    """Returns the state of each query; zeros for the index ``len(slots)``, of a query without a token."""
     return torch.cat([slots, slots.new_zeros(1, slots.shape[1])]).index_select(0, queries)
 
 

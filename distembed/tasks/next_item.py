@@ -55,7 +55,7 @@ from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_leng
 SEEN = "seen"
 """Name of the field of an evaluation's batch that has the items of each row before its target."""
 NO_TARGETS = "no_targets"
-"""Name of the field, one number a row, of batches whose rows have no target that is known."""
+"""Name of a field of ones [rows] that marks a batch to predict: targets of its rows are placeholders, not known."""
 LOG_PROBABILITIES = "log_probabilities"
 """Name of the field that has the logarithm of the probability with which each negative was drawn."""
 
@@ -91,7 +91,7 @@ class NextItemTask(Task):
         self._context: TaskContext | None = None
 
     def start(self, context: TaskContext) -> None:
-        """Takes the columns of the dataset, and the rules by which targets are replaced."""
+        """Stores the dataset's list columns, and makes the modules that replace ids of targets and negatives (SSE)."""
         self._context = context
         items = next(feature for feature in context.schema.categorical if feature.name == ITEM)
         self._num_items = items.num_embeddings
@@ -110,7 +110,7 @@ class NextItemTask(Task):
 
     @cached_property
     def _taken(self) -> UserItems:
-        """The items of each user in training."""
+        """The distinct items of each user in the training split, read at first use."""
         return UserItems.of_splits(self._started.dataset, [self._started.data.train])
 
     @cached_property
@@ -120,13 +120,13 @@ class NextItemTask(Task):
 
     @cached_property
     def _log_frequencies(self) -> Float[Tensor, " items"]:
-        """The logarithm of how often each item is a target, taken to be as often as users have it."""
+        """The logarithm of each item's share of all targets, estimated by its share of (user, distinct item) pairs."""
         counts = item_weights(self._taken.users_of_items(), 1.0, ())
         return (counts / counts.sum()).log().float().to(self._started.ranks.device)
 
     @cached_property
     def _uniform(self) -> Float[Tensor, " items"]:
-        """Weights by which all items but reserved ones are drawn alike."""
+        """Weights of a uniform draw: 1 for each item, 0 for reserved ids."""
         return item_weights(torch.zeros(self._num_items), 0.0, self._reserved)
 
     def start_lines(self) -> list[str]:
@@ -135,7 +135,10 @@ class NextItemTask(Task):
         return without_negatives_lines(self._draws.users_without_items, self._started.dataset)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
-        """Returns a batch of the model's inputs, with targets, and with negatives where the loss needs them."""
+        """Returns a batch of the model's inputs, with targets, and with negatives where the loss needs them.
+
+        A batch of an evaluation (``position`` is None) gets seen items, no negatives, and no replaced ids.
+        """
         features = _jagged_field(batch, SPARSE_FEATURES)
         lengths = item_lengths(features)
         cut = Cuts.of_evaluation if position is None else Cuts.of_training
@@ -164,7 +167,7 @@ class NextItemTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns a batch of sequences whose next item is not known: all of their items are shown, and seen."""
+        """Returns a batch of sequences whose next item is not known: all of their items are inputs, and seen items."""
         features = _jagged_field(batch, SPARSE_FEATURES)
         fields = {**batch.fields, SPARSE_FEATURES: self._with_next(features)}
         if DENSE_SEQUENCES in fields:
@@ -173,7 +176,10 @@ class NextItemTask(Task):
         return Batch({**prepared.fields, NO_TARGETS: torch.ones(features.stride())}, batch.global_batch_size)
 
     def _with_next(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns a batch's features with one more entry at the end of each list, for the unknown item."""
+        """Returns a batch's features with a 0 appended to each list, in the place of the unknown next item.
+
+        An evaluation's cut then takes the 0 as the target, and all real items as inputs.
+        """
         longer = {}
         for name, (values, lengths) in columns(features).items():
             if name in self._lists:
@@ -185,11 +191,17 @@ class NextItemTask(Task):
     def _negatives(
         self, users: Int64[Tensor, " rows"], num_targets: npt.NDArray[np.int64], position: BatchPosition | None
     ) -> tuple[tuple[Tensor, npt.NDArray[np.int64]], Float[Tensor, "targets negatives"]]:
-        """Returns drawn items, target after target, their number by row, and the logarithms of their probabilities."""
+        """Returns drawn items, target after target, their number by row, and the logarithms of their probabilities.
+
+        An evaluation, ``position`` None, has none. Items may be replaced (SSE) after the draw; a probability is that of
+        the replaced item.
+        """
         per_target = self._config.num_negatives
         if position is None:
             return (users[:0], num_targets * 0), torch.empty(0, per_target)
         counts = num_targets * per_target
+        # A row has at most max_length targets, so ``row in the global batch * max_length * per_target + slot`` is
+        # unique among the draws of a step, and the same on any number of ranks.
         rows = np.repeat(np.arange(len(counts)), counts)
         slots = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         numbers = torch.from_numpy((position.first_row + rows) * self._config.max_length * per_target + slots)
@@ -200,7 +212,7 @@ class NextItemTask(Task):
         return (drawn, counts), log_probabilities.view(-1, per_target)
 
     def _replaced(self, feature: str, ids: Int64[Tensor, " ids"], position: BatchPosition | None) -> Tensor:
-        """Returns the ids after replacement, which is for training alone."""
+        """Returns ids of a feature after SSE's replacement; unchanged in an evaluation, or where no rule is set."""
         if position is None or feature not in self.perturbations:
             return ids
         perturb = self.perturbations[feature]
@@ -227,7 +239,7 @@ class NextItemTask(Task):
 
     def _drawn_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the sampled softmax's loss of each target with its own negatives."""
-        # a plan's example of a batch was not drawn
+        # the planner's example batch has no drawn negatives, hence no probabilities: only the shape matters there
         log_probabilities = batch.fields.get(
             LOG_PROBABILITIES, queries.vectors.new_zeros(len(queries.vectors), self._config.num_negatives)
         )
@@ -235,9 +247,9 @@ class NextItemTask(Task):
         return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, log_probabilities)
 
     def _in_batch_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
-        """Returns the sampled softmax's loss of each target with the others of this rank as negatives."""
+        """Returns the sampled softmax's loss of each target, with this rank's other targets as its negatives."""
         ids = queries.items[ITEM_TARGET].ids
-        # a task that was not started is planned for
+        # the planner calls a task that was not started, and has no counts of items: only the shape matters there
         log_frequencies = queries.vectors.new_zeros(len(ids)) if self._context is None else self._log_frequencies[ids]
         return in_batch_cross_entropy(queries, ITEM_TARGET, log_frequencies)
 
@@ -246,7 +258,7 @@ class NextItemTask(Task):
         vectors = outputs.vectors.float()
         features, seen = (_jagged_field(batch, name) for name in (SPARSE_FEATURES, SEEN))
         targets, has_target = feature_values(features, ITEM_TARGET), feature_lengths(features, ITEM_TARGET) > 0
-        # rows without a target have seen nothing
+        # rows without a target have no seen items either, so seen.values() needs no selection
         lengths = feature_lengths(seen, ITEM)[has_target].long()
         ones = torch.ones_like(lengths)
         excluded = JaggedTensor(seen.values(), lengths=lengths)
@@ -271,10 +283,12 @@ class NextItemTask(Task):
     def _candidates(
         self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], excluded: JaggedTensor
     ) -> tuple[Int64[Tensor, "queries candidates"], Bool[Tensor, " queries"]]:
-        """Returns items drawn for each query from its candidates but the target, alike in all evaluations.
+        """Draws ``sampled_candidates`` items for each query, without its target and its excluded items.
 
-        The second tensor tells whether the query has enough of them; the items of one that has not mean nothing.
+        Draws depend on the run's seed and the user, so that every evaluation of a split has the same. The second tensor
+        is false for a query that has fewer candidates than that: its items are arbitrary, and to be ignored.
         """
+        # each query is a "user" of its own, who has the target and the excluded items
         rows = torch.arange(len(users), device=users.device)
         row_of_excluded = rows.repeat_interleave(excluded.lengths(), output_size=len(excluded.values()))
         owners, items = torch.cat([rows, row_of_excluded]), torch.cat([targets, excluded.values()])

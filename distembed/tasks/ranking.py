@@ -43,7 +43,7 @@ from distembed.tasks.reported_metrics import headline_first
 from distembed.tasks.seen_items import seen_items_rule
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
-"""Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
+"""Names of an evaluation batch's fields: each user's items that should rank high, and those that are not ranked."""
 
 
 class RankingTask(Task):
@@ -63,7 +63,7 @@ class RankingTask(Task):
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
 
     def start(self, context: TaskContext) -> None:
-        """Takes the place of the users' items, which are read when they are needed."""
+        """Stores the context and the item table's size and reserved ids; users' items are read at first use."""
         self._context = context
         self._schema = batch_schema(self._config, context.schema)
         self._num_items = next(each.num_embeddings for each in context.schema.categorical if each.name == ITEM)
@@ -78,7 +78,7 @@ class RankingTask(Task):
         return NegativeDraws(weights, taken.to(self._context.ranks.device), self._context.seed)
 
     def _items_of(self, splits: Sequence[str]) -> UserItems:
-        """Returns each user's items in some splits, which are read once."""
+        """Returns each user's distinct items in some splits; the result is cached by the names of the splits."""
         key = tuple(splits)
         if key not in self._items:
             self._items[key] = UserItems.of_splits(self._context.dataset, splits)
@@ -129,7 +129,7 @@ class RankingTask(Task):
         relevant = self._items_of([split])
         users = (relevant.offsets.diff() > 0).nonzero().flatten()
         steps = BatchShares(len(users), batch_size, ranks.world_size).steps(ranks.rank)
-        for rows in list(steps) or [range(0)]:  # metrics of no users need outputs too, of their shapes
+        for rows in list(steps) or [range(0)]:  # one empty batch without users: metrics need outputs of known shapes
             own = users[rows.start : rows.stop]
             fields = {
                 SPARSE_FEATURES: self._user_features(own),
@@ -139,7 +139,7 @@ class RankingTask(Task):
             yield Batch(fields, max(len(users), 1))
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns the batch of the rows' users, with the candidates of the test split."""
+        """Returns a batch of the rows' users without relevant items, and with the excluded items of the test split."""
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         users = features[USER].values().long()
@@ -153,9 +153,9 @@ class RankingTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def _seen_before(self, split: str | None) -> UserItems:
-        """Returns the items that are left out of the predictions of a split, or of the time after all splits for None.
+        """Returns each user's items in the splits before ``split``, which a ranking excludes; in all splits for None.
 
-        There are none where seen items are candidates, or where the dataset is not here with its rows.
+        It is empty where ``exclude_seen`` is false, and where only the dataset's metadata is here, without its rows.
         """
         data, manifest = self._context.data, Manifest.load(self._context.dataset)
         in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
@@ -165,7 +165,10 @@ class RankingTask(Task):
         return self._items_of([name for name in earlier if name in manifest.splits])
 
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
-        """Returns ids of users; other single-valued features have the id 0, which is not looked at."""
+        """Returns the features of a batch of users, whose ids alone matter.
+
+        Other features have the placeholder 0, or an empty list: the model's lookups need every key.
+        """
         features = self._schema.categorical
         counts = [0 if feature.multi_hot else 1 for feature in features]
         values = [
@@ -202,13 +205,16 @@ class RankingTask(Task):
         return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns the sum of each row's share of drawn negative items that are ordered after its item, and the rows."""
+        """Returns ``ordered`` [2]: the sum over rows of the share of negatives scored below the item, and the rows.
+
+        Rows whose user has no negatives have the share NaN, and are not counted.
+        """
         shares = outputs["ordered"].double()
         has_negatives = ~shares.isnan()
         return {"ordered": torch.stack([shares.nansum(), has_negatives.sum().double()])}
 
     def training_metrics(self, sums: Sums) -> dict[str, float]:
-        """Returns the share of drawn negative items that are ordered after the item of their row."""
+        """Returns the mean share of a row's negative items that score below the row's item."""
         ordered, num_rows = sums["ordered"].tolist()
         return {"ordered": ordered / num_rows if num_rows else float("nan")}
 

@@ -26,7 +26,7 @@ class RowWeights:
         self._known_mean: float | None = None
 
     def start(self, context: TaskContext) -> None:
-        """Takes the dataset that a model is trained on."""
+        """Stores the context, whose training split gives the mean weight, and forgets an earlier mean."""
         self._context, self._known_mean = context, None
 
     @property
@@ -36,7 +36,7 @@ class RowWeights:
 
     def _mean(self) -> float:
         """The mean weight of the training split, which is read when a step first needs it."""
-        if self._context is None:  # a step whose values nobody looks at, such as an estimate's
+        if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
             return 1.0
         if self._known_mean is not None:
             return self._known_mean

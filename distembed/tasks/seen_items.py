@@ -86,7 +86,11 @@ def seen_items_rule(excluded: bool) -> str:
 
 
 def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, int]:
-    """Returns how many items of a split repeat an earlier one of their user, and the number of items looked at."""
+    """Returns how many items of a split repeat an earlier item of their owner, and the number of items looked at.
+
+    The owner is the user of a rating, or the row of a sequence. A sequence's first item, which cannot be a target, is
+    not among the items looked at; its reading stops after ``_MOST_ITEMS``.
+    """
     item = next(each for each in manifest.schema.categorical if each.name == ITEM)
     reserved = reserved_ids(manifest, ITEM)  # several missing or unknown items are not the same one
 
@@ -110,7 +114,7 @@ def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, i
 
 
 def _columns(dataset: str, manifest: Manifest, split: str, names: list[str]) -> Iterator[list[pa.Array]]:
-    """Yields columns of each row group of a split; one that cannot be read is for the reader to refuse or to skip."""
+    """Yields columns of each row group of a split; skips unreadable row groups, which training refuses or skips."""
     for group in list_row_groups(dataset_folder(dataset), manifest, split):
         try:
             table = group.read(names)

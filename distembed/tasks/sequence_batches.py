@@ -26,14 +26,15 @@ _Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranges:
-    """Consecutive entries of each row of a list column: their number by row, and their places among all rows'."""
+    """Consecutive entries of each row of a list column: their number by row, and their indices in the flat values."""
 
     counts: _Integers
     entries: _Integers
 
     @classmethod
     def before(cls, ends: _Integers, counts: _Integers) -> "Ranges":
-        """Returns the last ``counts`` entries before ``ends``, by row."""
+        """Returns, for each row r, the ``counts[r]`` entries that precede the flat index ``ends[r]``."""
+        # entry n of the result belongs to a row r: its index is n + (first entry of r - entries of the rows before r)
         firsts = ends - counts
         shifts = firsts - (np.cumsum(counts) - counts)
         return cls(counts, np.repeat(shifts, counts) + np.arange(int(counts.sum())))
@@ -41,7 +42,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The entries of a batch's rows that the model is shown, that it predicts, and that precede the target."""
+    """The entries of a batch's rows that are the model's inputs, its targets, and, in evaluations, the seen items."""
 
     inputs: Ranges
     targets: Ranges
@@ -66,7 +67,7 @@ def item_lengths(features: KeyedJaggedTensor) -> _Integers:
 
 
 def columns(features: KeyedJaggedTensor) -> dict[str, tuple[Tensor, _Integers]]:
-    """Returns the values of each feature, and how many each row has."""
+    """Returns, by feature, its values, row after row, and the number of values of each row."""
     lengths = features.lengths().view(len(features.keys()), features.stride()).numpy().astype(np.int64)
     values = features.values().split(features.length_per_key())
     return {key: (own, lengths[i]) for i, (key, own) in enumerate(zip(features.keys(), values, strict=True))}
@@ -75,13 +76,13 @@ def columns(features: KeyedJaggedTensor) -> dict[str, tuple[Tensor, _Integers]]:
 def cut_lists(
     features: KeyedJaggedTensor, lists: frozenset[str], lengths: _Integers, cuts: Cuts
 ) -> dict[str, tuple[Tensor, _Integers]]:
-    """Returns the values of each feature and their number by row, with lists cut to the model's inputs.
+    """Returns :func:`columns` of a batch, with lists cut to the model's inputs and other features unchanged.
 
     Args:
         features: Ids, or numbers, of a batch.
-        lists: Names of the lists that are as long as the items of their row.
+        lists: Names of the lists that have one entry for each item of their row.
         lengths: Number of items of each row.
-        cuts: Where the parts lie.
+        cuts: The entries that are the model's inputs.
 
     Raises:
         UserError: A list is not as long as the items of its row.
@@ -103,7 +104,7 @@ def cut_lists(
 
 
 def jagged(features: Mapping[str, tuple[Tensor, _Integers]], num_rows: int) -> KeyedJaggedTensor:
-    """Returns features as a batch has them, given the values of each, row after row, and their number by row."""
+    """Returns a KeyedJaggedTensor of features, given as :func:`columns` returns them; the inverse of that function."""
     lengths = np.concatenate([lengths for _, lengths in features.values()])
     counts = [len(values) for values, _ in features.values()]
     return KeyedJaggedTensor(

@@ -1,20 +1,20 @@
-"""Negative items: drawn where the batch lies, never among the items that a row excludes, and repeatable.
+"""Draws negative items on the batch's device, repeatably, and never an item that the row's user excludes.
 
-Each drawn item is a function of (seed, step, number of the row in the global batch, slot), so a run draws alike on any
-number of ranks and after a resume. The words are SplitMix64's, as for replaced ids (``sse/random_words.py``), with
-``row * slots + slot`` as their number.
+Each drawn item is a function of (seed, step, index of the row in the global batch, slot), so a run draws the same items
+on any number of ranks and after a resume. SplitMix64, as for replaced ids (``sse/random_words.py``), maps the counter
+``row * slots + slot`` to a random 63-bit integer, the *word* of the draw.
 
-A draw is exact and takes one word: no draw is rejected and repeated. Items have whole weights, laid end to end. The
-weights of a user's excluded items are taken out; a number u below the rest is moved past the excluded items before it::
+One word gives one item, without rejection sampling. Items have integer weights, laid end to end on ``[0, total)``. The
+weights of a user's excluded items are removed; u, drawn from the weight left over, skips the excluded items before it::
 
     items      | 0 | 1  1  1 | 2 | 3  3 | 4 |      cumulative  0 1 4 5 7 8
-    user has         ^^^^^^^       ^^^^             left over  8 - 3 - 2 = 3; before item 1: 1, before item 3: 2
-    left over  | 0 |           2 |        4 |      u = 2 is past both: 2 + 3 + 2 = 7 is item 4
+    excluded         ^^^^^^^       ^^^^             left over  8 - 3 - 2 = 3; before item 1: 1, before item 3: 2
+    left over  | 0 |           2 |        4 |      u = 2 skips both: 2 + 3 + 2 = 7 is item 4
 
-One binary search among the keys ``user * total + left over before it`` of all pairs counts the user's items before u.
-Trade-off: 8 bytes a pair more than :class:`UserItems`. A draw favours some items by at most ``total / 2^63`` of their
-probability, below 2^-22. A user who excludes every item has no negatives: its draws are item 0, and
-:meth:`NegativeDraws.has_items` is false.
+All (user, excluded item) pairs have the key ``user * total + weight left over before the item``, in ascending order.
+One binary search among these keys counts the excluded items that u skips. Trade-off: 8 bytes a pair more than
+:class:`UserItems`. A draw favours some items by at most ``total / 2^63`` of their probability, below 2^-22. A user who
+excludes every item has no negatives: its draws are item 0, and :meth:`NegativeDraws.has_items` is false.
 """
 
 from collections.abc import Sequence
@@ -98,29 +98,34 @@ class NegativeDraws:
     def draw_numbered(
         self, step: int, numbers: Int64[Tensor, "*shape"], users: Int64[Tensor, "*shape"]
     ) -> Int64[Tensor, "*shape"]:
-        """Returns items like :meth:`draw`, given each item's user and its number among all ranks' items of the step."""
+        """Returns one item for each counter in ``numbers``, which its user in ``users`` does not exclude.
+
+        A counter is unique among the draws of all ranks in the step; :meth:`draw` uses ``row * slots + slot``.
+        """
         words = self._words(step, numbers)
         if self._excluded is None:
             return self._items(words % self.total)
         left = words % self._left[users].clamp(min=1)
         keys = users * self.total + left
+        # number of pairs, those of earlier users included, that lie at or before u
         num_until = torch.searchsorted(self._left_before, keys, right=True)
-        # the last excluded item in front: all of the user's weights up to it are passed over
+        # end of the last skipped item - weight left over before it = excluded weight up to and including the item;
+        # where that pair is an earlier user's (``is_past`` is false), u skips nothing
         last = (num_until - 1).clamp(min=0)
         items = self._excluded.keys[last] - users * self._excluded.num_items
         is_past = num_until > self._excluded.offsets[users]
         end = self._cumulative[torch.where(is_past, items, 0) + 1]
         passed = end - (self._left_before[last] - users * self.total)
         drawn = self._items(left + torch.where(is_past, passed, 0))
-        # past all items of a user without negatives lies the end of the catalogue, which is no item
+        # a user without negatives skips the whole catalogue and gets the id num_items, which is out of range
         return torch.where(self.has_items(users), drawn, 0) if len(self.users_without_items) else drawn
 
     def has_items(self, users: Int64[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-        """Returns whether there is an item to draw for each user."""
+        """Returns, for each user, whether some item with a weight is not excluded."""
         return torch.ones_like(users, dtype=torch.bool) if self._excluded is None else self._left[users] > 0
 
     def draw_for_all(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
-        """Returns items for rows that exclude none."""
+        """Returns ``slots`` items for each row, without any exclusion; the arguments are as in :meth:`draw`."""
         return self._items(self._words(step, self._numbers(first_row, num_rows, slots)) % self.total)
 
     def log_probabilities(
@@ -143,7 +148,7 @@ class NegativeDraws:
         return numbers.view(num_rows, slots)
 
     def _words(self, step: int, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-        """Returns 63 random bits for each number of a step."""
+        """Returns the random 63-bit integer of each counter in a step."""
         state = int((self._key ^ place_key(step, 0)).view(np.int64))
         return mix64(numbers * _GOLDEN_GAMMA + state) & (2**63 - 1)
 
@@ -157,9 +162,10 @@ _GOLDEN_GAMMA = GOLDEN_GAMMA - 2**64  # as an int64
 
 
 def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64[Tensor, " items_plus_1"]:
-    """Returns where each item's whole weight begins, and the end of the last one, so that keys fit into 62 bits.
+    """Returns the running sum of the items' integer weights, from 0 to the total.
 
-    Whole weights stay as they are if they fit; others are rounded, and positive ones to 1 at least.
+    The total is limited so that the keys ``user * total + weight`` fit into 62 bits. Integer weights within the limit
+    are kept. Otherwise weights are scaled to half the limit and rounded; positive weights become 1 or more.
     """
     most = 2.0 ** min(_MOST_TOTAL_BITS, _KEY_BITS - num_users.bit_length())
     total = float(weights.sum())
@@ -170,7 +176,10 @@ def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64
 
 
 def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
-    """Returns the first item that has a weight, if it and all later items have the weight 1; else None."""
+    """Returns the first item with a weight if the weights are 0 ... 0 1 ... 1; else None.
+
+    With such weights the number u stands for the item ``first + u``, and no search is needed.
+    """
     first = len(cumulative) - 1 - int(cumulative[-1])
     is_uniform = first >= 0 and int(cumulative[first]) == 0 and bool((cumulative[first:].diff() == 1).all())
     return first if is_uniform else None
@@ -179,12 +188,12 @@ def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
 def _left_over(
     cumulative: Int64[Tensor, " items_plus_1"], excluded: UserItems
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " users"]]:
-    """Returns the weight left before the item of each pair, plus ``user * total``, and the weight left of each user."""
+    """Returns the ascending keys of the excluded pairs, as the module describes, and the weight left over by user."""
     total = cumulative[-1]
     lengths = excluded.offsets.diff()
     users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)
     items = excluded.keys - users * excluded.num_items
-    # running sums wrap around and come back: those of a user are differences of two
+    # the running sum over all users may overflow int64; differences of two sums are still exact modulo 2^64
     taken = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])
     taken_before_user = taken[excluded.offsets]
     left = total - taken_before_user.diff()

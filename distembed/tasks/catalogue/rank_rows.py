@@ -1,4 +1,7 @@
-"""Rows of all ranks side by side, where ranks may have unequally many: gathered, summed and handed back."""
+"""Collectives on rows, for example queries, of which ranks may hold unequally many.
+
+*All ranks' rows* are in rank order: the rows of rank 0, then those of rank 1, and so on.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +15,12 @@ from distembed.embedding.share import TableShare
 
 @dataclass(frozen=True)
 class RankRows:
-    """The number of rows, for example queries, of each rank, by which rows are gathered and handed back.
+    """The number of rows on each rank, and the collectives on rows that need these numbers.
 
     Attributes:
         counts: The number of rows of each rank.
-        group: The ranks; None for this process alone, and for ranks that a plan is made for: nothing is sent then, and
-            they have as many rows as this one.
+        group: The ranks; None for a single process, and for the hypothetical ranks of a plan. Nothing is sent then, and
+            every hypothetical rank has as many rows as this process.
     """
 
     counts: Sequence[int]
@@ -25,7 +28,7 @@ class RankRows:
 
     @classmethod
     def of(cls, count: int, device: torch.device, share: TableShare) -> "RankRows":
-        """Returns the counts of all ranks, given this rank's; all ranks call it."""
+        """Exchanges the ranks' numbers of rows, of which ``count`` is this rank's; all ranks call it."""
         group = share.group
         if group is None:
             return cls([count] * share.world_size, None)
@@ -34,9 +37,10 @@ class RankRows:
         return cls(counts.tolist(), group)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Returns all ranks' rows, one rank's after the other's, given this rank's; all ranks call it."""
+        """Returns all ranks' rows on every rank, given this rank's rows ``own``; all ranks call it."""
         if len(self.counts) == 1:
             return own.contiguous()
+        # all_gather needs equal shapes: rows are padded to the largest count, and the padding is cut off again
         most = max(self.counts)
         padded = own.new_zeros(most, *own.shape[1:])
         padded[: len(own)] = own
@@ -46,11 +50,11 @@ class RankRows:
         return torch.cat([rows[:count] for rows, count in zip(gathered, self.counts, strict=True)])
 
     def own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's rows of all ranks'."""
+        """Returns the slice of all ranks' ``rows`` that belongs to this rank; nothing is sent."""
         return rows.split(self.counts)[self._rank]
 
     def sum_own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's rows of all ranks', summed over the ranks; all ranks call it."""
+        """Sums all ranks' ``rows`` over the ranks and returns this rank's slice (reduce-scatter); all ranks call it."""
         if len(self.counts) == 1:
             return rows
         most, own = max(self.counts), self.counts[self._rank]
@@ -63,13 +67,16 @@ class RankRows:
         return summed[:own]
 
     def sum_all(self, rows: Tensor) -> Tensor:
-        """Returns all ranks' rows, summed over the ranks, in place; all ranks call it."""
+        """Sums all ranks' ``rows`` over the ranks, in place, and returns them (all-reduce); all ranks call it."""
         if self.group is not None and len(rows):
             dist.all_reduce(rows, group=self.group)
         return rows
 
     def own_of_all(self, rows: Tensor) -> Tensor:
-        """Returns each rank's numbers for this rank's rows, ``[ranks, own, ...]``; all ranks call it."""
+        """Returns what each rank computed for this rank's rows, ``[ranks, own rows, ...]`` (all-to-all).
+
+        ``rows`` holds the numbers that this rank computed for all ranks' rows. All ranks call it.
+        """
         own = rows.new_empty(len(self.counts), self.counts[self._rank], *rows.shape[1:])
         if self.group is None or not rows.numel():
             return own.copy_(rows.view_as(own))
@@ -79,7 +86,7 @@ class RankRows:
 
     @property
     def own_place(self) -> slice:
-        """Where this rank's rows are among all ranks'."""
+        """The slice of this rank's rows among all ranks' rows."""
         first = sum(self.counts[: self._rank])
         return slice(first, first + self.counts[self._rank])
 

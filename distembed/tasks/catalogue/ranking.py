@@ -36,8 +36,10 @@ _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
 _MOST_IDS = 2**16
 _PAIRS_AT_ONCE = 2**14
 
+# A scored item is one int64 *key*: the float32 score, mapped to an integer of the same order, in the high 32 bits, and
+# 2^32 - 1 - id in the low ones. The larger key has the higher score or, of equal scores, the lower id.
 _LOW = 2**32 - 1
-_LOWEST = -(2**63)
+_LOWEST = -(2**63)  # the key of no item
 
 NOT_RANKED = -1
 """The rank of a relevant item that is excluded."""
@@ -112,7 +114,10 @@ class CatalogueRanking:
     def _blocks(
         self, vectors: Float[Tensor, "queries dim"], relevant: QueryItems, excluded: QueryItems
     ) -> Iterator[_Block]:
-        """Yields all ranks' queries block by block; all ranks call it, and get equally many blocks, at least one."""
+        """Yields blocks with some queries of every rank; all ranks call it, and get equally many blocks, at least one.
+
+        The number of queries of a block bounds the scores in memory: (queries of all ranks) x (ids of a chunk).
+        """
         share = self.catalogue.share()
         most_scores = _MOST_SCORES_ON_CPU if vectors.device.type == "cpu" else _MOST_SCORES
         most_queries = max(1, *RankRows.of(len(vectors), vectors.device, share).counts)
@@ -134,7 +139,7 @@ class CatalogueRanking:
             )
 
     def _chunks(self, block: _Block) -> Iterator[_Chunk]:
-        """Yields this rank's items; all ranks call it."""
+        """Yields this rank's items in chunks of at most ``block.most_ids``; all ranks call it."""
         reserved = torch.tensor(self.reserved, dtype=torch.long, device=block.vectors.device)
         bias = self.catalogue.bias
         for chunk in self.catalogue.share().chunks(block.most_ids):
@@ -143,7 +148,10 @@ class CatalogueRanking:
             yield _Chunk(chunk.ids, vectors, torch.isin(chunk.ids, reserved))
 
     def _pair_scores(self, block: _Block) -> Float[Tensor, " relevant"]:
-        """Returns the score of each relevant item of a block, of all ranks; all ranks call it."""
+        """Returns the score of each relevant item of a block, for all ranks' queries; all ranks call it.
+
+        Each item lies on one rank, whose scores are added to the zeros of the other ranks.
+        """
         pairs = block.relevant
         scores = block.vectors.new_zeros(len(pairs), dtype=torch.float32)
         for chunk in self._chunks(block):
@@ -155,6 +163,9 @@ class CatalogueRanking:
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
         """Returns the ranks of this rank's relevant items of a block, and the keys of the best; all ranks call it."""
+        # Scores of relevant items come first, since every chunk is compared with them. In a chunk, -inf takes out the
+        # excluded items, and after the search for the best items also the relevant ones, which are not counted as
+        # ahead: _places_among_relevant orders the relevant items of a query among themselves.
         is_excluded = block.relevant.are_in(block.excluded)
         scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
         ahead = torch.zeros_like(block.relevant.items)
@@ -178,9 +189,9 @@ class CatalogueRanking:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of all ranks with their relevant and excluded items, and the counts of both by rank.
+    """Queries of all ranks with their relevant and excluded items; queries and relevant items also as counts by rank.
 
-    The last number of a query's vector is 1, for the items' biases. ``most_ids`` is the most ids of a chunk.
+    A query's vector ends in 1, which is multiplied with an item's bias. ``most_ids`` is the largest size of a chunk.
     """
 
     vectors: Float[Tensor, "queries dim"]
@@ -193,7 +204,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some of this rank's items; the last numbers of their vectors are their biases."""
+    """Some of this rank's items; an item's vector ends in its bias."""
 
     ids: Int64[Tensor, " ids"]
     vectors: Float[Tensor, "ids dim"]
@@ -215,8 +226,13 @@ def _with_last(vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] 
 def _count_not_below(
     scores: Float[Tensor, "queries ids"], queries: Int64[Tensor, " pairs"], thresholds: Float[Tensor, " pairs"]
 ) -> Int64[Tensor, " pairs"]:
-    """Returns how many scores of each pair's query are not below its threshold; it may overwrite the scores."""
+    """Returns how many scores of each pair's query are not below the pair's threshold; overwrites ``scores``.
+
+    A pair is a query and the score of one of its relevant items, the threshold. No score is below NaN, so an item whose
+    score is NaN comes last.
+    """
     num_ids = scores.shape[1]
+    # with one pair for each query, rows need not be gathered
     if torch.equal(queries, torch.arange(len(scores), device=queries.device)):
         return num_ids - torch.lt(scores, thresholds.unsqueeze(1), out=scores).sum(1).long()
     counts = [
@@ -229,7 +245,11 @@ def _count_not_below(
 def _places_among_relevant(
     queries: Int64[Tensor, " relevant"], scores: Float[Tensor, " relevant"]
 ) -> Int64[Tensor, " relevant"]:
-    """Returns how many of its query's relevant items are ahead of each: NaN scores come last."""
+    """Returns how many relevant items of the same query are ahead of each one: by score, then in the order given.
+
+    ``queries`` is ascending. NaN scores come last.
+    """
+    # two stable sorts order by query, then by score; the place within the query is the distance from its first item
     worst_last = torch.where(scores.isnan(), -torch.inf, scores)
     order = worst_last.argsort(descending=True, stable=True)
     order = order[queries[order].argsort(stable=True)]
@@ -240,7 +260,7 @@ def _places_among_relevant(
 
 @dataclass(frozen=True, eq=False)
 class QueryItems:
-    """Pairs of the number of a query and the id of an item, in the order of queries."""
+    """Pairs of a query's index and an item's id, in ascending order of ``queries``."""
 
     queries: Int64[Tensor, " pairs"]
     items: Int64[Tensor, " pairs"]
@@ -255,22 +275,23 @@ class QueryItems:
         return len(self.items)
 
     def between(self, first: int, last: int) -> QueryItems:
-        """Returns the pairs of the queries ``[first, last)``, which are counted from ``first`` on."""
+        """Returns the pairs of the queries ``[first, last)``, renumbered so that query ``first`` is 0."""
         bounds = torch.tensor([first, last], device=self.queries.device)
         begin, end = torch.searchsorted(self.queries, bounds).tolist()
         return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
 
     def gathered(self, first_query: int, ranks: RankRows) -> QueryItems:
-        """Returns the pairs of all ranks, given the number of this rank's first query among all; all ranks call it."""
+        """Returns the pairs of all ranks; ``first_query`` is added to this rank's queries. All ranks call it."""
         return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
 
     def are_in(self, others: QueryItems) -> Bool[Tensor, " pairs"]:
-        """Returns which of the pairs are among others; items are below 2^32, and queries below 2^31."""
+        """Returns whether each pair is also in ``others``; items are below 2^32, and queries below 2^31."""
         keys, other_keys = ((pairs.queries << 32) + pairs.items for pairs in (self, others))
         return torch.isin(keys, other_keys)
 
     def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
-        """Returns the numbers of the pairs whose items are in the chunk, and the place of each pair's item in it."""
+        """Returns the index of each pair whose item is in the chunk, and the column of the item in ``ids``."""
+        # among the sorted items those equal to ids[j] are a run of counts[j] pairs that begins at first[j]
         items, order = self._by_item
         first = torch.searchsorted(items, ids)
         counts = torch.searchsorted(items, ids, right=True) - first
@@ -292,15 +313,15 @@ class BestItems:
         self.keys = torch.full((num_queries, num_best), _LOWEST, dtype=torch.long, device=device)
 
     def add(self, scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, " ids"]) -> None:
-        """Takes the float32 scores of further ids below 2^32; scores of -inf are left out."""
+        """Adds the float32 scores of further ids below 2^32; an id whose score is -inf is never a best item."""
         num_best = min(self.keys.shape[1], len(ids))
         if not (num_best and len(scores)):
             return
-        # few queries have a new best item in a late chunk
+        # later chunks hold a new best item for few queries: the other queries are skipped
         queries = (scores.amax(1) >= scores_of(self.keys[:, -1])).nonzero().squeeze(1)
         rows = scores[queries]
         values, columns = rows.topk(num_best)
-        # which of several with the last score are among them is left open
+        # topk may choose any of the items that tie for the last place; keys, over the whole row, prefer the lowest id
         last = values[:, -1:]
         is_tied = (torch.ge(rows, last, out=rows).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
         self._keep_best(queries[~is_tied], keys_of(values, ids[columns])[~is_tied])
@@ -329,12 +350,15 @@ def scores_of(keys: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def keys_of(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, "*ids"]) -> Int64[Tensor, "queries ids"]:
     """Returns the keys of items: one set for all queries, or a set for each."""
-    # a score that is no number is the worst there is
+    # NaN fails the comparison below, so it counts as no item, as -inf does
     high = _ordered(scores.contiguous().view(torch.int32).long())
     keys = (high << 32) | (_LOW - ids)
     return torch.where(scores > -torch.inf, keys, _LOWEST)
 
 
 def _ordered(bits: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Maps the bits of float32 numbers to integers in the order of the numbers, and these integers back to the bits."""
+    """Maps the bits of float32 numbers, as signed integers, to integers in the order of the numbers, and back.
+
+    The bits of negative numbers are in reverse order, so all of them but the sign are flipped.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

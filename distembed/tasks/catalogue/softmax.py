@@ -117,6 +117,8 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The losses of :func:`cross_entropy`; backward needs the queries and their log-sums, and no scores."""
+
     @staticmethod
     def forward(
         ctx: Any, vectors: Tensor, targets: Tensor, bias: Tensor | None, items: SoftmaxItems, *weights: Tensor
@@ -137,6 +139,8 @@ class _CrossEntropy(torch.autograd.Function):
         of_queries, of_bias, of_weights = _backward(
             _Queries(vectors, targets, ranks), own_gradients, log_sum, bias, items
         )
+        # Losses are scaled by world_size, and of_weights sums over the losses of all ranks. DDP averages replicated
+        # weights and the bias over ranks; nothing averages sharded weights, so they are divided here.
         for own, total in zip(share.weights, of_weights, strict=True):
             if not own.is_replicated:
                 total.div_(share.world_size)
@@ -154,10 +158,11 @@ class _Queries:
 
 
 class _Float32Products:
-    """Products in float32, into one buffer that each tile's scores overwrite.
+    """Computes scores and gradients in float32; every tile's scores overwrite the same buffer.
 
-    Biases and the numbers to subtract from a query's scores are further columns of both factors, so that a product
-    gives finished scores. bfloat16 would round them, so :class:`_HalfProducts` adds them in float32.
+    A score is one product: ``[h, 1, -shift] . [u, b, 1] = h . u + b - shift``. bfloat16 would round b and shift, so
+    :class:`_HalfProducts` adds them in float32. Both classes: ``items`` prepares a chunk once for all of its tiles,
+    ``scores`` makes a tile, and ``add`` is ``total += left @ right``.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class _Float32Products:
 
 
 class _HalfProducts:
-    """Products of numbers in the queries' own 16 bits, added up in float32, which torch has on CUDA."""
+    """Multiplies in the queries' 16-bit dtype and accumulates in float32, which torch offers on CUDA alone."""
 
     def __init__(
         self, queries: Float[Tensor, "queries dim"], shift: Float[Tensor, " queries"], most_numbers: int
@@ -208,7 +213,11 @@ def _products(queries: Tensor, shift: Tensor | None, most_numbers: int) -> "_Flo
 
 
 class _Tiles:
-    """The tiles of all queries and this rank's items; ``shift`` is subtracted from all scores of each query."""
+    """The tiles of all queries and this rank's items.
+
+    ``shift`` is subtracted from all scores of a query. Forward subtracts nothing; backward subtracts the logarithm of
+    the query's sum, so that the exponential of a score is the item's probability.
+    """
 
     def __init__(self, queries: _Queries, shift: Tensor | None, bias: Tensor | None, items: SoftmaxItems) -> None:
         self._queries, self._bias, self._items = queries, bias, items
@@ -275,7 +284,8 @@ def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tup
         for tile in tiles:
             of_target[tile.rows] += tile.scores.gather(1, tile.places).mul_(tile.is_here).squeeze(1)
             highest = tile.scores.amax(1)
-            # the largest of the softmax is 1 / sum(exp(score - highest)): one pass over the tile, and no other tensor
+            # the largest probability is share = exp(highest) / sum, so log(sum) = highest - log(share); the softmax
+            # overwrites the tile in one pass, where logsumexp would allocate another tensor of its size
             share = torch.softmax(tile.scores, 1, out=tile.scores).amax(1)
             log_sum[tile.rows] = log_sum[tile.rows].logaddexp((highest - share.log()).double())
     if queries.ranks.group is None:
@@ -293,7 +303,7 @@ def _backward(
     of_queries = torch.zeros_like(queries.vectors, dtype=torch.float32)
     of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     of_weights = [torch.zeros_like(own.weight, dtype=torch.float32) for own in items.share.weights]
-    # the last column sums the gradients of a bias
+    # g h for each query, and g in a last column: (p - target)^T times them gives the gradients of vectors and biases
     factors = torch.cat([queries.vectors.float(), torch.ones_like(gradients).unsqueeze(1)], 1) * gradients.unsqueeze(1)
     tiles_of_all = _Tiles(queries, log_sum.float(), bias, items)
     for read, tiles in tiles_of_all.chunks(with_gradients=True):
@@ -362,7 +372,8 @@ def in_batch_cross_entropy(
     items = queries.items[target]
     bias = queries.catalogue.bias
     num_queries = len(items.ids)
-    # all n targets are columns of the scores, and n - 1 of them are the query's negatives: hence log(n / (n - 1))
+    # sampled_cross_entropy subtracts log n for n columns; the query's own target is one of them, so n - 1 are draws,
+    # and log n - log(n / (n - 1)) = log(n - 1) is subtracted
     shifts = -log_probabilities + (math.log(num_queries / (num_queries - 1)) if num_queries > 1 else 0.0)
     shared = items, None if bias is None else bias[items.ids], shifts
     rows_at_once = max(1, _MOST_SCORES // max(1, num_queries))
@@ -382,7 +393,10 @@ def _block_of_batch(
     biases: Float[Tensor, " queries"] | None,
     shifts: Float[Tensor, " queries"],
 ) -> Float[Tensor, " rows"]:
-    """Returns the losses of the queries from ``first`` on; ``shifts`` are added to the scores of targets as draws."""
+    """Returns the losses of the batch's queries ``first`` to ``first + rows - 1``, whose vectors are given.
+
+    Column j of the scores is the target of query j: a draw, whose score is raised by ``shifts[j]``, except in row j.
+    """
     scores = vectors @ items.vectors.T
     if biases is not None:
         scores = scores + biases

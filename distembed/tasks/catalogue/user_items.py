@@ -72,6 +72,7 @@ class UserItems:
 
     @classmethod
     def _from_keys(cls, parts: list[NDArray[np.int64]], num_users: int, num_items: int) -> UserItems:
+        """Returns the distinct pairs of unsorted keys; empties ``parts``, to free their memory before sorting."""
         keys = np.concatenate([np.zeros(0, np.int64), *parts])
         parts.clear()
         keys.sort()
@@ -90,7 +91,7 @@ class UserItems:
         return UserItems(self.num_items, self.offsets.to(device), self.keys.to(device))
 
     def of(self, users: Int64[Tensor, " rows"]) -> JaggedTensor:
-        """Returns the items of each row's user, ascending; it waits for a GPU."""
+        """Returns the items of each row's user, ascending; on a GPU the call synchronises, to learn their number."""
         starts, ends = self.offsets[users], self.offsets[users + 1]
         lengths = ends - starts
         before = lengths.cumsum(0) - lengths
@@ -99,7 +100,7 @@ class UserItems:
         return JaggedTensor(self.keys[places] % self.num_items, lengths=lengths)
 
     def contains(self, users: Int64[Tensor, "*shape"], items: Int64[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-        """Returns whether each user has the item beside it."""
+        """Returns whether ``users[i]`` has ``items[i]``, for each i."""
         if not len(self.keys):
             return torch.zeros_like(items, dtype=torch.bool)
         keys = users * self.num_items + items
@@ -137,6 +138,7 @@ def _int64(values: Any) -> NDArray[np.int64]:
 
 
 def _keys(users: NDArray[np.int64], items: NDArray[np.int64], num_users: int, num_items: int) -> NDArray[np.int64]:
+    """Returns the key of each pair; raises UserError for an id outside of its range."""
     for name, ids, size in ((USER, users, num_users), (ITEM, items, num_items)):
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
             raise UserError(
