@@ -28,7 +28,11 @@ from distembed.partitions import Partition
 
 
 class IdCounts:
-    """How many ids each feature has: on the host, where shapes follow from it, and on the ids' device."""
+    """The number of ids of each feature, as a list on the host (for shapes) and as a tensor on the ids' device.
+
+    ``lengths`` are the batch's bag sizes, feature after feature with equal numbers of bags; the tensor is computed from
+    them on a GPU, because a copy from the host would wait.
+    """
 
     def __init__(self, on_host: Sequence[int], lengths: Int[Tensor, " bags"]) -> None:
         self.on_host = on_host
@@ -36,7 +40,7 @@ class IdCounts:
 
     @classmethod
     def of_batch(cls, features: KeyedJaggedTensor) -> "IdCounts":
-        """Returns the numbers of ids of a batch, which TorchRec has brought to the host with the batch itself."""
+        """Returns a batch's numbers of ids; TorchRec already has them on the host, as ``length_per_key``."""
         return cls(features.length_per_key(), features.lengths())
 
     @cached_property
@@ -57,12 +61,15 @@ class IdCounts:
         return len(set(self.on_host)) == 1
 
     def of_each_id(self, numbers: Int64[Tensor, "*k features"]) -> Int64[Tensor, "*k ids"]:
-        """Returns each id's entry of numbers that there are for each feature."""
+        """Repeats a number for each feature into a number for each id of the feature."""
         return numbers.repeat_interleave(self.on_device, dim=-1, output_size=self.total)
 
 
 class FeatureRows:
-    """Maps ids to their rows in all partitions, for features whose tables have one scheme."""
+    """Maps ids to their rows in all partitions, for features whose tables have one kind of scheme.
+
+    ``partitions`` has the scheme of each feature's table, all of one class with k partitions; sizes may differ.
+    """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self._partitions = list(partitions)
@@ -75,6 +82,7 @@ class FeatureRows:
         return self._map(ids, counts).contiguous()
 
     def _map(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
+        # constants: the numbers that a scheme computes rows by, like moduli, [constants, features]; None if it has none
         if self._constants is None:
             return self._by_table(ids, counts)
         if self._constants.device != ids.device:
@@ -98,7 +106,10 @@ _MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
 
 @dataclass(frozen=True)
 class DistinctIds:
-    """Ids without repetitions, feature after feature."""
+    """The distinct ids of each feature, and how the given ids follow from them.
+
+    Ids go feature after feature, ascending within each unless :func:`every_id` made the object.
+    """
 
     ids: Int64[Tensor, " distinct"]  # the distinct ids
     counts: IdCounts  # number of distinct ids of each feature
@@ -115,7 +126,10 @@ class DistinctIds:
                 tensor.record_stream(stream)
 
     def slots(self) -> Int64[Tensor, " distinct"]:
-        """Returns each id's place when features, padded to one length, lie side by side, ``[positions, features]``."""
+        """Returns each id's index in the flattened ``[positions, features]`` layout, features padded to one length.
+
+        Id i of feature f has slot ``i * features + f``: a TBE's output for bags of one id, flattened, has this layout.
+        """
         counts, device = self.counts.on_device, self.ids.device
         # slot of each feature's first id, less the slots that earlier features' ids would take
         firsts = torch.arange(len(counts), device=device) - (counts.cumsum(0) - counts) * len(counts)
@@ -128,7 +142,11 @@ class DistinctIds:
         pooling: Literal["sum", "max"],
         weights: Float[Tensor, " ids"] | None = None,
     ) -> Float[Tensor, "bags width"]:
-        """Pools the distinct ids' vectors over bags of the given ids, times weights; an empty bag is zero."""
+        """Pools the distinct ids' vectors over the bags of the given ids; an empty bag gives zeros.
+
+        ``offsets`` are bag starts among the given ids. ``weights``, one for each given id, apply to ``sum`` alone; they
+        get gradients too.
+        """
         if pooling == "max":
             pooled = nn.functional.embedding_bag(self.inverse, vectors, offsets, mode="max", include_last_offset=True)
             return pooled
@@ -139,14 +157,17 @@ class DistinctIds:
 
 
 def every_id(ids: Int64[Tensor, " ids"], counts: IdCounts) -> DistinctIds:
-    """Returns all ids as they are, with repetitions."""
+    """Treats every occurrence as a distinct id: without a sort, and without a wait for a GPU."""
     return DistinctIds(ids, counts, torch.arange(len(ids), device=ids.device), None, None)
 
 
 def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
-    """Finds the distinct ids of every feature; on a GPU this would wait for their numbers."""
+    """Finds the distinct ids of every feature by one sort; on a GPU this would wait for their numbers.
+
+    ``counts`` is the number of ids of each feature; ids lie in ``[0, num_embeddings)``.
+    """
     values = None
-    if len(counts) * num_embeddings > _MAX:
+    if len(counts) * num_embeddings > _MAX:  # keys would overflow int64: sort positions in the list of values instead
         values, ids = torch.unique(ids, return_inverse=True)
         num_embeddings = len(values)
     # one sort for all: ids of feature f are moved to [f * num_embeddings, (f + 1) * num_embeddings)
@@ -173,7 +194,7 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
 
 
 def take_once(vectors: Float[Tensor, "places dim"], places: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
-    """Returns ``vectors[places]`` for places that differ, so that gradients are put back rather than added up."""
+    """Returns ``vectors[places]`` for distinct places: the backward pass copies gradients instead of adding them up."""
     return _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
 
 
@@ -193,7 +214,11 @@ class _TakeOnce(torch.autograd.Function):
 
 
 class _SumBags(torch.autograd.Function):
-    """Sums over bags; its backward sums over runs of occurrences, where ``embedding_bag``'s would sort again."""
+    """Sums distinct ids' vectors over bags.
+
+    The gradient of a distinct id's vector is a sum over its occurrences, which ``order`` has as one run: another sum
+    over bags. ``embedding_bag``'s own backward pass would sort the ids again.
+    """
 
     @staticmethod
     def forward(

@@ -21,9 +21,10 @@ from distembed.sharding.table_slice import LocalTable, PartitionSlice
 
 
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):
-    """Looks the ids of one rank's tables up, ``[B, sum of their columns]``, features in the order of ``tables``.
+    """Looks up, composes and pools the ids that reach one rank.
 
-    ``replicated_names`` are the partition tables whose replicated weights are used here.
+    The output is ``[bags, sum of widths]``, features in the order of ``tables``; for sequences ``[ids, width]``.
+    ``replicated_names`` are the names of the partition tables whose replicated weights this lookup reads.
 
     Args:
         tables: The tables as this rank holds them; neighbours with one key form a group.
@@ -72,8 +73,8 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._prefetched: deque[tuple[KeyedJaggedTensor, list[LookupRequest]]] = deque()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Looks up, composes and pools the ids that came from all ranks."""
-        # one dtype on all ranks, also where a rank has nothing to look up
+        """Looks up, composes and pools the ids that came from all ranks; rounds vectors to ``output_dtype``."""
+        # one dtype on all ranks, also on a rank without tables: the collective needs it
         vectors = self._look_up(sparse_features).to(self._output_dtype or torch.float32)
         if self._averages_ranks and torch.is_grad_enabled() and not vectors.requires_grad:
             # frozen tables too: other ranks' backward passes wait for this rank's part of their collectives
@@ -97,7 +98,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1 if self._pools else 0)
 
     def set_single_ids(self, has_single_ids: bool) -> None:
-        """Says whether no bag of any rank has more than one id, from the next batch that is looked up on."""
+        """Sets whether all bags of all ranks have at most one id, for the batches that are looked up after the call."""
         for group in self._groups:
             group.has_single_ids = has_single_ids
 
@@ -107,7 +108,10 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         return self
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Brings the rows of a coming batch from host memory into the cache, where tables lie there."""
+        """Loads a coming batch's rows from host memory into the caches of TBEs that have one.
+
+        The batch's requests are kept until :meth:`forward` gets the same batch; batches must arrive in this order.
+        """
         if not any(_is_cached(config) for config in self.grouped_configs):
             return
         requests = self._requests(sparse_features)
@@ -120,7 +124,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._prefetched.append((sparse_features, requests))
 
     def reset_parameters(self) -> None:
-        """Draws the weights of this rank's shards, the same numbers as the whole table has there."""
+        """Fills this rank's shards with the initial values that the unsharded weight has in these rows and columns."""
         weights = [weight for kernel in self._emb_modules for weight in kernel.split_embedding_weights()]
         for (own, shard), weight in zip(self._shards, weights, strict=True):
             assert shard.local_metadata is not None
@@ -129,7 +133,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self.purge()  # drops cached rows
 
     def shard_weights(self) -> Iterator[tuple[PartitionSlice, Tensor]]:
-        """Yields this rank's shards with their weights; gradients go through weights that torch trains."""
+        """Yields each shard of this rank with its weight, flushed from caches; dense kernels' weights keep autograd."""
         weights = [weight for kernel in self._emb_modules for weight in _weights_of_kernel(kernel)]
         for (own, _), weight in zip(self._shards, weights, strict=True):
             yield own, weight
@@ -149,7 +153,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
 
 
 def sharded_lookups(model: nn.Module) -> Iterator[Any]:
-    """Yields this rank's lookups of all sharded collections of a model, ours and TorchRec's."""
+    """Yields this rank's lookups of all sharded collections of a model, also TorchRec's, without their DDP wrappers."""
     for module in model.modules():
         for lookup in getattr(module, "_lookups", ()) if isinstance(module, ShardedModule) else ():
             while isinstance(lookup, nn.parallel.DistributedDataParallel):
@@ -158,12 +162,12 @@ def sharded_lookups(model: nn.Module) -> Iterator[Any]:
 
 
 def _weights_of_kernel(kernel: Any) -> list[Tensor]:
-    """Returns the weights of a kernel's shards; of a dense kernel undetached, as TorchRec would not return them."""
+    """Returns the weight of each shard in a kernel; flushes caches. TorchRec would detach a dense kernel's weights."""
     if not isinstance(kernel, BatchedDenseEmbeddingBag):
         kernel.flush()
         return list(kernel.split_embedding_weights())
     tbe = kernel.emb_module
-    if len(tbe.embedding_specs) == 1:  # a slice would have a gradient of its own on the way back
+    if len(tbe.embedding_specs) == 1:  # the backward pass of a slice would allocate a gradient of the whole weight
         return [tbe.weights.view(tbe.embedding_specs[0])]
     starts = tbe.weights_physical_offsets
     return [
@@ -173,7 +177,7 @@ def _weights_of_kernel(kernel: Any) -> list[Tensor]:
 
 
 def _local_key(local: LocalTable) -> Hashable:
-    """Returns the key of a group on a rank: the group's key, whether tables are frozen, the settings of their TBEs."""
+    """Returns the key by which a rank groups tables: the group key, whether they are frozen, and FBGEMM's settings."""
     first, key = next(iter(local.shards.values()), None), (group_key(local), local.is_frozen)
     if first is None:
         return *key, None

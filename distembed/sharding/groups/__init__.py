@@ -59,7 +59,10 @@ __all__ = [
 
 
 def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
-    """Returns the kind of group that looks a slice up on a kind of device, ``cpu`` or ``cuda``, with an optimizer."""
+    """Returns the class of the group that looks a slice up, for plans: nothing is loaded or compiled.
+
+    ``device_kind`` is ``cpu`` or ``cuda``; ``optimizer`` is the name of FBGEMM's optimizer that updates the rows.
+    """
     table = table_slice.table
     if _may_fuse(table) and reason_not_fused(table_slice, device_kind, optimizer) is None:
         return FusedGroup
@@ -67,12 +70,13 @@ def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None)
 
 
 def _may_fuse(table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether a table may be looked up in one pass; tables of a single partition only with ``fused``."""
+    """Returns whether a table's ``kernel`` setting allows the fused lookup; ``auto`` needs two partitions or more."""
     return table.kernel == "fused" or (table.kernel == "auto" and len(table.scheme.num_rows) > 1)
 
 
 def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
-    """Returns the kind of group that looks a table up by FBGEMM's tables, one for each partition."""
+    """Returns the class of the group that looks a table up by FBGEMM's tables, one TBE for each partition."""
+    # the first rule that holds decides; a maximum over a bag commutes with no composition
     pools = is_pooled(table)
     if not pools:
         return SequenceGroup
@@ -93,7 +97,14 @@ def make_group(
     tbes: Sequence[Any],
     device_kind: str,
 ) -> Group:
-    """Makes the group of tables with one :func:`group_key`."""
+    """Makes the group of tables that have equal group keys (:func:`group_key`), for the TBEs of their partitions.
+
+    On a CPU this compiles the fused kernels at their first use. Tables without rows on this rank get an
+    :class:`AbsentGroup`.
+
+    Raises:
+        UserError: A table has ``kernel='fused'`` and cannot be looked up in one pass.
+    """
     own = tables[0]
     if not own.partitions:
         return AbsentGroup(tables, is_pooled(own.table))
@@ -110,7 +121,7 @@ def make_group(
 
 
 def group_key(table_slice: TableSlice) -> Hashable:
-    """Returns the key of a group: equal for tables that one TBE a partition and one formula can serve."""
+    """Returns a key that is equal for tables that can share a group: one TBE for each partition and one formula."""
     return (*lookup_formula(table_slice.table), table_slice.shape)
 
 

@@ -24,7 +24,10 @@ counts and starts, and the sorting itself."""
 
 
 class _ReplicatedStack:
-    """Replicated weights of a group's tables in one partition, one below the other."""
+    """The replicated weights of a group's tables in one partition, concatenated by rows for one lookup.
+
+    ``columns`` has, for each table, the weight's columns that this rank composes; empty for all columns.
+    """
 
     def __init__(self, weights: Sequence[nn.Parameter], columns: Sequence[slice], gradient_scale: int) -> None:
         self._weights, self._columns = weights, columns
@@ -49,9 +52,12 @@ class _ReplicatedStack:
 
 @dataclass
 class LookupRequest:
-    """The rows that a group looks up in its TBEs and stacks for a batch, and the rest of the lookup's inputs."""
+    """A batch prepared for a group's lookup: the rows to look up, the bags to sum them over, and their weights.
 
-    # rows to look up in each partition's slice, then in each function partition
+    A *slice* is the part of a partition that this rank looks up. Fused groups leave rows, offsets and weights empty.
+    """
+
+    # rows to look up in each slice, then in each function partition
     rows: Int64[Tensor, "slices rows"] | list[Int64[Tensor, " rows"]]
     offsets: Sequence[Int64[Tensor, " bags_plus_1"]]  # starts of the bags to look up, and the last one's end, by slice
     weights: Sequence[Float[Tensor, " rows"] | None]  # weights of the rows of each slice; None for an unweighted one
@@ -70,16 +76,18 @@ class LookupRequest:
 
 
 class Group(ABC):
-    """Tables with one :func:`~distembed.sharding.groups.group_key`.
+    """Tables with equal group keys (:func:`~distembed.sharding.groups.group_key`) on one rank.
 
-    ``replicated`` holds the weights that are the same on every rank, by partition table's name; their gradients are
-    multiplied by ``gradient_scale``.
+    For a batch, :meth:`request` finds rows, :meth:`look_up` returns the vectors of each partition, and :meth:`finish`
+    composes and pools them. ``replicated`` holds the weights that every rank has, by partition table's name; their
+    gradients are multiplied by ``gradient_scale``.
     """
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
     ) -> None:
-        self.has_single_ids = False  # whether bags of all ranks are known, without a look, to have one id at most
+        # whether the data promises at most one id in every bag of every rank; a GPU cannot check it without a wait
+        self.has_single_ids = False
         first = tables[0]
         self.is_frozen = first.is_frozen
         per_feature = [local for local in tables for _ in local.table.feature_names]
@@ -94,6 +102,9 @@ class Group(ABC):
         functions = range(self.num_slices, self.num_slices + len(first.table.function_tables()))
         used = [part.partition for part in first.partitions] + list(functions)
         self._stacks: dict[int, _ReplicatedStack] = {}
+        # What to add to a row of the partition to get the row of this rank's weight, for each feature:
+        #   TBE    - first row of this rank's block (FBGEMM itself adds where a table begins in the TBE)
+        #   stack  + number of rows of the tables before it in the stack
         shifts = []
         for position, partition in enumerate(used):
             if partition in first.shards:
@@ -114,14 +125,17 @@ class Group(ABC):
         """Returns the rows to look up for a batch."""
 
     def has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
-        """Returns whether bags have one id at most; on a GPU, which would be waited for, ``has_single_ids`` decides."""
+        """Returns whether every bag is known to have at most one id.
+
+        A CPU looks at the lengths. On a GPU that would be a wait, so ``has_single_ids`` decides.
+        """
         lengths = features.lengths()
         if features.values().numel() > lengths.numel():
             return False
         return bool((lengths <= 1).all()) if lengths.device.type == "cpu" else self.has_single_ids
 
     def request_each_bag(self, features: KeyedJaggedTensor, weights: Sequence[Tensor | None]) -> LookupRequest:
-        """Requests the sum over each of the batch's bags, with weights for each slice's rows."""
+        """Requests the weighted sum over each of the batch's bags in every slice; ``weights`` has one entry a slice."""
         rows = self.rows(features.values().long(), IdCounts.of_batch(features))
         return LookupRequest(rows, [features.offsets().long()] * self.num_slices, weights, features)
 
@@ -129,12 +143,15 @@ class Group(ABC):
     def finish(
         self, request: LookupRequest, vectors: Sequence[Float[Tensor, "bags features dim_j"]]
     ) -> Float[Tensor, "..."]:
-        """Composes and pools the looked-up vectors; ``bags`` counts the bags of one feature."""
+        """Composes and pools the looked-up vectors of each slice; ``bags`` is the number of bags of one feature.
+
+        Returns ``[batch, features * width]``, or ``[ids, width]`` for sequences.
+        """
 
     def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Float[Tensor, "bags features dim_j"]]:
         """Returns each slice's vectors, summed over the request's bags.
 
-        For a request of distinct ids, replicated slices give the ids' vectors unpadded.
+        For a request of distinct ids, a replicated slice gives ``[distinct, dim_j]``: torch needs no padding bags.
         """
         remaining: Iterator[Any] = iter(tbes)
         return [
@@ -145,7 +162,7 @@ class Group(ABC):
         ]
 
     def prefetch(self, request: LookupRequest, tbes: Sequence[nn.Module | None], forward_stream: Any) -> None:
-        """Has the TBEs bring the request's rows into their caches; None stands for a TBE without a cache."""
+        """Loads the request's rows into the TBEs' caches; ``tbes`` has None in place of a TBE without a cache."""
         positions = [position for position in range(self.num_slices) if position not in self._stacks]
         own_tbes: Sequence[Any] = tbes
         for position, tbe in zip(positions, own_tbes, strict=True):
@@ -178,7 +195,10 @@ class Group(ABC):
         return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
 
     def rows(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "used ids"]:
-        """Returns the row of every id in each used partition, counted within this rank's TBEs and stacks."""
+        """Returns the row of every id in each used partition, as a row of this rank's TBEs and stacks.
+
+        Ids and counts go feature after feature. ``used`` are the slices' partitions, then the function partitions.
+        """
         rows = self._map(ids, counts)
         if self._used is not None:
             self._used = self._used.to(ids.device)  # copied once
@@ -192,7 +212,10 @@ class Group(ABC):
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes that a lookup of this kind takes, with the gradients of replicated weights."""
+        """Returns the bytes that a lookup of this kind takes, with stacks and gradients of replicated weights.
+
+        It completes :meth:`lookup_memory` by the numbers that all kinds have in common.
+        """
         load = replace(load, finds_distinct=device_kind == "cpu")
         own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         # weights are stacked during the lookup: of the saved bytes only rows exist yet, and nothing is pooled
@@ -231,7 +254,7 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
 
 
 def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
-    """Returns the columns of a partition in each table's slice; an empty list where all columns take part."""
+    """Returns each table's columns of the slice at ``position``; an empty list if every table uses all columns."""
     slices = [local.partitions[position] for local in tables]
     if all(own.num_columns == own.part.dim for own in slices):
         return []
@@ -239,7 +262,7 @@ def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
 
 
 class AbsentGroup(Group):
-    """Tables that are divided by rows, on a rank without rows: it receives only empty bags, which give zeros."""
+    """Tables that are divided by rows, on a rank that has no rows: it receives empty bags only, and returns zeros."""
 
     def __init__(self, tables: Sequence[LocalTable], pools: bool) -> None:
         self.num_features = sum(len(local.table.feature_names) for local in tables)

@@ -43,16 +43,19 @@ from distembed.sharding.groups.load import (
 from distembed.sharding.table_slice import LocalTable, TableSlice, is_pooled
 
 _COMPOSED = (Product, Sum, Concat, Feature, PathLinear, PathMLP)
-"""Compositions whose formula the kernels have, paths for one partition; a subclass may compose in another way."""
+"""Compositions that the kernels compute, paths only without functions. Subclasses may compute something else."""
 _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
-"""TorchRec's kernels of partitions whose rows the passes can read; None for weights that every rank has."""
+"""TorchRec's compute kernels whose rows the fused kernels can read; None for weights that every rank has."""
 _BLOCK_BYTES = 256
-"""Bytes of the notes of a CPU's update on a partition, with the gaps between."""
+"""Bytes of a partition's bookkeeping in a CPU's update, with alignment gaps."""
 _PRECISIONS = (SparseType.FP32, SparseType.FP16)
 
 
 class FusedGroup(Group):
-    """Looks up and updates tables in one pass."""
+    """Maps, looks up, composes and pools in :meth:`look_up`; the backward pass updates the rows in the TBEs' memory.
+
+    The TBEs only hold weights and optimizer states. The first batch sets up the kernels for them.
+    """
 
     _lookup: FusedLookup | TritonLookup | None = None
 
@@ -140,9 +143,10 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of the starts of bags, and of the sums of gradients of distinct rows.
+        """Returns the bytes of bag offsets (saved), and of the gradient sums of distinct rows (update).
 
-        On a CPU, each thread of the rank updates a table at a time; a GPU updates all at once.
+        On a CPU, each thread updates one table at a time, so the largest ``num_threads`` tables count. A GPU updates
+        all tables at once.
         """
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
         num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
@@ -163,7 +167,10 @@ class FusedGroup(Group):
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:
-        """Returns the work of looking each id up in every partition; a column of the vectors is written once."""
+        """Returns the work of looking each id up in every partition and writing each column of the output once.
+
+        Sums count for the first partition alone if partitions share columns (product), else for every one (concat).
+        """
         partitions, columns = load.slice.partitions, load.slice.num_columns
         lookups = [
             (load.num_ids, load.num_vectors if own is partitions[0] or own.num_columns < columns else 0.0)
@@ -178,7 +185,7 @@ class FusedGroup(Group):
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
-    """Returns the bytes that a CPU's update of one table takes for itself."""
+    """Returns the bytes that a CPU's update of one table allocates; replicated partitions get gradients instead."""
     needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # addresses of rows and sums
     for own, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
         if not is_replicated:  # a sum and a number for each distinct row, and a hash table to find it
@@ -187,7 +194,10 @@ def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int
 
 
 def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> str | None:
-    """Returns why tables are not looked up in one pass, in words that follow on "because"; None where they are."""
+    """Returns why a slice cannot be looked up in one pass, worded to follow "because"; None if it can.
+
+    Only settings are checked, and on a CPU whether kernels exist for the machine: plans ask without any weights.
+    """
     table = table_slice.table
     if device_kind != "cpu" and table.kernel != "fused":
         return "the tables are on a GPU, on which it has not been measured to be faster"
@@ -215,7 +225,7 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
 
 
 def reason_not_loaded(table_slice: TableSlice, device_kind: str) -> str | None:
-    """Loads the CPU's kernels of a slice, and returns why they do not load; a GPU's are compiled at their first use."""
+    """Compiles and loads a slice's CPU kernels; returns why that fails, or None. GPU kernels compile at first use."""
     columns = columns_of_partitions(table_slice)
     assert columns is not None
     return reason_not_compiled(lanes_for(columns)) if device_kind == "cpu" else None
@@ -230,9 +240,9 @@ def fused_refusal(table: CompositionalEmbeddingConfig, reason: str) -> UserError
 
 
 def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
-    """Returns the columns of a slice that each partition takes part in; None where every column needs all of them.
+    """Returns the slice's columns to which each partition contributes; None if a column depends on all columns.
 
-    Partitions share all columns (product, sum) or none (concat).
+    Partitions share all columns (product, sum) or none (concat: one range after another).
     """
     table = table_slice.table
     columns = table.combine.columns(table.embedding_dim, len(table.scheme.num_rows))
@@ -246,7 +256,7 @@ def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
 
 
 def reason_against_settings(tbes: Sequence[Any]) -> str | None:
-    """Returns a setting of FBGEMM's tables that the kernels do not support, or None."""
+    """Returns why the kernels cannot use FBGEMM's tables as they are set, worded to follow "because", or None."""
     for tbe in tbes:
         if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
             return f"the tables are FBGEMM's {type(tbe).__name__}"
@@ -263,7 +273,10 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
 
 
 def _readable(weights: list[Tensor]) -> list[Tensor]:
-    """Returns weights as the passes can read them: float32 or float16, rows as far apart in all of them."""
+    """Returns weights that the kernels can read: all float32 or all float16, with equal strides; else copies.
+
+    Copies are differentiable, so gradients still reach the replicated weights.
+    """
     first = weights[0]
     if first.dtype in (torch.float32, torch.float16) and first.stride(1) == 1:
         if all((own.dtype, own.stride()) == (first.dtype, first.stride()) for own in weights):
@@ -275,7 +288,7 @@ _optimizer_name = cache(fused_optimizer_name)  # every step asks for it
 
 
 def _storage(tbe: Any, is_frozen: bool) -> Storage:
-    """Returns the rows and states of FBGEMM's tables."""
+    """Returns a TBE's weights, optimizer states and current optimizer settings, as the kernels take them."""
     optimizer = _optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
     seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM rounds so on CUDA alone
@@ -285,7 +298,7 @@ def _storage(tbe: Any, is_frozen: bool) -> Storage:
 
 
 def _numbers(tbe: Any, name: str) -> Tensor:
-    """Returns FBGEMM's tensor of weights or states: on the CPU, on the device, or in host memory that it reads."""
+    """Returns a TBE's ``weights`` or ``momentum1``: FBGEMM keeps them in ``_host``, ``_dev`` or ``_uvm`` tensors."""
     if tbe.use_cpu:
         return getattr(tbe, f"{name}_host")
     on_device: Tensor = getattr(tbe, f"{name}_dev")

@@ -19,11 +19,11 @@ from distembed.sharding.table_slice import TableSlice, is_pooled
 
 FLOAT_BYTES, LONG_BYTES = 4, 8
 _TIE = 0.06
-"""Share by which one size of chunks may cost more than another and still be chosen for the drawn ids."""
+"""Relative difference in cost below which either chunk size may be chosen, depending on a batch's ids."""
 _SPREAD = 0.1
-"""Share by which the number of chunks differs from its mean, at most."""
+"""Largest relative deviation of the number of chunks from its mean."""
 _DEVIATIONS = [NormalDist().inv_cdf((i + 0.5) / 16) for i in (0, 15, 7, 8, 3, 12, 5, 10, 1, 14, 6, 9, 2, 13, 4, 11)]
-"""The middles of a normal distribution's sixteenths, in an order whose every prefix is balanced."""
+"""16 equally likely values of a standard normal variable, in an order whose prefixes have a mean near 0."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,16 @@ class GroupLoad:
 
 
 def expected_distinct(possible: int, draws: float) -> float:
-    """Returns the mean number of ``possible`` values that occur among independent uniform draws."""
+    """Returns how many of ``possible`` values occur on average among ``draws`` independent uniform ones."""
+    # n (1 - (1 - 1/n)^d), by expm1 and log1p: exact also where n is large and 1 - 1/n would round to 1
     return -possible * math.expm1(draws * math.log1p(-1 / possible)) if possible > 1 else 1.0
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
-    """Returns the bytes that composing moves: each partition's vectors are read and one is written, twice backward."""
+    """Returns the bytes that composing reads and writes, forward and backward; 0 for a single partition.
+
+    Forward reads each partition's vectors and writes one; backward moves twice as many bytes.
+    """
     if len(table_slice.table.scheme.num_rows) == 1:
         return 0.0
     dims = sum(part.num_columns for part in table_slice.partitions)
@@ -211,7 +215,11 @@ def embedding_bag_bytes(load: GroupLoad, num_bags: int) -> int:
 
 
 def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
-    """Returns the bytes that a path's functions take, beside the vectors that they are applied to."""
+    """Returns the bytes that applying a path's functions takes, without the vectors of the first partition.
+
+    Ids are grouped by function into padded chunks of one size (:mod:`distembed.composition.grouped`). The size depends
+    on a batch's ids; memory is the mean over the sizes that are about as cheap for ids spread at random.
+    """
     table, counts = load.table, load.num_composed
     saved = forward = backward = 0
     for function in table.function_tables():
@@ -221,7 +229,7 @@ def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
             choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
         else:
             choices = [most_chunks(sum(counts), sum(buckets))]
-        # where sizes cost about as much, the drawn ids decide
+        # a choice is (cost, size, number of chunks), cheapest first
         likely = [it for it in choices if it[0] <= (1 + _TIE) * choices[0][0]]
         memories = [_chunks_memory(load, function.dim, *it[1:], device_kind) for it in likely]
         # the first function's inputs are the vectors, which are counted there
@@ -237,12 +245,16 @@ def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
 def _chunks_memory(
     load: GroupLoad, function_numbers: int, size: int, num_chunks: int, device_kind: str
 ) -> LookupMemory:
-    """Returns the bytes of one function of a path, if its ids are in ``num_chunks`` chunks of ``size``."""
+    """Returns the bytes of one step of a path whose ids are in ``num_chunks`` chunks of ``size`` ids.
+
+    Chunks are computed in blocks of at most ``BLOCK_BYTES``. A function has ``function_numbers`` weights.
+    """
     total, dim, hidden_sizes = sum(load.num_composed), load.dims[0], getattr(load.table.combine, "hidden", ())
     places, widest, hidden = size * num_chunks, max(dim, *hidden_sizes, 1), sum(hidden_sizes)
     step = max(1, BLOCK_BYTES.get(device_kind, BLOCK_BYTES["cpu"]) // (size * widest * FLOAT_BYTES))
     chunks_in_block, is_one_block = min(step, num_chunks), step >= num_chunks
-    # hidden values are saved where all chunks are one block; near that, the ids that are drawn decide
+    # Hidden values are saved only if one block holds all chunks. The number of chunks varies by _SPREAD around its
+    # mean: the probability of a single block rises from 0 to 1 within that range.
     saved_share = min(1.0, max(0.0, 0.5 + (step - num_chunks) / (2 * _SPREAD * step)))
     column_bytes = chunks_in_block * size * FLOAT_BYTES
     packed_bytes = chunks_in_block * function_numbers * FLOAT_BYTES
@@ -267,7 +279,10 @@ def _mean(values: Iterable[int]) -> int:
 
 
 def _spread(counts: Sequence[int], buckets: Sequence[int]) -> list[int]:
-    """Returns numbers of ids in each feature's buckets that vary as binomial ones do."""
+    """Returns a typical number of ids for each row of each feature, with the variance of a binomial distribution.
+
+    Each of ``counts`` ids falls into one of ``buckets`` rows at random: mean m = count / rows, variance m (1 - 1/rows).
+    """
     cases = [(count / rows, 1 - 1 / rows) for count, rows in zip(counts, buckets, strict=True) for _ in range(rows)]
     return [
         max(0, round(mean + deviation * math.sqrt(mean * others)))

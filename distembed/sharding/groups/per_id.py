@@ -41,11 +41,11 @@ from distembed.sharding.ids import DistinctIds, IdCounts, distinct_ids, every_id
 from distembed.sharding.table_slice import LocalTable
 
 _FINDING_BYTES = 400
-"""Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
+"""Bytes read and written per id by :func:`distinct_ids`: a sort and twenty passes over integers."""
 _TAKING_BYTES = 100
-"""Bytes for each id where every id is taken as it is: its place among the padded ones."""
+"""Bytes read and written per id by :func:`every_id`: places among the padded ids, without a sort."""
 _SPLITTING_BYTES = 300
-"""Bytes that are read and written for each id to split bags: sorting keys, and fifteen passes over numbers."""
+"""Bytes read and written per id by :func:`split_bags`: a sort of keys and fifteen passes over integers."""
 DISTINCT_LAUNCHES = Launches(group=33, partition=15)
 EVERY_ID_LAUNCHES = Launches(group=23, partition=10)
 
@@ -57,8 +57,8 @@ class DistinctGroup(Group):
         return self.request_distinct(features)
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Requests each distinct id once."""
-        # TBEs want equally many bags of each feature: bags of one id, and empty ones as padding
+        """Requests each distinct id (on a GPU each occurrence) as a bag of its own, without weights."""
+        # TBEs need equal numbers of bags for all features: bags of one id, then empty bags as padding
         #   feature 0   7 | 4 | 9         feature 1   3 |   |
         ids, given = features.values().long(), IdCounts.of_batch(features)
         if ids.device.type == "cpu":
@@ -74,7 +74,7 @@ class DistinctGroup(Group):
         return LookupRequest(rows, [offsets] * self.num_slices, [None] * self.num_slices, features, distinct)
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes and pools the vectors of distinct ids, or composes the sums over bags."""
+        """Composes and pools the distinct ids' vectors; composes the sums where :meth:`request` asked for each bag."""
         features, distinct = request.features, request.distinct
         if distinct is None:
             return self.combine.compose(vectors).flatten(1)
@@ -87,7 +87,7 @@ class DistinctGroup(Group):
     def compose_distinct(
         self, request: LookupRequest, distinct: DistinctIds, vectors: Sequence[Tensor]
     ) -> Float[Tensor, "distinct width"]:
-        """Returns the composed vector of every distinct id."""
+        """Returns the composed vector of every distinct id: TBE vectors without padding bags, through any functions."""
         slots = distinct.slots()
         unpadded = [
             vector if position in self._stacks else take_once(vector.flatten(0, 1), slots)
@@ -160,9 +160,9 @@ class DistinctGroup(Group):
 
 
 class PerIdGroup(DistinctGroup):
-    """Looks ids up as they are where no bag has more than one, else distinct ids.
+    """Looks bags up if each has at most one id and no weights require gradients; else distinct ids.
 
-    Empty bags are looked up as zeros, which the composition has to leave zeros (:func:`zeros_stay_zero`).
+    The lookup of an empty bag gives zeros, which the composition must map to zeros (:func:`zeros_stay_zero`).
     """
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
@@ -187,8 +187,9 @@ class PerIdGroup(DistinctGroup):
 class PooledGroup(DistinctGroup):
     """Pools each partition's vectors in the lookup, and composes the sums: as fast as plain tables.
 
-    Gradients of the ids' weights depend on the vectors as they were looked up, but FBGEMM's backward pass reads rows
-    that another pass may have updated since: ids whose weights need gradients are looked up one by one.
+    Per-sample weights that require gradients are the exception. Their gradients need the vectors of the forward pass,
+    but FBGEMM reads the rows again in its backward pass, after another backward pass may have updated them. Ids are
+    therefore looked up one by one then, which keeps their vectors.
     """
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
@@ -210,7 +211,10 @@ class PooledGroup(DistinctGroup):
 
 
 class ProductGroup(PerIdGroup):
-    """Splits bags by the rows of the small partitions, on a CPU, where buckets are few (:mod:`..bucket_pool`)."""
+    """Pools products by buckets (:mod:`..bucket_pool`) on a CPU, where that is faster than composing distinct ids.
+
+    A GPU, many buckets per id, or weights that require gradients: as :class:`PerIdGroup`.
+    """
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
@@ -221,7 +225,7 @@ class ProductGroup(PerIdGroup):
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
         ids, lengths = features.values().long(), features.lengths()
-        # a GPU would be waited for to know the filled buckets
+        # on a GPU, the number of filled buckets would have to be copied to the host, which waits for the stream
         is_slower = ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes)
         if is_slower or weights_need_gradients(features):
             return super().request_distinct(features)
@@ -258,7 +262,7 @@ class ProductGroup(PerIdGroup):
 
 
 def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:
-    """Returns the bytes of sums over buckets of the largest partition's vectors; their gradient is as large."""
+    """Returns the bytes of pooling by buckets: indices, and one sum per bucket, whose gradient is as large."""
     num_buckets = load.num_bags * buckets_per_bag
     vectors = num_buckets * load.dims[0] * FLOAT_BYTES
     indices = load.num_ids * LONG_BYTES + num_buckets * LONG_BYTES
@@ -273,13 +277,13 @@ def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:
 
 
 class PathGroup(DistinctGroup):
-    """Looks distinct ids up in the first partition, and sends each through its functions, the rows of the others.
+    """Looks distinct ids up in the first partition, and applies their functions: rows of the other partitions.
 
     Functions cost more than finding equal ids, so distinct ids are composed even where bags have one id.
     """
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes the distinct ids' vectors, and pools them unless each bag has one id."""
+        """Composes the distinct ids' vectors; pools them, or copies them to rows if every bag has exactly one id."""
         features, distinct = request.features, request.distinct
         assert distinct is not None
         has_one_id_each = features.values().numel() == features.lengths().numel()
@@ -291,7 +295,7 @@ class PathGroup(DistinctGroup):
 
 
 class SequenceGroup(DistinctGroup):
-    """Composes each distinct id of sequences and copies its vector to all its occurrences, in the order of ids."""
+    """Composes each distinct id, and copies its vector to all its occurrences, in the order of the batch's ids."""
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "ids width"]:
         distinct = request.distinct
@@ -307,5 +311,5 @@ def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
 
 
 def zeros_stay_zero(combine: Composition) -> bool:
-    """Returns whether a composition makes zeros of zeros, with any parameters."""
+    """Returns whether a composition maps zero vectors to a zero vector for all values of its parameters."""
     return combine.commutes_with_sum or type(combine) is Product
