@@ -23,7 +23,7 @@ class TableOptimizers:
     is_fused: bool = True
 
     def for_table(self, table: CompositionalEmbeddingConfig) -> "TableOptimizers":
-        """Returns the optimizers that train one table."""
+        """Returns the optimizers that train one table: a table with ``dense_gradient`` has the dense one alone."""
         return self.for_dense_gradient() if table.dense_gradient else self
 
     def for_dense_gradient(self) -> "TableOptimizers":
@@ -34,7 +34,7 @@ class TableOptimizers:
 def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> str | None:
     """Returns the name of the fused optimizer of a table's vectors, a key of ``OPTIMIZERS``.
 
-    It is the same whether ``apply_optimizer_in_backward`` or the sharder's ``fused_params`` names it.
+    A table's own declaration, by ``apply_optimizer_in_backward``, goes before the sharder's ``fused_params``.
 
     Args:
         table: Name of the table for the error.
@@ -43,6 +43,9 @@ def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> st
 
     Returns:
         The name; None where the table is frozen or declares none, so that it has no optimizer state.
+
+    Raises:
+        UserError: The table declares several optimizers, or one whose states ``OPTIMIZERS`` does not tell.
     """
     declared: list[Any] = getattr(unit, "_optimizer_classes", [] if shared is None else [shared])
     if not declared or not unit.requires_grad:
@@ -76,7 +79,7 @@ def declared_optimizers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 
 
 def largest_optimizer(names: Iterable[str | None], undeclared: str | None = None) -> str:
-    """Returns, of the optimizers of several tables, the one that keeps most of a table.
+    """Returns the optimizer, among the optimizers of several tables, whose states take the most memory.
 
     Args:
         names: Names of the optimizers; None for tables that declare none.
@@ -84,7 +87,7 @@ def largest_optimizer(names: Iterable[str | None], undeclared: str | None = None
     """
     stateless = stateless_name()
     found = {stateless, *(name or undeclared or stateless for name in names)}
-    # a number a row is next to nothing beside a number an element
+    # compared on one row of 100 weights, so that a state for each weight outweighs a state for each row
     return max(sorted(found), key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100))
 
 

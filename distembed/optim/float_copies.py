@@ -24,11 +24,12 @@ def state_dtype(weight: Tensor) -> torch.dtype:
 
 
 def train_in_float32(optimizer: torch.optim.Optimizer) -> None:
-    """Has an optimizer train its weights of half precision in float32 from now on; others are trained as they are.
+    """Registers hooks by which each step of an optimizer trains half-precision weights in float32 copies.
 
-    Gradients are computed before a step: no closure may compute them within a step.
+    States that exist already become float32. Gradients must be there before a step: a closure that computes them within
+    the step would not reach the copies.
     """
-    for weight, states in optimizer.state.items():  # of optimizers that make them before the first step
+    for weight, states in optimizer.state.items():  # Adagrad makes its states before the first step
         if is_half(weight):
             states.update({name: value.float() for name, value in states.items() if value.dtype == weight.dtype})
     copies = _FloatCopies()
@@ -43,7 +44,7 @@ class _FloatCopies:
         self._replaced: list[tuple[list[Tensor], int, Tensor]] = []
 
     def widen(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Makes copies of weights and gradients, which have the weights' states."""
+        """Before a step: puts float32 copies of weights and gradients in the weights' place, with their states."""
         for group in optimizer.param_groups:
             weights: list[Tensor] = group["params"]
             for place, weight in enumerate(weights):
@@ -55,7 +56,7 @@ class _FloatCopies:
                 self._replaced.append((weights, place, weight))
 
     def narrow(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Rounds copies to the nearest, and puts the weights back in their place."""
+        """After a step: rounds each copy into its weight, and puts the weight back in its place with the states."""
         for weights, place, weight in self._replaced:
             copy, weights[place] = weights[place], weight
             weight.data.copy_(copy)

@@ -91,9 +91,9 @@ class OptimizerKind:
 
     @property
     def trains_tables(self) -> bool:
-        """Whether tables can be trained by it; torch can, without fusing, where each weight has its own states.
+        """Whether tables can be trained by it: fused by FBGEMM, or by torch where no state belongs to a row.
 
-        TorchRec's ``dense`` kernel gives torch the weights of a table as one dimension, without rows.
+        TorchRec's ``dense`` kernel gives torch the weights of a table as one dimension, so that torch sees no rows.
         """
         return not self.decouples_weight_decay and (self.fused_class is not None or self.trains_networks)
 
@@ -121,7 +121,7 @@ class OptimizerKind:
         return list(self.states.values()).count(per)
 
     def make(self, parameters: "Iterable[nn.Parameter]", **settings: Any) -> "torch.optim.Optimizer":
-        """Makes torch's optimizer of this kind, in torch's fused form where it has one and weights have memory.
+        """Makes torch's optimizer of this kind, in torch's fused form where it has one for the parameters' devices.
 
         Weights of half precision are trained in float32 and rounded, and their states are float32.
 
@@ -146,7 +146,7 @@ class OptimizerKind:
 
 @cache
 def _has_fused_form(make: Any, device_type: str) -> bool:
-    """Returns whether torch's optimizer has a fused form for a kind of device; not all versions of torch have all."""
+    """Returns whether torch's optimizer has a fused form for a kind of device, by a step on a parameter of size 0."""
     import torch
 
     if "fused" not in inspect.signature(make).parameters:
@@ -232,7 +232,7 @@ def row_wise_name() -> str:
 def torch_optimizer_name(optimizer: "torch.optim.Optimizer") -> str | None:
     """Returns the name of a live torch optimizer; None where no optimizer in the table has its class and settings.
 
-    Where several rows match, the one with most settings is meant.
+    Of several matches the one with most settings is returned: it is the most specific.
     """
     matching = [
         name
@@ -243,12 +243,12 @@ def torch_optimizer_name(optimizer: "torch.optim.Optimizer") -> str | None:
 
 
 def fused_optimizer_name(fused: "EmbOptimType") -> str | None:
-    """Returns the name of one of FBGEMM's optimizers; None where it is none in the table."""
+    """Returns the name in ``OPTIMIZERS`` of one of FBGEMM's optimizers; None where the table does not have it."""
     return next((name for name, kind in OPTIMIZERS.items() if _computes(kind, fused)), None)
 
 
 def fused_type(optimizer: "type[torch.optim.Optimizer]") -> "EmbOptimType | None":
-    """Returns FBGEMM's name of the optimizer of a class; None where FBGEMM has none."""
+    """Returns FBGEMM's enum value for an optimizer class, as TorchRec maps them; None where FBGEMM has none."""
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
     try:
@@ -258,7 +258,8 @@ def fused_type(optimizer: "type[torch.optim.Optimizer]") -> "EmbOptimType | None
 
 
 def _computes(kind: OptimizerKind, fused: "EmbOptimType") -> bool:
+    """Returns whether FBGEMM's optimizer is this kind; ``exact_adagrad`` and ``adagrad`` count as one."""
     own_class = imported(kind.fused_class)
     own = None if own_class is None else fused_type(own_class)
-    # the exact forms, which TorchRec takes, and the others keep the same states
+    # TorchRec takes the forms whose names begin with `exact_`; the forms without it keep the same states
     return own is not None and own.value.removeprefix("exact_") == fused.value.removeprefix("exact_")

@@ -1,8 +1,8 @@
 """The live states of optimizers, read and set in place: FBGEMM's fused ones, and torch's.
 
-Both hold the same numbers in different places. Here both give, for each shard of a parameter on this rank, a view of
-each state: ``[rows, columns]`` where a weight has a number, ``[rows]`` where a row has one, ``[1]`` where the parameter
-has one.
+FBGEMM holds states in its own modules, torch in ``optimizer.state``. For each shard of a parameter on this rank, both
+are given here as views: ``[rows, columns]`` of a state with a number for each weight, ``[rows]`` with one for each row,
+``[1]`` with one for the parameter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def parameter_states(optimizer: KeyedOptimizer, weights: Shards) -> Iterator[Par
 
 
 def set_step_count(optimizer: KeyedOptimizer, step: int) -> None:
-    """Sets the number of steps done, on which the bias correction of Adam and its kin depends."""
+    """Sets the number of steps done in all optimizers; the bias correction of Adam and its kin depends on it."""
     for leaf in _leaves(optimizer):
         leaf.set_step_count(step)
 
@@ -87,6 +87,7 @@ class _FusedLeaf(_Leaf):
     def states(self, _weights: Shards) -> Iterator[ParameterState]:
         states = OPTIMIZERS[self.name].states
         for parameter, weight in self.named():
+            # local_shards() below leaves out parameters' empty shards: their states are left out too
             has_weights = [shard.tensor.numel() > 0 for shard in weight.local_shards()]
             values = {}
             for (state, per), live in zip(states.items(), self.optimizer.state[weight].values(), strict=True):
@@ -109,7 +110,7 @@ class _TorchLeaf(_Leaf):
         return _known(torch_optimizer_name(inner), repr(inner).splitlines()[0].rstrip(" ("))
 
     def live(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns torch's states of a parameter, which are made where no step has made them."""
+        """Returns torch's states of a parameter; makes the states of a first step where no step was done yet."""
         live: dict[str, Tensor] = self.optimizer.state[parameter]
         if not live:
             group = next(g for g in self.optimizer.param_groups if any(own is parameter for own in g["params"]))
@@ -146,6 +147,7 @@ class _ReplicatedLeaf(_TorchLeaf):
 
 
 def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf | _TorchLeaf]:
+    """Yields the optimizers inside of combined and wrapped ones; a :class:`UserError` for an unknown class."""
     if isinstance(optimizer, CombinedOptimizer):
         for name, inner in optimizer.optimizers:
             yield from _leaves(inner, CombinedOptimizer.prepend_opt_key(name, prefix))
@@ -162,6 +164,7 @@ def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf 
 
 
 def _known(name: str | None, described: str) -> str:
+    """Returns the name; a :class:`UserError` for None, an optimizer that :data:`OPTIMIZERS` does not have."""
     if name is None:
         raise UserError(
             f"{described} is an optimizer whose state a checkpoint has no names for; known: {', '.join(OPTIMIZERS)}, "
@@ -171,10 +174,10 @@ def _known(name: str | None, described: str) -> str:
 
 
 def _view_of_shard(live: Tensor, per: NumberPer, shard: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the numbers of a state that belong to one shard of the parameter."""
+    """Returns a view of the numbers of a state, ``live``, that belong to one shard of the parameter."""
     if per is NumberPer.PARAMETER:
         return live.view(1)
-    # shards of one table are views of one parameter, one after the other
+    # a shard is a view into the parameter's memory: its address tells its first weight, and so its first number
     start = (shard.data_ptr() - parameter.data_ptr()) // parameter.itemsize
     weights_per_number = shard.shape[1] if per is NumberPer.ROW else 1
     count = shard.numel() // weights_per_number
@@ -183,10 +186,7 @@ def _view_of_shard(live: Tensor, per: NumberPer, shard: Tensor, parameter: Tenso
 
 
 def local_shards(value: Tensor | ShardedTensor) -> list[LocalShard]:
-    """Returns the parts on this rank of an entry of a state dict: the whole where every rank has it.
-
-    Parts without elements are left out.
-    """
+    """Returns the shards on this rank of a state dict's entry, without empty ones; a plain tensor is one shard."""
     if isinstance(value, ShardedTensor):
         shards = [LocalShard(tuple(it.metadata.shard_offsets), it.tensor.detach()) for it in value.local_shards()]
     else:

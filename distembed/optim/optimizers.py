@@ -130,7 +130,7 @@ class Optimizers:
         self.combined = CombinedOptimizer([optimizer for optimizer, _ in self._scheduled])
 
     def set_learning_rates(self, step: int) -> float:
-        """Applies the schedules to the step that comes next.
+        """Sets all learning rates for the next step, and FBGEMM's step count; call it before the backward pass.
 
         Args:
             step: Number of the step, counted from 0.
@@ -141,10 +141,10 @@ class Optimizers:
         for optimizer, config in self._scheduled:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate(config, step)
-        # fused updates happen in the backward pass: FBGEMM must know the rate before it, which is all that step() does
+        # step() of a fused optimizer updates nothing: it hands FBGEMM the rate, before the backward pass updates tables
         self._fused.step()
         if self._fused_corrects_bias:
-            # FBGEMM counts the batches of evaluations too
+            # set anew in each step, as FBGEMM counts the batches of evaluations too
             set_step_count(self._fused, self.steps_before + step)
         return self._rate(self._dense, step)
 
@@ -197,6 +197,6 @@ def table_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _dense_weights(collection: nn.Module) -> set[str]:
-    """Returns the names of the weights of a collection's tables that have gradients in all rows."""
+    """Returns the names of the weights of a collection's tables with ``dense_gradient``."""
     tables: Any = getattr(collection, "tables", list)  # TorchRec's own have none
     return {part.name for table in tables() if table.dense_gradient for part in table.lookup_tables()}

@@ -35,11 +35,14 @@ _UNKNOWN_TO_TORCH = ("weight_decay", "momentum", "eta", "max_gradient", "gradien
 
 
 def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name, a key of ``OPTIMIZERS``, and torch's settings of the optimizer that FBGEMM's settings name.
+    """Returns the optimizer that FBGEMM's settings name: its key in ``OPTIMIZERS``, and torch's settings of it.
 
     Args:
         fused_params: FBGEMM's settings of a table.
         weight_name: A weight of the table that every rank has, for errors.
+
+    Raises:
+        UserError: torch has no form of the optimizer, or of one of its settings.
     """
     declared = fused_params.get("optimizer")
     name = stateless_name() if declared is None else fused_optimizer_name(declared)
@@ -115,6 +118,7 @@ class ReplicatedOptimizer(FusedOptimizer):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
+        """Copies the learning rate to torch's optimizer, and clears gradients that a failed backward pass has left."""
         (own,) = self.param_groups
         for group in self._inner.param_groups:
             group["lr"] = own["lr"]
@@ -141,7 +145,10 @@ class ReplicatedOptimizer(FusedOptimizer):
 
 
 class _Waiting(dict[int, "BackwardUpdates"]):
-    """The updates whose gradients have come in a backward pass, by their numbers; only that pass holds it."""
+    """The updates whose gradients have come in one backward pass, by their numbers.
+
+    Autograd's callback alone holds a strong reference: when a pass fails, the object is freed with the pass.
+    """
 
 
 class BackwardUpdates:
@@ -155,8 +162,8 @@ class BackwardUpdates:
         group: The ranks; None for one alone.
     """
 
-    _numbers = itertools.count()
-    # by the numbers of the running backward passes; one may run within another
+    _numbers = itertools.count()  # in the order of construction, equal on all ranks: the order of collectives
+    # by autograd's numbers of the running backward passes; one may run within another
     _waiting: "weakref.WeakValueDictionary[int, _Waiting]" = weakref.WeakValueDictionary()
 
     def __init__(self, optimizers: Sequence[ReplicatedOptimizer], group: dist.ProcessGroup | None) -> None:
@@ -166,7 +173,7 @@ class BackwardUpdates:
         self._buffers: list[Tensor] = []
         self._gradients: dict[Tensor, Tensor] = {}
         for weight in self._weights:
-            # TorchRec's own tables say in this way that no other optimizer may train them
+            # the mark by which TorchRec's in_backward_optimizer_filter keeps a weight from other optimizers
             weight._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
             weight.register_post_accumulate_grad_hook(self._note)
 
@@ -218,7 +225,7 @@ class BackwardUpdates:
                 parts = zip(own, buffer.split(sizes), strict=True)
                 self._gradients |= {weight: part.view_as(weight) for weight, part in parts}
         for weight, view in self._gradients.items():
-            if weight.grad is None:  # of a pass that failed there may be something
+            if weight.grad is None:  # no gradient in this pass; a failed pass may have left one in the buffer
                 view.zero_()
             elif weight.grad is not view:
                 view.copy_(weight.grad)
@@ -226,7 +233,7 @@ class BackwardUpdates:
 
 
 def first_state(kind: OptimizerKind, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the states that torch makes at the first step; a step with gradients of zero would also change weights.
+    """Returns the states that torch makes at the first step, without a step: it may change weights at gradients of 0.
 
     Args:
         kind: The optimizer.

@@ -21,7 +21,7 @@ MAX_NUM_EMBEDDINGS = 2**63 - 1
 
 
 def require_positive(field: str, value: object, remedy: str) -> int:
-    """Returns the value of a field as an int from 1 to 2^63-1; errors name the field and end with ``remedy``."""
+    """Returns ``value`` as an int from 1 to 2^63-1; else a UserError names ``field`` and ends with ``remedy``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UserError(f"{field} is {value!r}, of type {type(value).__name__}; it must be an integer. {remedy}")
     if not 1 <= value <= MAX_NUM_EMBEDDINGS:
@@ -72,17 +72,17 @@ class Partition(ABC):
         return hash((type(self), self.num_embeddings, self.num_rows))
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the attributes that make two instances equal; a scheme with caches overrides it."""
+        """Returns the attributes that equality compares; a scheme overrides it to leave out its caches."""
         return vars(self)
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """The paper's equation of each partition with this instance's numbers, in one line."""
+        r"""The equation of each partition with this instance's numbers: ``p_1(x) = x mod 7, p_2(x) = x \ 7``."""
 
     @abstractmethod
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        """Returns the row of each id in each partition; ids outside of ``[0, num_embeddings)`` are not detected."""
+        """Returns the row of each id in each partition; unchecked: ids outside ``[0, num_embeddings)`` get any row."""
 
     @abstractmethod
     def colliding_ids(self) -> tuple[int, int] | None:
@@ -98,7 +98,7 @@ class Partition(ABC):
         return 1.0
 
     def inverse(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        """Returns the id that has these rows, and -1 where no id has them.
+        """Returns the id of each tuple of rows ``rows[:, i]``, and -1 for a tuple that no id has.
 
         Raises:
             UserError: The partitions are not complementary.
@@ -111,7 +111,7 @@ class Partition(ABC):
             )
         candidates = self._candidates(rows)
         inside = (candidates >= 0) & (candidates < self.num_embeddings)
-        # Mapping forth again proves each candidate, also one that came of impossible rows or of a sum past int64.
+        # A candidate may be any number where no id has the rows: it is the answer only if it maps to these rows again.
         same = (self.rows(torch.where(inside, candidates, 0)) == rows).all(dim=0)
         return torch.where(inside & same, candidates, -1)
 
@@ -123,7 +123,7 @@ class Partition(ABC):
     def rows_of_tables(
         cls, partitions: Sequence["Partition"], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
-        """Returns the rows of many tables' ids at once; ``partitions[t]`` maps row t of ``ids``."""
+        """Returns the rows of the ids of many tables of this scheme at once; ``partitions[t]`` maps ``ids[t]``."""
         constants = cls.constants(partitions)
         if constants is not None:
             return cls.rows_by_constants(ids, constants.to(ids.device).unsqueeze(2))
@@ -133,8 +133,8 @@ class Partition(ABC):
     def constants(cls, partitions: Sequence["Partition"]) -> Int64[Tensor, "constants tables"] | None:
         """Returns the numbers in which the maps of many tables differ, like moduli, on the CPU: a column a table.
 
-        A scheme overrides it together with :meth:`rows_by_constants` where one vectorised operation can serve all
-        tables; None where it cannot. Callers that map ids on a GPU keep a copy there, so that no step waits for one.
+        A scheme overrides it together with :meth:`rows_by_constants` if one vectorised operation can map the ids of all
+        tables; None if not. Callers that map ids on a GPU keep a copy there, so that no step waits for one.
         """
         return None
 
@@ -146,13 +146,13 @@ class Partition(ABC):
         raise NotImplementedError(f"{cls.__name__} has constants, but no rows_by_constants; define both or neither.")
 
     def digits(self) -> "tuple[Digit, ...] | None":
-        """Returns each partition's digit, for kernels that compute rows themselves; None where rows are no digits."""
+        """Returns each partition's divisor and modulus, for the fused lookup's kernels; None if its rule is another."""
         return None
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
-        """Returns the settings with which the scheme, built for more ids, keeps the rows of these ids.
+        """Returns the settings with which this scheme, built for ``num_embeddings`` ids, keeps the rows of its old ids.
 
-        A model whose vocabulary has grown continues with them. ``num_embeddings`` is the new number of ids.
+        A model whose vocabulary has grown is built with these settings, and continues with its trained rows.
 
         Raises:
             UserError: The scheme cannot grow, or cannot have so many ids; the error says which scheme can.

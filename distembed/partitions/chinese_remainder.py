@@ -73,6 +73,7 @@ class ChineseRemainder(RemainderPartition):
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         # Garner: with x = d_1 + d_2 m_1 + d_3 m_1 m_2 + ..., all terms after d_j vanish modulo m_j, so that
         #   d_j = (...((x_j - d_1) / m_1 - d_2) / m_2 - ...) mod m_j      where x_j is the given row, x mod m_j
+        # A division by m_i modulo m_j is a multiplication by the inverse of m_i, which coprime moduli have.
         digits: list[Tensor] = []
         for j, modulus in enumerate(self.num_rows):
             digit = rows[j]
@@ -82,6 +83,7 @@ class ChineseRemainder(RemainderPartition):
         return from_digits(torch.stack(digits), self.num_rows[:-1])
 
     def _require_coprime_and_complementary(self) -> None:
+        """Refuses moduli that share a factor, even if all ids differ: Garner's inverse needs coprime moduli."""
         shared, pair = first_shared_factor(self.num_rows), self.colliding_ids()
         if shared is None and pair is None:
             return
@@ -110,5 +112,5 @@ def _multiply(values: Tensor, factor: int, modulus: int) -> Tensor:
 
 def _add(left: Tensor, right: Tensor, modulus: int) -> Tensor:
     """Returns ``left + right mod modulus`` for values in ``[0, modulus)``, exactly also where int64 overflows."""
-    room = modulus - right
+    room = modulus - right  # left + right >= modulus exactly where left >= room; neither branch exceeds the modulus
     return torch.where(left >= room, left - room, left + right)

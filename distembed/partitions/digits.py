@@ -47,7 +47,7 @@ def from_digits(digits: Tensor, lower_moduli: Sequence[int]) -> Tensor:
 
 
 def colliding_digits(num_embeddings: int, moduli: Sequence[int]) -> tuple[int, int] | None:
-    """Returns 0 and the product of the moduli, two ids with the same digits; None where the product is no id."""
+    """Returns two ids with equal digits, 0 and the product of the moduli; None where the product is not below n."""
     product = math.prod(moduli)
     return (0, product) if product < num_embeddings else None
 

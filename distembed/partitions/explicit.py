@@ -94,7 +94,7 @@ class Explicit(Partition):
             self._require_complementary()
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the assignments, from which all caches follow."""
+        """Returns the assignments, without copies on other devices and cached collisions."""
         return {"assignments": self.assignments, "num_rows": self.num_rows}
 
     @classmethod
@@ -192,9 +192,10 @@ class Explicit(Partition):
             )
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        """Compares all ids with the wanted tuples, in one pass that stores no index of the ids."""
+        """Compares all ids with the wanted tuples, in one pass over the ids: an index of all ids would take memory."""
         wanted = rows.reshape(len(self.num_rows), -1).cpu()
-        # Tuples are paths in a tree: node t of level j stands for one distinct prefix, of j + 1 rows.
+        # Wanted tuples are paths in a tree. Node t of level j stands for one distinct prefix of j + 1 rows, by its key
+        # parent node * num_rows[j] + row; a level's keys are sorted, so ids find their node by bisection or drop out.
         levels = []
         node = torch.zeros(wanted.shape[1], dtype=torch.int64)
         for row, bound in zip(wanted, self.num_rows, strict=True):
@@ -218,7 +219,8 @@ def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.
     keys, count = np.zeros(len(assignments[0]), np.int64), 1
     for assigned, bound in zip(assignments, num_rows, strict=True):
         rows: NDArray[np.integer] = assigned.numpy()
-        if count * bound > MAX_NUM_EMBEDDINGS:  # numbers without gaps, below the number of ids, stay within 63 bits
+        # before keys exceed 63 bits, keys and rows are numbered without gaps: both are then below the number of ids
+        if count * bound > MAX_NUM_EMBEDDINGS:
             (distinct, keys), (rows_that_occur, rows) = (np.unique(own, return_inverse=True) for own in (keys, rows))
             count, bound = len(distinct), len(rows_that_occur)
         keys, count = keys * bound + rows, count * bound
@@ -229,14 +231,17 @@ def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.
 def _read(
     num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
 ) -> Explicit:
-    """Reads a file once for each time of its modification, not whenever a table is described or built."""
+    """Builds the scheme of a file; the cache rereads a file only after its time of modification has changed."""
     return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)
 
 
 def _checked_copy(
     field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None
 ) -> tuple[Tensor, int]:
-    """Returns a copy of an assignment at the smallest width, and the number of its rows; fields name both in errors."""
+    """Returns a copy of an assignment in the smallest integer dtype, and its number of rows.
+
+    A UserError, in which ``field`` and ``bound_field`` name both, refuses other types, lengths and rows.
+    """
     values = _integer_array(field, rows)
     if values.shape != (num_embeddings,):
         raise UserError(
@@ -266,7 +271,10 @@ def _integer_array(field: str, rows: Any) -> NDArray[Any]:
 def read_assignments(
     path: str | Path, columns: Sequence[str], num_embeddings: int
 ) -> tuple[list[NDArray[np.integer]], list[int]]:
-    """Returns the row of every id in each column, and each column's number of rows."""
+    """Returns the row of every id in each column, and each column's number of rows, as :meth:`Explicit.from_parquet`.
+
+    A UserError refuses a file of another length than ``num_embeddings``, and unusable columns.
+    """
     if isinstance(columns, str) or len(columns) == 0:
         raise UserError(f"columns is {columns!r}; give a list of one column name or more.")
     file = _open(path)

@@ -61,6 +61,8 @@ class KeyedHash:
 
     def ids_of_int64(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
         """Returns the result of :meth:`ids` without checking the arguments, so that torch.fx can trace it."""
+        # u is uniform in [0, 2^63). The last 2^63 mod n numbers would give small ids one u more than the others: a u
+        # among them is replaced by the next hash. All rounds are computed for all values, so no branch needs data.
         n = num_embeddings
         before, after = self._keys()
         state = mix64(mix64(values ^ before) + after)
@@ -72,7 +74,7 @@ class KeyedHash:
         return number % n
 
     def _keys(self) -> tuple[int, int]:
-        """Returns two 64-bit keys, unrelated for neighbouring seeds."""
+        """Returns two 64-bit keys of the seed, by BLAKE2b, so that neighbouring seeds give unrelated keys."""
         digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
         return _as_int64(digest[:8]), _as_int64(digest[8:])
 
@@ -113,10 +115,13 @@ def _require_seed(seed: object) -> None:
 
 
 def _rounds(incomplete: int) -> int:
-    """Returns how many times to hash again until fewer than 2^-64 of all values lie in the incomplete run."""
+    """Returns how many times to hash again until fewer than 2^-64 of all values lie in the last, incomplete run.
+
+    A hash lies in the run with probability p = incomplete / 2^63 < 2^-b; r rounds leave p^(r + 1) <= 2^-64.
+    """
     if incomplete == 0:
         return 0
-    bits_per_round = 63 - incomplete.bit_length()  # a round's chance to fail is below 2^-bits
+    bits_per_round = 63 - incomplete.bit_length()  # b
     return -(-_NEGLIGIBLE_BITS // bits_per_round) - 1
 
 

@@ -65,10 +65,14 @@ def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
 
 
 def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns ``chosen`` and ``count`` more coprime moduli of this sum and at least this product; None without any."""
+    """Returns ``chosen`` and ``count`` more moduli, ascending, all coprime; None where there are none.
+
+    The further moduli sum to ``total``, and their product is at least ``product``.
+    """
     if count == 1:
         return (*chosen, total) if total >= product and _is_coprime(total, chosen) else None
-    # the smallest of the remaining moduli is at most their mean; the further below, the smaller the largest product
+    # the smallest of the remaining moduli is at most their mean; the further below, the smaller the largest product:
+    # once the rest cannot reach `needed`, smaller moduli cannot either
     for modulus in range(total // count, max(chosen, default=1) - 1, -1):
         needed = -(-product // modulus)
         if _largest_product(total - modulus, count - 1) < needed:
@@ -81,7 +85,7 @@ def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, 
 
 
 def _largest_product(total: int, count: int) -> int:
-    """Returns the largest product of ``count`` integers that sum to ``total``."""
+    """Returns the largest product of ``count`` integers that sum to ``total``: no two of them differ by more than 1."""
     share, rest = divmod(total, count)
     return (share + 1) ** rest * share ** (count - rest)
 
@@ -113,7 +117,11 @@ def choose_moduli(
         num_embeddings: The number of ids.
         num_partitions: The number of partitions, or None.
         moduli: The moduli, or None.
-        smallest: Computes the moduli for numbers of ids and of partitions.
+        smallest: Computes the moduli from the number of ids and of partitions, if none are given.
+
+    Raises:
+        UserError: A value has a wrong type or range, or ``num_partitions`` is not the number of moduli. That their
+            product reaches the number of ids is left to the scheme.
     """
     if num_partitions is not None:
         remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."
@@ -146,8 +154,8 @@ def first_shared_factor(moduli: Sequence[int]) -> tuple[int, int, int] | None:
 def suggest_moduli(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
     """Returns moduli near the given ones that are valid for n ids, as an error's remedy.
 
-    First each modulus becomes coprime to the ones before it, if asked for. Where their product is still too small, the
-    modulus whose increase adds the fewest rows is increased.
+    First each modulus becomes coprime to the ones before it, if ``coprime``. If their product is still below n, one
+    modulus is increased until it reaches n: the modulus whose increase adds the fewest rows.
     """
     suggested: list[int] = []
     for modulus in moduli:
