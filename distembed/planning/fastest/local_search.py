@@ -1,8 +1,8 @@
 """Search for an assignment with a small largest score of all ranks: largest tables first, then moves and swaps.
 
-Tables are placed longest first, and again with the most bytes first, each where the largest score stays least. Then the
-rank with the largest score gives up shards: one moves, one is swapped for another, or a table is divided differently.
-Where nothing helps, random tables are placed again and the improvement is repeated.
+*Construct*: tables are placed longest first, and again with the most bytes first, each where the largest score stays
+least. *Improve*: the rank with the largest score gives up a shard, which moves or is swapped for another, or a table is
+divided differently, until no step helps. *Shake*: random tables are placed again and the result is improved.
 
 Trade-off: nothing says that the best assignment was found; the bound (:mod:`distembed.planning.fastest.bound`) limits
 the loss. Work is counted, not timed, so equal problems have equal results.
@@ -18,21 +18,21 @@ from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _TRIES_PER_STEP = 24
-"""Tables of the rank with the largest score that are tried in one step."""
+"""Most tables that one step tries to place again."""
 _MAX_REPLACED = 6
-"""Most tables that are placed again at once."""
+"""Most tables that one shake places again."""
 _GAIN = 1e-9
-"""Least share of the largest score by which a step makes it smaller."""
+"""Relative decrease of the largest score below which two scores count as equal."""
 
 
 @dataclass
 class Budget:
     """Work that a search may do: a unit for each operation on arrays, and one more for each 4,096 numbers."""
 
-    units: float  # that are left
+    units: float  # the work left; at most 0 once the budget is spent
 
     def spend(self, operations: int, numbers: int = 0) -> None:
-        """Takes the units of some operations over so many numbers each."""
+        """Subtracts the units of ``operations`` array operations over ``numbers`` numbers each."""
         self.units -= operations * (1 + numbers / 4096)
 
     @property
@@ -42,16 +42,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """An assignment, and the largest score that a rank has."""
+    """An assignment, and its largest score over all ranks: the quantity that a search makes small."""
 
     assignment: Assignment
     score: float
 
 
 class LocalSearch:
-    """Searches assignments with a small score under an aim; the budget is for all calls together.
+    """Searches assignments with a small largest score under an aim.
 
-    With ``keeps_options`` tables stay divided as they are. ``seed`` is of the random choices.
+    All calls together spend the given budget. With ``keeps_options`` shards move, and every table keeps its option.
+    ``seed`` seeds the random choices.
     """
 
     def __init__(self, problem: Problem, aim: Aim, budget: Budget, keeps_options: bool = False, seed: int = 0) -> None:
@@ -60,7 +61,10 @@ class LocalSearch:
         self._numbers = problem.world_size * (problem.num_phases + len(problem.group_start_ms) + 2)
 
     def construct(self, options: Sequence[Sequence[int]]) -> Found:
-        """Returns the better of two assignments: one places tables longest first, the other largest first."""
+        """Places all tables, each by one of its ``options`` (a sequence by table); returns the better of two attempts.
+
+        One attempt places tables by falling milliseconds, the other by falling bytes.
+        """
         found = self._construct(options, self._problem.longest_ms)
         if self._budget.is_spent:
             return found
@@ -68,7 +72,7 @@ class LocalSearch:
         return min(found, self._construct(options, largest), key=lambda own: own.score)
 
     def _construct(self, options: Sequence[Sequence[int]], size_of_option: Floats) -> Found:
-        """Places the largest tables first, each where the largest score stays least."""
+        """Places tables by falling ``size_of_option``, each by the option and at the places with the least scores."""
         loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
         sizes = [size_of_option[own].max() for own in options]
         for table in sorted(range(self._problem.num_tables), key=lambda table: -sizes[table]):
@@ -77,14 +81,17 @@ class LocalSearch:
         return self._found(loads)
 
     def improve(self, assignment: Assignment) -> Found:
-        """Returns an assignment that no step improves, or the last one when the budget is spent."""
+        """Takes improving steps from a copy of the assignment until none improves it or the budget is spent."""
         loads = Loads(self._problem, assignment.copy())
         while not self._budget.is_spent and self._step(loads):
             pass
         return self._found(loads)
 
     def shake(self, found: Found, enough: float) -> Found:
-        """Returns the best assignment after placing random tables again until ``enough`` or the budget's end."""
+        """Places random tables again and improves, until the score is at most ``enough`` or the budget is spent.
+
+        A result that is no worse replaces the assignment, so ties let the search wander.
+        """
         while not self._budget.is_spent and found.score > enough:
             loads = Loads(self._problem, found.assignment.copy())
             tables = self._tables_to_replace(loads)
@@ -111,7 +118,7 @@ class LocalSearch:
         return loads.scores(self._aim)
 
     def _best_option(self, loads: Loads, options: Sequence[int]) -> tuple[int, Ints, Floats]:
-        """Returns the best of an unplaced table's options, its places, and the scores with it."""
+        """Returns the best of a removed table's options, the option's places, and all ranks' scores with it."""
         best: tuple[int, Ints, Floats] | None = None
         for option in options:
             places, scores = loads.try_option(option, self._aim)
@@ -122,20 +129,20 @@ class LocalSearch:
         return best
 
     def _step(self, loads: Loads) -> bool:
-        """Makes the largest score smaller, if a move or a swap does."""
+        """Applies one change to ``loads`` that makes the scores less; returns False where none was found."""
         # only changes of the worst rank lower the largest score: try, from cheap to expensive, to move one of its
         # tables, to swap one of its shards for another rank's, and to divide a table differently
         scores = self._scores(loads)
         worst = int(scores.argmax())
         tables = sorted(loads.tables_of[worst])
-        if len(tables) > _TRIES_PER_STEP:  # as many of each size
+        if len(tables) > _TRIES_PER_STEP:  # a sample evenly spread over the sizes
             tables.sort(key=lambda table: self._problem.longest_ms[loads.assignment.option[table]])
             tables = [tables[int(i)] for i in np.linspace(0, len(tables) - 1, _TRIES_PER_STEP)]
         if self._replace(loads, tables, scores, keeps_option=True) or self._swap(loads, tables, worst, scores):
             return True
         if self._keeps_options:
             return False
-        # a sample of all tables too: the time may be every rank's work for tables elsewhere
+        # a random sample of all tables too: the worst rank's time may be its work for other ranks' shards
         others = list(range(self._problem.num_tables))
         if len(others) > _TRIES_PER_STEP:
             drawn = self._random.choice(len(others), _TRIES_PER_STEP // 2, replace=False)
@@ -143,10 +150,11 @@ class LocalSearch:
         return self._replace(loads, others, scores)
 
     def _replace(self, loads: Loads, tables: Sequence[int], scores: Floats, keeps_option: bool = False) -> bool:
-        """Places the table again that makes the largest score least; tells whether one makes it smaller.
+        """Places one of ``tables`` again, the one that makes the scores least; returns whether any makes them less.
 
-        Where options may change, each other table that made it smaller takes its best option too, if that still helps:
-        trying all options of all tables again for each of these tables would spend the budget.
+        With ``keeps_option`` the table moves and keeps its option. Otherwise each other table whose best option would
+        have helped takes that option too, if it still helps after the first change: a new search over all options of
+        all tables would spend the budget.
         """
         improving: list[tuple[Floats, int, int, Ints]] = []
         tried: set[tuple[int, bytes]] = set()
@@ -155,7 +163,7 @@ class LocalSearch:
             if self._budget.is_spent:
                 break
             if (before, places.tobytes()) in tried:
-                continue  # an equal table has been tried there
+                continue  # a table with the same option and places has been tried
             tried.add((before, places.tobytes()))
             loads.take(table)
             options = [before] if keeps_option else self._problem.options_of(table)
@@ -178,7 +186,10 @@ class LocalSearch:
         return True
 
     def _swap(self, loads: Loads, tables: Sequence[int], worst: int, scores: Floats) -> bool:
-        """Swaps a shard of the worst rank for one of another rank, if both get less than the worst score."""
+        """Swaps a shard of the worst rank for a shard of another rank, if both ranks end below the worst score.
+
+        Tries the worst rank's shards of ``tables``, and applies the best swap. Returns whether the scores got less.
+        """
         shards, before = _Shards(self._problem, loads.assignment), loads.assignment.copy()
         best, exchanged = float(scores[worst]) * (1 - _GAIN), None
         tried: set[tuple[int, int]] = set()
@@ -201,13 +212,13 @@ class LocalSearch:
             loads.put(table, int(before.option[table]), places)
         if _is_less(self._scores(loads), scores):
             return True
-        # the swap's scores assumed that ranks have cores of their own: undo it
+        # scores_if_swapped assumes that each rank has cores of its own; with shared cores the swap does not help: undo
         for table in shards.table[list(exchanged)].tolist():
             loads.put(table, int(before.option[table]), before.places[table])
         return False
 
     def _tables_to_replace(self, loads: Loads) -> list[int]:
-        """Returns random tables, some of them of the rank with the largest score, in random order."""
+        """Returns up to 6 distinct random tables in random order, about half of them from the worst rank."""
         worst = sorted(loads.tables_of[int(self._scores(loads).argmax())])
         count = int(self._random.integers(2, _MAX_REPLACED + 1))
         drawn = self._random.permutation(worst)[: (count + 1) // 2].tolist()
@@ -215,16 +226,16 @@ class LocalSearch:
         return [int(table) for table in self._random.permutation(list(dict.fromkeys(drawn)))]
 
     def _some_options(self, table: int) -> list[int]:
-        """Returns a table's options; each is left out with a chance of a third."""
+        """Returns each of a table's options with probability 2/3; all of them where none is drawn."""
         options = np.array(self._problem.options_of(table))
         kept: list[int] = options[self._random.random(len(options)) > 1 / 3].tolist()
         return kept or options.tolist()
 
 
 class _Shards:
-    """Shards that may be swapped, by column: table, block, rank; ``index`` is a block's place within its table.
+    """All shards that may be swapped, as equally long arrays: ``table``, ``block``, ``rank`` and ``index``.
 
-    Blocks that fill a node are left out.
+    ``index`` is the shard's position among its table's blocks. Blocks that fill a node are left out.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
@@ -237,7 +248,10 @@ class _Shards:
         self._allowed, self._option = problem.allowed, assignment.option[self.table]
 
     def scores_if_swapped(self, loads: Loads, position: int, aim: Aim) -> Floats:
-        """Returns the larger score of both ranks if a shard is swapped for each of the others."""
+        """Returns for each shard the larger score of the two ranks if it is swapped with the shard at ``position``.
+
+        Infinite for equal blocks, ranks where a table may not lie, and a second shard of a table on one rank.
+        """
         table, block, rank = self.table[position], self.block[position], self.rank[position]
         mine = np.full(len(self.block), block)
         there = loads.scores_after(self.rank, self.block, mine, aim)
@@ -252,7 +266,7 @@ class _Shards:
 
 
 def _is_less(scores: Floats, others: Floats) -> bool:
-    """Returns whether the largest score is less, else on fewer ranks, else the sum of scores is less."""
+    """Compares scores by rank: by the largest score, then by the number of ranks that have it, then by the sum."""
     largest, other = float(scores.max()), float(others.max())
     if abs(largest - other) > _GAIN * abs(other):
         return largest < other

@@ -1,8 +1,9 @@
 """A faster assignment and a tighter bound by HiGHS: a mixed-integer program that begins with a known assignment.
 
-The program has a binary for each option of a table, for each place and kind of shard of an option, for each group of
-lookups on each rank, and for each exchange. The milliseconds of a phase are at least a rank's work for its own shards
-and for other ranks' shards; the objective is at least the milliseconds of any rank.
+The program has a binary for each option of a table, for each place and distinct block of an option, for each group of
+lookups on each rank, and for each exchange. The longer of two sums is linear: a variable that is at least each of them.
+So a phase is at least a rank's work for its own shards, and at least its work for other ranks' shards. The objective
+is at least the milliseconds of each rank.
 
 Trade-off: HiGHS proves optima of tens of tables on a node, while a program of many ranks outgrows any time. Where the
 time ends first, the result depends on the machine's speed.
@@ -20,24 +21,29 @@ from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _MOST_PLACES = 200_000
-"""Most places of shards for which a program is built."""
+"""Most binaries for places of shards, estimated from the mean over classes, for which a program is built."""
 
 
 class Program:
-    """A problem as a mixed-integer program, whose first variable is the slowest rank's milliseconds."""
+    """A problem as a mixed-integer program: minimise variable 0, the slowest rank's milliseconds, subject to ``rows``.
+
+    All variables are at least 0. A variable with upper limit 1 is binary; one without limit is continuous.
+    """
 
     def __init__(self, problem: Problem, aim: Aim) -> None:
         self._problem, self._ranks = problem, range(problem.world_size)
-        self.uppers: list[float] = []  # of variables: 1 of a binary, else infinite
-        # coefficients by variable, least and most of the sum
+        self.uppers: list[float] = []  # by variable: 1 for a binary, 0 for a forbidden place, else infinite
+        # constraints: coefficients by variable, least and most value of the weighted sum
         self.rows: list[tuple[dict[int, float], float, float]] = []
         self._chosen: dict[tuple[int, int], int] = {}  # by table and option
         self._placed: dict[tuple[int, int, int], Ints] = {}  # variables of all places, by table, option and block
+        # _one is fixed to 1: the constant terms of sums are its coefficients
         self._slowest, self._one = self._variable(np.inf), self._variable()
         self.rows.append(({self._one: 1.0}, 1.0, 1.0))
         self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
         self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
-        # coefficients by variable of each sum, by column of problem.block_sums and rank; each sum is at most 0
+        # constraints `sum <= 0`, coefficients by variable. Keys: column of problem.block_sums, and rank; rank None has
+        # the part that all ranks share. Names in place of a column are the slowest rank and a node's shared cores
         self._sums: dict[tuple[object, object], dict[int, float]] = defaultdict(dict)
         self._phases = [(3 + own, 3 + own + problem.num_phases) for own in range(problem.num_phases)]  # own and other
         self._bytes = [1, 2] if problem.blocks.host_bytes.any() else [1]
@@ -52,18 +58,19 @@ class Program:
         self.rows += [(own, -np.inf, 0.0) for own in self._sums.values()]
 
     def assignment(self, values: Floats) -> Assignment:
-        """Returns the assignment of a solution's values."""
+        """Returns the assignment that the values of all variables stand for."""
         found = Assignment.empty(self._problem.num_tables)
         for (table, option), chosen in self._chosen.items():
             if values[chosen] > 0.5:
                 blocks = self._problem.option_blocks[option].tolist()
+                # equal blocks share the variables of places: they take the chosen places in turn
                 own = {it: iter(np.flatnonzero(values[self._placed[table, option, it]] > 0.5)) for it in set(blocks)}
                 found.option[table] = option
                 found.places[table] = np.array([next(own[block]) for block in blocks], np.int64)
         return found
 
     def variables(self, assignment: Assignment) -> Ints:
-        """Returns the variables of options and places that are 1 in an assignment."""
+        """Returns the variables of options and places that are 1 in an assignment; all other :attr:`choices` are 0."""
         found = []
         for table, option in enumerate(assignment.option.tolist()):
             found.append(self._chosen[table, option])
@@ -73,6 +80,7 @@ class Program:
 
     @property
     def choices(self) -> Ints:
+        """All variables of options and of places; they determine every other variable."""
         return np.concatenate([[*self._chosen.values()], *self._placed.values()]).astype(np.int64)
 
     def _variable(self, upper: float = 1.0) -> int:
@@ -80,7 +88,11 @@ class Program:
         return len(self.uppers) - 1
 
     def _add_ranks(self) -> None:
-        """Adds the sums of ranks; the cost of all tables to every rank is one variable shared by all ranks."""
+        """Adds the constraints on each rank's milliseconds and bytes.
+
+        ``common`` has one variable by column for the cost of all tables to every rank, so that each rank's sum has a
+        single coefficient in place of one for each option.
+        """
         problem = self._problem
         common = {column: self._variable(np.inf) for column in self._columns}
         for column, total in common.items():
@@ -106,6 +118,7 @@ class Program:
                 self._sums["node", first] |= {**own, self._slowest: -problem.ranks_at_once}
 
     def _add_table(self, table: int) -> None:
+        """Adds a table's variables: one option is chosen, and starts the exchanges and groups that it uses."""
         problem, options = self._problem, self._problem.options_of(table)
         users: dict[int, dict[int, float]] = defaultdict(dict)
         for option in options:
@@ -119,10 +132,12 @@ class Program:
                 users[own][chosen] = 1.0
             self._add_shards(table, option, users)
         self.rows.append(({self._chosen[table, option]: 1.0 for option in options}, 1.0, 1.0))
-        # sum of a table's options that start it <= started: one option is chosen
+        # the sum of the table's variables that use a start is at most the start's binary; the sum is at most 1, since
+        # one option is chosen, with one shard on a rank at most
         self.rows += [({**own, started: -1.0}, -np.inf, 0.0) for started, own in users.items()]
 
     def _add_shards(self, table: int, option: int, users: dict[int, dict[int, float]]) -> None:
+        """Adds the places of an option's blocks, and records in ``users`` the places that start a group on a rank."""
         problem, chosen = self._problem, self._chosen[table, option]
         kinds = Counter(problem.option_blocks[option].tolist())
         for block, count in kinds.items():
@@ -139,7 +154,7 @@ class Program:
                     if group != NO_GROUP:
                         users[self._groups[group][rank]][placed] = 1.0
         if kinds.total() > 1:
-            # shards of one table lie in different places
+            # at most one block of a table at each place; all blocks of an option have the same kind of place
             for here in zip(*(self._placed[table, option, block].tolist() for block in kinds), strict=True):
                 self.rows.append(({**dict.fromkeys(here, 1.0), chosen: -1.0}, -np.inf, 0.0))
 
@@ -154,8 +169,8 @@ def solve(
 ) -> tuple[Assignment | None, float]:
     """Returns the fastest accepted assignment that HiGHS finds from ``start``, and a lower bound of the milliseconds.
 
-    HiGHS stops after ``seconds``, within a share ``gap`` of the optimum, or at the first assignment that is not
-    accepted.
+    HiGHS stops after ``seconds``, within a share ``gap`` of the optimum, or at the first assignment that ``accepts``
+    refuses. Returns (None, 0.0) where the program would be too large.
 
     Raises:
         UserError: highspy is not installed.
@@ -200,6 +215,7 @@ def solve(
 
 
 def _model(highspy: Any, program: Program) -> Any:
+    """Returns the program as a ``HighsLp``, whose rows are compressed: start of each row, then variable and value."""
     model = highspy.HighsLp()
     uppers, (rows, lower, upper) = np.array(program.uppers), zip(*program.rows, strict=True)
     model.num_col_, model.num_row_ = len(uppers), len(rows)

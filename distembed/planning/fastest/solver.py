@@ -1,8 +1,9 @@
 """Solves a problem: first guesses, local search, an exact search of small problems, and HiGHS on demand.
 
-First guesses give every table one way, or the largest tables one way and the rest another: a good plan seldom mixes
-many ways, since each exchange and each group of lookups in use has to be started. Guesses are sorted by an estimate
-that spreads all work evenly over the ranks: most are worse than others before a table is placed.
+A *way* is a sharding type, a compute kernel and a number of column ranges. First guesses give every table one way, or
+the largest tables one way and the rest another: a good plan seldom mixes many ways, since each exchange and each group
+of lookups in use has to be started. Guesses are sorted by an estimate that spreads all work evenly over the ranks, so
+that only the most promising ones are placed.
 """
 
 import itertools
@@ -21,11 +22,12 @@ from distembed.planning.fastest.local_search import Budget, Found, LocalSearch
 from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _SHARES = (0.1, 0.25, 0.5, 0.75)
-"""Shares of all tables that count as the largest ones."""
+"""Shares of all tables that a first guess treats as large."""
 
 
 def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
-    """Returns options by table, the best guess by the estimate first."""
+    """Returns distinct guesses, the best estimate first; each is an array with an option for each table."""
+    # by_way[i][c] is class c's option for way i; sizes: the bytes in the largest option, the work in the cheapest
     tables = np.asarray(problem.class_of, np.int64)
     ways = {(option.kind, option.num_ranges): None for option in problem.options}
     by_way = [np.array([_nearest(problem, own, *way) for own in range(len(problem.classes))], np.int64) for way in ways]
@@ -44,7 +46,7 @@ def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
 
 
 def _nearest(problem: Problem, number: int, kind: object, num_ranges: int) -> int:
-    """Returns the option of a class that is nearest to a way, else the option with the least work."""
+    """Returns the class's option of ``kind`` with the nearest number of ranges; without one, its cheapest option."""
     own = range(int(problem.first_option[number]), int(problem.first_option[number + 1]))
     alike = [option for option in own if problem.options[option].kind == kind]
     if alike:
@@ -53,7 +55,11 @@ def _nearest(problem: Problem, number: int, kind: object, num_ranges: int) -> in
 
 
 def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
-    """Returns the score of a rank with an even share of all work; the longest shard is a lower limit."""
+    """Returns the score of a rank with an even share of the work of ``options`` (by table), before tables are placed.
+
+    The rank has at least the longest shard. It starts each exchange in use; a group counts by its shards per rank, once
+    at most.
+    """
     sums = problem.mean_sums[options].sum(0)
     exchanges = {exchange for option in options for exchange in problem.options[option].exchanges}
     starts = sum(problem.exchange_start_ms[exchange] for exchange in exchanges)
@@ -64,13 +70,13 @@ def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
 
 _score = attrgetter("score")
 _SMALL = 8
-"""Most tables of an exact search."""
+"""Most tables for which all assignments are searched."""
 _GUESSES = 24
 """Number of first guesses that are placed."""
 _CONSTRUCTING = 2_000_000
-"""Units to place guesses besides the search's units, over the number of tables: few tables are placed fast."""
+"""Units to place guesses on top of a third of the search's units, divided by the number of tables."""
 _IMPROVING = 60
-"""Times the usual work to improve a solution that fits in tight memory."""
+"""Work to improve a solution that fits in tight memory, in units of a budget that grows with the tables."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +85,18 @@ class Solution:
 
     assignment: Assignment
     milliseconds: float  # of the slowest rank
-    lower_bound_ms: float  # that the slowest rank of no assignment that fits goes below
-    is_complete: bool  # whether the best is known, within the tolerance; else the search was stopped
-    fits: bool = True  # whether no rank has more than its capacity
+    lower_bound_ms: float  # the slowest rank of every assignment that fits takes at least these milliseconds
+    is_complete: bool  # whether the time is proven to be the best, within the tolerance; else the search was stopped
+    fits: bool = True  # whether the sums of shards' bytes are within every rank's capacity
 
 
 class Solver:
-    """Solves one problem for any capacity; plans may be slower than the best by the share ``tolerance``.
+    """Solves one problem for any capacity; a plan counts as the best within the share ``tolerance`` of its time.
 
-    ``bound_capacity`` has the most bytes of weights and states of a rank in a plan that fits, ``host_capacity`` the
-    bytes of its share of host memory besides a device: one number or an array by rank.
+    A *capacity* limits the sum of a rank's shards' bytes, which only approximates a step's memory: the caller counts
+    each solution exactly and tries again with less capacity. ``bound_capacity`` is a rank's most bytes of weights and
+    optimizer state in any plan that fits, ``host_capacity`` its share of host memory apart from the device. Each is one
+    number, or an array by rank.
     """
 
     def __init__(
@@ -99,13 +107,13 @@ class Solver:
         self._bound = LowerBound(problem, bound_capacity)
 
     def fastest(self, capacity: Floats | float) -> Solution:
-        """Returns the fastest assignment within a capacity, as far as bytes add up."""
+        """Returns the fastest assignment found within a capacity; ``fits`` is False where none was found."""
         aim = Aim(capacity, self._host_capacity)
         best = self._from_guesses(aim, self._bound.milliseconds(np.inf) * (1 + self._tolerance / 2))
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def repaired(self, solution: Solution, capacity: Floats | float) -> Solution:
-        """Returns a solution changed to lie within a capacity, as far as bytes add up."""
+        """Returns a solution within a smaller capacity, near the given one or built anew, whichever is faster."""
         aim = Aim(capacity, self._host_capacity)
         best = LocalSearch(self._problem, aim, self._budget()).improve(solution.assignment)
         best = min(best, self._from_all_options(aim), key=_score)
@@ -113,13 +121,13 @@ class Solver:
         return self._solution(best.assignment, aim, solution.lower_bound_ms)
 
     def emptiest(self, capacity: Floats | float) -> Solution:
-        """Returns a solution with few bytes on the fullest rank, at any time."""
+        """Returns a solution with few bytes on the fullest rank, however slow; may exceed the capacity."""
         aim = Aim(capacity, self._host_capacity, limit_ms=np.inf)
         best = LocalSearch(self._problem, aim, Budget(2_000), seed=2).shake(self._from_all_options(aim), 0.0)
         return self._solution(best.assignment, replace(aim, limit_ms=None), self._bound.milliseconds(np.inf))
 
     def improved(self, assignment: Assignment, capacity: Floats | float) -> Solution:
-        """Returns the solution to which an assignment within its capacity is improved."""
+        """Returns a solution at least as fast as an assignment within its capacity, found by random changes to it."""
         aim, total = Aim(capacity, self._host_capacity), self._budget(_IMPROVING)
         best = Found(assignment, float(Loads(self._problem, assignment).scores(aim).max()))
         for seed in range(3):
@@ -127,7 +135,10 @@ class Solver:
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
-        """Returns the fastest accepted assignment of all, where tables are few enough; else the given solution."""
+        """Returns the fastest accepted assignment by exhaustive search of a few tables; else the given solution.
+
+        Where the search ends and finds nothing faster, the given solution is returned as complete.
+        """
         best, is_complete = self.best_of_all(accepts, np.inf if solution is None else solution.milliseconds)
         if best is not None:
             low = best.score if is_complete else self._bound.milliseconds(best.score)
@@ -139,7 +150,11 @@ class Solver:
     def best_of_all(
         self, accepts: Callable[[Assignment], bool], faster_than: float = np.inf
     ) -> tuple[Found | None, bool]:
-        """Returns the fastest accepted assignment, if any is faster than a time, and whether all were searched."""
+        """Returns the best accepted assignment below ``faster_than`` ms, or None, and whether all were searched.
+
+        Nothing is searched for more than 8 tables. Bytes count weights and optimizer state, the part of memory that is
+        exact as a sum; ``accepts`` counts the whole step.
+        """
         if self._problem.num_tables > _SMALL:
             return None, False
         aim = Aim(self._bound_capacity, self._host_capacity)
@@ -152,9 +167,10 @@ class Solver:
         seconds: float,
         excess: Callable[[Assignment], tuple[float, Floats]],
     ) -> Solution | None:
-        """Returns the fastest solution that HiGHS finds within some seconds, else the given one.
+        """Returns the fastest solution that HiGHS finds within ``seconds``, or the given one if it finds none faster.
 
-        ``excess`` counts an assignment: the bytes that the fullest rank lacks, and capacities at which it would fit.
+        ``excess`` counts an assignment exactly: it returns the bytes that the fullest rank lacks (at most 0 where all
+        fit), and the capacities by rank with which the sums of bytes would have refused the assignment.
 
         Raises:
             UserError: highspy is not installed.
@@ -167,13 +183,15 @@ class Solver:
                 rejected.append(lower)
             return lacking <= 0
 
+        # first with the bytes of weights and states alone: every plan that fits is a solution of this program, so its
+        # bound holds. HiGHS stops at an assignment that `accepts` rejects; then all bytes count, with less capacity
         deadline, problem, limits = time.monotonic() + seconds, self._problem.with_stored_bytes(), self._bound_capacity
         best, low = solution, 0.0 if solution is None else solution.lower_bound_ms
         while (left := deadline - time.monotonic()) > 0:
             rejected.clear()
             start, aim = None if best is None else best.assignment, Aim(limits, self._host_capacity)
             found, bound = polish.solve(problem, aim, start, left, accepts, self._tolerance)
-            if problem is not self._problem:  # every plan that fits has room for its weights and states
+            if problem is not self._problem:  # a bound of the first program
                 low = max(low, bound)
             if found is not None:
                 faster = Solution(found, self._slowest_ms(found), low, False)
@@ -188,7 +206,10 @@ class Solver:
         return replace(best, lower_bound_ms=low, is_complete=best.is_complete or self._is_near(best.milliseconds, low))
 
     def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
-        """Returns an assignment within the tolerance of a solution's time, with fewer bytes on the fullest rank."""
+        """Returns a solution with fewer bytes on the fullest rank, slower by the tolerance at most; or the given one.
+
+        Shards move, and tables stay divided as they are.
+        """
         limit_ms = solution.milliseconds * (1 + self._tolerance)
         aim, budget = Aim(capacity, self._host_capacity, limit_ms), Budget(1_000 + self._problem.num_tables)
         found = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment).assignment
@@ -196,6 +217,7 @@ class Solver:
         return replace(solution, assignment=found, milliseconds=ms) if ms <= limit_ms else solution
 
     def _solution(self, assignment: Assignment, aim: Aim, lower_bound: float) -> Solution:
+        """Returns the solution with its time and fit computed from the assignment, without a search's rounding."""
         loads, ms = Loads(self._problem, assignment), self._slowest_ms(assignment)
         fits = aim.fits(loads.num_bytes, loads.host_bytes)
         return Solution(assignment, ms, lower_bound, self._is_near(ms, lower_bound), fits)
@@ -214,7 +236,7 @@ class Solver:
         return search.improve(search.construct([self._problem.options_of(table) for table in tables]).assignment)
 
     def _from_guesses(self, aim: Aim, enough: float) -> Found:
-        """Returns the best assignment grown from first guesses: fewer at each stage, with more work."""
+        """Returns the best assignment found from first guesses; stops as soon as a score is at most ``enough``."""
         # 24 guesses are placed -> the best 7 are improved -> 3 are shaken -> 1 is shaken longest, as in a tournament;
         # `total` is the work left, of which placing takes at most a third
         num_tables, placed = self._problem.num_tables, list[Found]()
@@ -225,7 +247,7 @@ class Solver:
             if constructing.is_spent or placed[-1].score <= enough:
                 break
         total.units -= max(0.0, total.units / 3 - constructing.units)
-        # where none has room yet, the estimate tells more than the score
+        # the best by score and the first by estimate: where no guess has room yet, scores say how full, not how fast
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
         for count, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
@@ -233,7 +255,10 @@ class Solver:
         return best[0]
 
     def _grown(self, found: Found, aim: Aim, enough: float, total: Budget, times: int, seed: int | None) -> Found:
-        """Returns the assignment after improving it, or shaking it by a seed, with a part of the work left."""
+        """Returns the assignment after improving it (no seed) or shaking it with random changes drawn from a seed.
+
+        Does nothing where the score is at most ``enough``. Subtracts the work from ``total``; ``times`` limits it.
+        """
         if found.score <= enough or total.is_spent:
             return found
         budget = self._budget(times)
