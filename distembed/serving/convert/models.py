@@ -120,15 +120,22 @@ def full_table_names(
 def _stock_names(
     wanted: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], has_more: bool
 ) -> dict[str, str]:
-    """Returns each tensor's name in the stock model, by its name in this model with full tables.
+    """Returns each tensor's name in the stock model, by its name in this model with full tables (``wanted``).
 
-    ``has_more`` says that ``stock`` may hold tensors of modules that this model does not have. A :class:`UserError`
-    names the nearest tensor for each that is missing there, and tensors that are left over.
+    Args:
+        wanted: The names of this model's tensors.
+        stock: The stock model's tensors, whose names may all begin with one more prefix, for example ``model.``.
+        names: Names in the stock model of renamed modules and tensors.
+        has_more: Whether ``stock``, a checkpoint, may hold tensors of other modules, for example of an optimizer.
+
+    Raises:
+        UserError: A tensor is missing in ``stock``, or left over there, or ``names`` has an unknown name.
     """
     for own in names:
         if not any(name == own or name.startswith(f"{own}.") for name in wanted):
             raise UserError(f"names has {own!r}, with which no tensor of this model begins.{_hint(own, wanted)}")
     renamed = {name: _renamed(name, names) for name in wanted}
+    # candidates for the prefix: the beginnings of keys that end in the first name; the shortest that fits all names
     prefixes = {key.removesuffix(name) for name in list(renamed.values())[:1] for key in stock if _ends(key, name)}
     whole = [prefix for prefix in prefixes if all(prefix + name in stock for name in renamed.values())]
     prefix = min(whole or prefixes or {""}, key=len)
@@ -159,7 +166,7 @@ def _stock_names(
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns a name whose longest beginning among ``names`` is replaced."""
+    """Replaces the longest module path in ``names`` with which a name begins."""
     begins = [own for own in names if name == own or name.startswith(f"{own}.")]
     if not begins:
         return name

@@ -37,7 +37,7 @@ class RunAsStock(Mapping[str, Tensor]):
             raise UserError(f"the checkpoint {self.checkpoint} is not on this machine; copy the run here first.")
         self._saved = StockCheckpoint(self.checkpoint)
         collections = embedding_modules(blueprint.build_unsharded())
-        # a compositional table by the name of its full weight, and the names of its own weights in the checkpoint
+        # by the name of a full weight: the compositional table, and the names of its partitions in the checkpoint
         self._composed: dict[str, tuple[CompositionalEmbeddingConfig, list[str]]] = {}
         for name, (path, table) in full_table_names(collections).items():
             if _PREFIX + name not in self._saved:  # else it was trained with TorchRec's own collection
@@ -60,7 +60,11 @@ class RunAsStock(Mapping[str, Tensor]):
         return len(self._names)
 
     def optimizer_state(self, name: str, state: str) -> Tensor | None:
-        """Returns an optimizer's state of a stock weight; None where there is none, or several partitions have it."""
+        """Returns the optimizer state of a stock weight, in the order of ids for a table.
+
+        None where the checkpoint has no such state, or the table's ids have no rows of their own: several partitions,
+        or ids that share a row, mix the states of ids.
+        """
         weight, rows = _PREFIX + name, None
         if name in self._composed:
             table, weights = self._composed[name]
@@ -76,10 +80,10 @@ class RunAsStock(Mapping[str, Tensor]):
 
 
 def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalEmbeddingConfig]) -> dict[str, Tensor]:
-    """Returns how often each id occurs in training, by table, as the vocabularies of a dataset have counted.
+    """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
-    Reserved ids, of missing and of unknown values, count as often as the most frequent value. Tables that hash their
-    ids, or whose features have no vocabulary of as many ids, are left out.
+    The vocabularies do not count missing and unknown values; their ids get the largest count. Tables that hash their
+    ids, or have another number of ids than the vocabulary, are left out.
     """
     found = {}
     for table in tables:

@@ -120,7 +120,10 @@ def _convert(
     output: Path,
     names: Mapping[str, str],
 ) -> list[FitError]:
-    """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps."""
+    """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps to ``output``.
+
+    ``names`` are renamed modules of a stock checkpoint. Refuses a folder that holds a run already.
+    """
     require_new_or_resume(output, resume=False)
     task, seen_items = decided_task(config.task, dataset, manifest, config.data.train)
     config = dataclasses.replace(
@@ -149,7 +152,7 @@ def _convert(
 
 
 def _on_cpu(model: Model) -> Model:
-    """Gives uninitialised memory to weights on the meta device."""
+    """Gives uninitialised memory on the CPU to the weights on the meta device, which are filled from the source."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -158,7 +161,10 @@ def _on_cpu(model: Model) -> Model:
 
 
 def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Path) -> dict[str, Tensor]:
-    """Returns the optimizer states that a run's model gives, by ``PARAMETER.STATE`` of the converted model."""
+    """Returns the optimizer states to carry over from a run, by ``PARAMETER.STATE`` of the converted model.
+
+    They are the states of networks and, under Adagrad, of tables. A stock checkpoint gives none.
+    """
     if not isinstance(source, RunAsStock):
         return {}
     found: dict[str, Tensor] = {}
@@ -182,7 +188,10 @@ def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Pat
 
 
 def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, Tensor], steps: int) -> None:
-    """Writes the checkpoint of the model and of its optimizers; states that are not given are 0."""
+    """Writes the checkpoint of the model and of its optimizers; states missing in ``states`` are 0.
+
+    ``steps`` is the number of steps in the states, which bias corrections need.
+    """
     of_tables = {id(parameter) for parameter in table_parameters(model)}
     optimizers: dict[str, list[str]] = {}
     to_save: dict[str, TensorShards] = {}

@@ -29,7 +29,7 @@ class StockCheckpoint(Mapping[str, Tensor]):
         path: A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``.
 
     Raises:
-        UserError: The checkpoint does not exist, or holds more than tensors and plain values.
+        UserError: The checkpoint does not exist, is damaged, or holds more than tensors and plain values.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -71,7 +71,7 @@ def _read_index(folder: Path) -> Mapping[str, SavedTensor]:
 
 
 def _read_file(file: Path) -> Any:
-    """Returns the contents of a file of ``torch.save``, which may be tensors and plain values alone."""
+    """Returns the contents of a file of ``torch.save``; refuses other contents than tensors and plain values."""
     if not file.exists():
         raise UserError(f"{file} is not there; give a folder of torch.distributed.checkpoint, or a file of torch.save.")
     try:

@@ -88,7 +88,7 @@ def fit_table(
     Other tables are fitted by least squares from the table's initial weights.
 
     Args:
-        table: The table. Where it hashes its ids (``pre_hash``), row i of the vectors is that of the hashed id i.
+        table: The table. Where it hashes its ids (``pre_hash``), row i of the vectors belongs to the hashed id i.
         vectors: The full table, on the CPU.
         counts: How often each id occurs; all weights are equal unless given. An id that never occurs weighs a
             thousandth of one that occurs once.
@@ -122,7 +122,7 @@ def require_fit(table: CompositionalEmbeddingConfig) -> None:
 
 
 def _fit_single(table: CompositionalEmbeddingConfig, full: _WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
-    """Returns the mean of the ids of each row; where no two ids share a row, the vectors themselves."""
+    """Returns the only partition: each row is the weighted mean of its ids' vectors, or its one id's exact vector."""
     if table.scheme.is_complementary():
         rows = table.scheme.rows(torch.arange(len(full.vectors)))[0]
         return [initial[0].to(full.vectors.dtype).index_copy_(0, rows, full.vectors)]
@@ -130,7 +130,7 @@ def _fit_single(table: CompositionalEmbeddingConfig, full: _WeightedVectors, ini
 
 
 def _fit_concat(table: CompositionalEmbeddingConfig, full: _WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
-    """Returns for each partition, and its own columns, the mean of the ids of each row."""
+    """Returns the partitions, each of which gives some of the columns: a row is the weighted mean of its ids there."""
     columns = table.combine.columns(table.embedding_dim, len(initial))
     assert columns is not None
     return [_weighted_means(full, j, own, initial[j]) for j, own in enumerate(columns)]
@@ -145,7 +145,7 @@ _FITS: dict[str, Callable[[CompositionalEmbeddingConfig, _WeightedVectors, list[
 
 
 def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
-    """Raises a :class:`UserError` unless there is a finite vector for each id."""
+    """Raises a :class:`UserError` unless ``vectors`` has a finite floating point vector for each id of the table."""
     wanted = (table.num_embeddings, table.embedding_dim)
     if tuple(vectors.shape) != wanted or not vectors.is_floating_point():
         raise UserError(
@@ -158,7 +158,10 @@ def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
 
 
 def _id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:
-    """Returns the weight of each id; raises a :class:`UserError` where counts are missing, negative or not finite."""
+    """Returns a positive weight of each id: its count, :data:`_UNSEEN_WEIGHT` for a count of 0, or 1 without counts.
+
+    Raises a :class:`UserError` unless there is a finite count of 0 or more for each id.
+    """
     if counts is None:
         return torch.ones(1).expand(table.num_embeddings)
     weights = counts.to(torch.float32)
@@ -171,7 +174,8 @@ def _id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> F
 
 
 def _error(table: CompositionalEmbeddingConfig, full: _WeightedVectors, weights: Sequence[Tensor]) -> FitError:
-    """Returns the distance of the composed vectors from the full ones, in one pass over the ids."""
+    """Returns the distance of the composed vectors from the full ones, reading the ids once."""
+    # variance = sum(w |v|^2) - |sum(w v)|^2 / sum(w), so that the mean need not be known beforehand
     left, squares, total = 0.0, 0.0, 0.0
     sums = torch.zeros(table.embedding_dim, dtype=torch.float64)
     worst_id, worst_square = 0, -1.0
@@ -222,10 +226,11 @@ def full_vectors(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor])
 def carried_sums(
     table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], sums: Float[Tensor, "ids dim"]
 ) -> list[Float[Tensor, "rows_j dim_j"]]:
-    """Returns Adagrad's sums of squared gradients for fitted partitions, from the sums of a full table.
+    """Returns Adagrad's sums of squared gradients for each fitted partition, from the sums of a full table.
 
-    A row gathers the gradients of all of its ids. In sums and concatenations they are the ids' own; in products they
-    are multiplied by the other factors. Cross terms of ids in one batch are left out.
+    Row r of partition j has ``sum over ids x of row r: sums[x] * f(x)^2``, where f is the derivative of x's vector by
+    the row: 1 for sums and concatenations, the product of the other factors for products. A batch with several ids of
+    a row squares the sum of their gradients; the cross terms are left out.
     """
     parts = [weight.double() for weight in weights]
     is_product = table.combine.name == "product"
@@ -244,7 +249,7 @@ def carried_sums(
 
 @dataclass(frozen=True)
 class _WeightedVectors:
-    """The full vectors to compose of a table's partitions, with a positive weight of each id."""
+    """The full vectors that the partitions of a table are fitted to, with a positive weight of each id."""
 
     scheme: Partition
     vectors: Float[Tensor, "ids dim"]
@@ -273,7 +278,7 @@ class _Chunk:
 def _weighted_means(
     full: _WeightedVectors, partition: int, columns: range, initial: Float[Tensor, "rows dim_j"]
 ) -> Float[Tensor, "rows dim_j"]:
-    """Returns for each row of a partition the weighted mean of its ids in some columns; unused rows stay initial."""
+    """Returns each row as the weighted mean of its ids' vectors in ``columns``; rows without ids stay initial."""
     sums = torch.zeros(initial.shape, dtype=torch.float64)
     totals = torch.zeros(len(initial), 1, dtype=torch.float64)
     for chunk in full.chunks():
@@ -286,7 +291,10 @@ def _weighted_means(
 def _alternate(
     full: _WeightedVectors, initial: Sequence[Float[Tensor, "rows_j dim"]], is_product: bool
 ) -> list[Float[Tensor, "rows_j dim"]]:
-    """Returns the factors of products, or the terms of sums; rows without ids keep their initial numbers."""
+    """Returns the partitions whose product, or sum, is nearest to the full vectors: one is solved at a time.
+
+    Rows without ids keep their initial numbers. Ends when a sweep lessens the error by at most a thousandth.
+    """
     parts = [weight.double() for weight in initial]
     before = float("inf")
     for _ in range(_MOST_SWEEPS):
@@ -302,7 +310,8 @@ def _solve(
     full: _WeightedVectors, parts: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
 ) -> tuple[Float[Tensor, "rows dim"], float]:
     """Returns the best partition j for fixed other partitions, and the weighted squared error with it."""
-    # with v = slope * a + rest of the other partitions: a = sum(w * slope * rest) / sum(w * slope^2) over a row's ids
+    # an id's number is slope * a, with a in its row, and should be rest. Over the ids of the row, the minimum is at
+    # a = sum(w * slope * rest) / sum(w * slope^2), and the error there is sum(w * rest^2) - a * sum(w * slope * rest)
     numerators, denominators = torch.zeros_like(parts[j]), torch.zeros_like(parts[j])
     total = 0.0
     for chunk in full.chunks():
@@ -320,7 +329,10 @@ def _solve(
 def _linear(
     chunk: _Chunk, parts: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
 ) -> tuple[Float[Tensor, "ids dim"], Float[Tensor, "ids dim"]]:
-    """Returns the factor of partition j's number for each id, and the value that this product should have."""
+    """Returns slope and rest: for a number a of partition j, an id's error is ``rest - slope * a``.
+
+    Products: slope is the product of the other partitions' numbers, rest is v. Sums: slope is 1, rest is v minus them.
+    """
     slopes, rest = torch.ones_like(chunk.vectors), chunk.vectors
     for i, part in enumerate(parts):
         if i == j:
@@ -334,9 +346,9 @@ def _linear(
 
 
 def _balanced(parts: Sequence[Float[Tensor, "rows_j dim"]]) -> list[Float[Tensor, "rows_j dim"]]:
-    """Returns factors of equal products; all but the first have a mean square of 1 in each column.
+    """Rescales the factors of products, without changing the products, to mean squares of 1 in all but the first.
 
-    Products are initialised so: the first factor has the size of the vectors, and further ones are near signs.
+    The initial weights of products are like this: the first factor has the size of the vectors, further ones are +-1.
     """
     first, *others = parts
     balanced = []

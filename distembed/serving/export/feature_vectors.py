@@ -39,7 +39,8 @@ Feature = PlainFeature | ExportedFeature
 
 
 def plain_inputs(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> ProgramInputs:
-    """Returns the ids of some features of a batch, and its numbers if asked for, as a program takes them."""
+    """Returns the ids of some features of a batch, and its numbers if asked for, with the sizes that vary in calls."""
+    # B rows: with one id a row there are len(features) * B ids, which torch.export knows to be tied to B
     has_lists = any(feature.is_list for feature in features)
     num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
     dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}
@@ -48,7 +49,7 @@ def plain_inputs(batch: Batch, features: Sequence[Feature], takes_numbers: bool)
 
 
 def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> dict[str, Tensor]:
-    """Returns the tensors of :func:`plain_inputs` without the dimensions, in a hundredth of the time."""
+    """Returns the tensors of :func:`plain_inputs` without the varying sizes, in a hundredth of the time."""
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
     names = [feature.name for feature in features]
@@ -81,7 +82,8 @@ class PlainFeatures:
     """The ids of a batch in place of a KeyedJaggedTensor, for programs of plain tensors.
 
     A feature with one id a row is found by the place of its first id, so that no shape depends on the numbers in
-    ``lengths``. The shape of a list does.
+    ``lengths``. The shape of a list does. Refuses lengths other than 1 of these features, and lengths that do not add
+    up to the ids.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class PlainFeatures:
             self._starts = counts.cumsum(0) - counts
 
     def of_single(self, names: Sequence[str]) -> Int64[Tensor, "features batch"]:
-        """Returns the ids of features with one id a row."""
+        """Returns the ids of features with one id a row, a line for each of ``names``."""
         places = [self._places[name] for name in names]
         if not self._has_lists:
+            # one id of each feature and row: the ids are a matrix already
             ids = self.values.view(len(self._features), self.lengths.shape[1])
             return ids if places == list(range(len(self._features))) else ids[places]
         rows = torch.arange(self.lengths.shape[1])
@@ -127,6 +130,7 @@ class PlainFeatures:
         """
         place = self._places[name]
         lengths = self.lengths[place]
+        # `firsts` is where the last ids of each row begin; the added 0 is read where the last row of all is empty
         left = lengths.clamp(max=most)
         firsts = self._starts[place] + lengths.cumsum(0) - left
         numbers = torch.minimum(torch.arange(most), (left - 1).clamp(min=0).unsqueeze(1))
@@ -134,7 +138,7 @@ class PlainFeatures:
         return padded[firsts.unsqueeze(1) + numbers]
 
     def rows_of(self, name: str) -> tuple[Int64[Tensor, " ids"], Bool[Tensor, " ids"]]:
-        """Returns the row of every id of all features, and whether it is an id of the feature ``name``."""
+        """Returns, for each id in ``values``, its row and whether it belongs to the feature ``name``."""
         num_rows = self.lengths.shape[1]
         lines = torch.arange(self.lengths.numel())
         owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
@@ -148,7 +152,14 @@ class PlainFeatures:
 
 
 class FeatureVectors(nn.Module):
-    """Takes the place of an embedding collection of bags, with tables in their stored form."""
+    """Takes the place of an embedding collection of bags: tables of one kind are stored and looked up as one group.
+
+    Args:
+        tables: The tables, in the order of the outputs.
+        weights: The weights of each table's partitions, by its name.
+        features: The features of the tables by name; which of them are lists decides how they are read.
+        storage: How tables are stored.
+    """
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class SplitRows:
 
 
 def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
-    """Returns a batch of drawn ids and numbers, with labels of 0."""
+    """Returns a batch of random ids, in lists of at most 3, and random numbers that fit a schema, with labels of 0."""
     generator = torch.Generator().manual_seed(seed)
     ids, lengths = [], []
     for feature in schema.categorical:
@@ -116,11 +116,17 @@ class ParityCheck(ABC, Generic[ModelT]):
 
     @abstractmethod
     def on_sample(self, batch: Batch) -> Parity:
-        """Compares the outputs of a batch; raises a :class:`RunError` where they differ by more than rounding."""
+        """Compares the outputs of a batch with the trained model's.
+
+        Raises a :class:`RunError` for scores that are no numbers and, in fp32, for differences beyond rounding.
+        """
 
     @abstractmethod
     def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
-        """Returns the name of a metric, and its values on the first rows for the exported and the trained model."""
+        """Returns a metric's name, and its values on the first rows for the exported and the trained model.
+
+        Raises a :class:`RunError` where they are more than :data:`MOST_METRIC_DIFFERENCE` apart.
+        """
 
     def _run(self, batch: Batch) -> Any:
         with torch.inference_mode():
@@ -191,7 +197,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
     """Compares the items that each model recommends for a row."""
 
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
-        # whole sequences, as in raw rows, or the users of the split
+        # as a server gets rows: whole sequences without targets, or the users of the split with the items they have
         if rows is None:
             drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
             return self.whole.task.prediction_batch(drawn)
@@ -253,7 +259,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
         return name, found, trained
 
     def _split_batches(self, rows: SplitRows, most_rows: int) -> Iterator[Batch]:
-        """Yields the batches of an evaluation: fewer rows of a large catalogue."""
+        """Yields prepared batches of an evaluation; fewer rows of a large catalogue, as a row scores all items."""
         num_items = max(table.num_embeddings for table in self.model.tables if ITEM in table.feature_names)
         most = min(most_rows, max(_RECOMMENDED_BATCH_SIZE, _MOST_SCORES // num_items))
         task = self.whole.on_dataset(rows.dataset).task
@@ -277,17 +283,18 @@ def require_close_metric(heading: str, split: str, values: tuple[float, float], 
 
 
 def _differences(found: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
-    """Returns the difference of each exported item's score from the trained model's score of the item.
+    """Returns for each place of a row the larger of two differences of scores; 0 where both models have no item.
 
-    Items whose scores differ by rounding may change places, so items are matched by their ids. An item that the trained
-    model does not recommend has at most its last score. Where one of the models recommends fewer items, the difference
-    is infinite.
+    One is between the exported item's score and the trained model's score of this item, found by its id, since items
+    whose scores differ by rounding may change places; an item that the trained model does not recommend is compared
+    with the trained model's last score. The other is between the scores in this place, which shows an item that the
+    exported model misses. Where one model has an item and the other none, the difference is infinite.
     """
     is_same = found.items.unsqueeze(2) == trained.items.unsqueeze(1)
     of_items = trained.scores.gather(1, is_same.int().argmax(2))
     own = torch.where(is_same.any(2), of_items, trained.scores[:, -1:])
     differences = torch.maximum((found.scores - own).abs(), (found.scores - trained.scores).abs())
-    # fewer items for both: -inf less -inf
+    # padding has the score -inf: -inf less -inf is NaN where both are padding, and infinite where one is
     return torch.where((found.items == -1) & (trained.items == -1), 0.0, differences.nan_to_num(torch.inf, torch.inf))
 
 
@@ -309,7 +316,7 @@ def _relevant(batch: Batch) -> JaggedTensor:
 
 
 def _ranks(best: _Best, relevant: JaggedTensor) -> Int64[Tensor, " relevant"]:
-    """Returns the place of each relevant item among the best of its row; k for other items."""
+    """Returns the place, from 0, of each relevant item among its row's k best items; k if it is not among them."""
     lengths = relevant.lengths().long()
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
     is_it = best.items[rows] == relevant.values().long().unsqueeze(1)

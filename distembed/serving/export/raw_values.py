@@ -21,13 +21,16 @@ from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNum
 from distembed.serving.model_folder.reading import SAMPLE_NAME
 
 Change = Mapping[str, Any]
-"""How a column's raw values change, in plain values; empty for datasets that distembed did not prepare."""
+"""How raw values of a column become numbers or ids, in plain values; empty if distembed did not prepare the dataset."""
 _VALUES_AT_ONCE = 1 << 16
 _CANDIDATES = 100
 
 
 def column_changes(manifest: Manifest) -> tuple[dict[str, Change], dict[str, Change]]:
-    """Returns how raw numbers change, by the name of their column, and how raw values of features change."""
+    """Returns the :data:`Change` of each column of numbers, and of each categorical feature, by name.
+
+    A change joins the column's settings in the schema with the values learnt in preparation, for example a mean.
+    """
     learnt: Mapping[str, Change] = manifest.preparation.get("learnt", {})
     numbers = {name: learnt.get(name, {}) for name in manifest.schema.dense}
     features = {name: learnt.get(name, {}) for name in manifest.schema.categorical_names}
@@ -48,7 +51,8 @@ def column_changes(manifest: Manifest) -> tuple[dict[str, Change], dict[str, Cha
 def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features: Sequence[str]) -> dict[str, str]:
     """Writes the raw values of ids as text files, for programs without Arrow, and returns the file of each feature.
 
-    A line is a JSON text. The first line has id 2: 0 is a missing value, and 1 any value that is not in the file::
+    Features of one table share a file; features without a vocabulary have none. A line is a JSON text. The first line
+    has id 2: 0 is a missing value, and 1 any value that is not in the file::
 
         "68fd1e64"
         "05db9164"
@@ -107,7 +111,11 @@ def write_sample(
 
 
 def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -> list[Any]:
-    """Returns the raw values of ids, or the ids where there is no vocabulary, which is read line by line."""
+    """Returns a raw value that becomes each id: of its bin, of the vocabulary, or the id itself where there is neither.
+
+    The vocabulary is read line by line, so that memory holds the wanted values alone. An id that it lacks gets a value
+    that no line has, out of :data:`_CANDIDATES`.
+    """
     kind = feature.change.get("kind")
     if kind == "quantile_bins":
         return [None if each == MISSING_ID else raw_quantile(feature.change["edges"], each) for each in ids]
@@ -126,7 +134,7 @@ def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -
 
 
 def _candidate(kind: str | None, number: int) -> str:
-    """Returns one of many values of a kind; a vocabulary has few of them."""
+    """Returns the ``number``-th of some unusual values of a kind, to find one that a vocabulary lacks."""
     if kind == "hexadecimal":
         return f"{2**32 - 1 - number:08x}"
     if kind == "log_bins":
@@ -155,5 +163,5 @@ def raw_quantile(edges: Sequence[float], bin_: int) -> float:
 
 
 def raw_log(bin_: int) -> float:
-    """Returns a number in a bin of ``log_bins``: the square of its logarithm exceeds the bin by a quarter."""
+    """Returns a number in a bin of ``log_bins``, where x > 2 has the bin floor(log(x)^2): log(x)^2 is bin + 1/4."""
     return float(bin_) if bin_ <= 2 else math.exp(math.sqrt(bin_ + 0.25))

@@ -54,13 +54,14 @@ Recommended = tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]
 
 
 _LEAST_CHUNK, _MOST_CHUNKS = 1 << 16, 64
-"""Items of a chunk, unless that makes more chunks; each chunk makes a program longer."""
+"""Least items in a chunk, and most chunks; each chunk makes a program longer, so large catalogues get larger chunks."""
 
 
 class ItemChoice(nn.Module):
     """Maps queries to their best items and their scores ``h . u_i + b_i``; equal scores are ordered by id.
 
-    ``items`` is the table of items, alone in its group; ``reserved`` are the ids of missing and unknown items.
+    ``items`` is the table of items, alone in its group; ``reserved`` are the ids of missing and unknown items, never
+    chosen.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ItemChoice(nn.Module):
         super().__init__()
         self.items = items
         own = torch.zeros(num_items) if bias is None else bias.detach().clone().float()
-        own[list(reserved)] = -torch.inf
+        own[list(reserved)] = -torch.inf  # a score of -inf is never chosen
         self.register_buffer("bias", own)
         self.register_buffer("zero", torch.zeros(1, 1, dtype=torch.int64))
         self._num_items, self._num_best = num_items, num_best
@@ -85,7 +86,7 @@ class ItemChoice(nn.Module):
         """Returns the best items of each query and their scores, padded by -1 and -inf.
 
         Args:
-            queries: The queries.
+            queries: A vector for each row, multiplied with the vectors of all items.
             owners: The row of each id in ``left_out``.
             left_out: Ids that are not recommended to their row.
             is_item: Whether an id in ``left_out`` is an item; the rest is ignored.
@@ -100,11 +101,16 @@ class ItemChoice(nn.Module):
     def _best_between(
         self, first: int, stop: int, queries: Tensor, left_out: tuple[Tensor, Tensor, Tensor]
     ) -> Int64[Tensor, "batch most"]:
-        """Returns the keys of the best items of a chunk."""
+        """Returns the best items from ``first`` to ``stop`` - 1 as keys: one integer that orders by score, then by id.
+
+        ``left_out`` are the last three arguments of :meth:`forward`.
+        """
         bias = cast(Tensor, self.bias)[first:stop]
         vectors = self._vectors(first, stop)
         scores = torch.addmm(bias, queries, vectors.T)
         owners, ids, is_item = left_out
+        # ids of other chunks, and ids that are no items, add 0 to some score instead of being dropped, which would give
+        # the program a shape that depends on the ids
         places = ids - first
         is_here = is_item & (places >= 0) & (places < stop - first)
         minus = torch.where(is_here, -torch.inf, 0.0)
@@ -114,7 +120,7 @@ class ItemChoice(nn.Module):
         return keys_of(torch.where(rounded > -torch.inf, exact.float(), -torch.inf), columns + first)
 
     def _vectors(self, first: int, stop: int) -> Float[Tensor, "ids dim"]:
-        """Returns the vectors of a chunk."""
+        """Returns the vectors of the items from ``first`` to ``stop`` - 1."""
         if self.items.is_full:
             return self.items.vectors_between(first, stop)
         # torch 2.13's compiler leaves stacked rows unwritten if they depend on no tensor
@@ -124,7 +130,7 @@ class ItemChoice(nn.Module):
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Vectors in place of a JaggedTensor."""
+    """Vectors with the method of a JaggedTensor that the model's network calls."""
 
     vectors: Float[Tensor, "ids dim"]
 
@@ -133,7 +139,10 @@ class _Vectors:
 
 
 class NextItemProgram(nn.Module):
-    """Maps histories to the best next items, and their scores; ``lookups`` has the group of each feature's table."""
+    """Maps histories to the best next items and their scores.
+
+    ``lookups`` has the group of each feature's table, in the order of ``features``, the first of which is ``item``.
+    """
 
     def __init__(
         self,
@@ -164,19 +173,22 @@ class NextItemProgram(nn.Module):
 
 
 def _layout(lengths: Int64[Tensor, " batch"], most: int) -> SequenceLayout:
-    """Returns the layout of rows of ``most`` slots each, with a query at the last token of each row."""
+    """Returns the layout of rows of ``most`` slots each, tokens first, with a query at the last token of each row.
+
+    A row without tokens gets the query slot ``num_rows * most``, one after the last, from which zeros are read.
+    """
     num_rows = lengths.shape[0]
     left = lengths.clamp(max=most)
     ages = (left.unsqueeze(1) - 1 - torch.arange(most)).clamp(min=0).flatten()
     slots = torch.arange(num_rows) * most + left - 1
-    queries = torch.where(left > 0, slots, num_rows * most)  # where there is no token
+    queries = torch.where(left > 0, slots, num_rows * most)
     return SequenceLayout(torch.arange(num_rows * most), ages, ((num_rows, most),), queries)
 
 
 class RankingProgram(nn.Module):
     """Maps users, and items to leave out, to the best other items and their scores.
 
-    With ``biases`` the last number of a vector is a bias.
+    With ``biases`` the last number of a user's vector is the user's bias, which is added to all scores of the row.
     """
 
     features = (PlainFeature(USER, is_list=False), PlainFeature(ITEM, is_list=True))
@@ -196,7 +208,7 @@ class RankingProgram(nn.Module):
 
 
 def _left_out(features: PlainFeatures) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the last three arguments of :meth:`ItemChoice.forward` for the items of the rows."""
+    """Returns ``owners``, ``left_out`` and ``is_item`` of :meth:`ItemChoice.forward`: all ids, and which are items."""
     owners, is_item = features.rows_of(ITEM)
     return owners, features.values, is_item
 
@@ -205,8 +217,9 @@ def _left_out(features: PlainFeatures) -> tuple[Tensor, Tensor, Tensor]:
 class RecommendingModel:
     """A trained model that recommends items, in the form from which its program is made.
 
-    ``whole_program`` makes the program, with tables in a storage. ``lists`` returns each feature's ids of the rows of a
-    batch; ``item`` has the items that may be left out, and are where ``excludes_seen`` is set.
+    ``whole_program`` makes the program, with tables stored as its argument says. ``lists`` maps a batch to each
+    feature's ids; the ids of ``item`` are left out of the recommendations if ``excludes_seen`` is set. ``reserved`` are
+    the ids of missing and unknown items.
     """
 
     outputs = ("items", "scores")
@@ -224,7 +237,11 @@ class RecommendingModel:
     def of_next_items(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of the next item; parts that a program cannot have are a :class:`UserError`."""
+        """Returns a model of the next item in this form.
+
+        Raises a :class:`UserError` for another model than sasrec or gru, for one that takes numbers beside the items,
+        and where ``num_best`` exceeds the catalogue.
+        """
         if not isinstance(model, NextItems):
             raise _unknown_model(model, "sasrec and gru")
         if isinstance(model, NextItemsWithNumbers):
@@ -246,7 +263,7 @@ class RecommendingModel:
     def of_rankings(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
-        """Returns a model of users and items; errors as of :meth:`of_next_items`."""
+        """Returns a model of users and items in this form; refuses models other than mf, and a wrong ``num_best``."""
         if not isinstance(model, MF):
             raise _unknown_model(model, "mf")
         stored = _StoredTables(model, model.network.catalogue, num_best)
@@ -272,7 +289,7 @@ class RecommendingModel:
         return plain_inputs(Batch({SPARSE_FEATURES: features}, 1), self.features, takes_numbers=False)
 
     def left_out(self, batch: Batch) -> JaggedTensor:
-        """Returns the items that are not recommended to each row of a batch."""
+        """Returns the items that are not recommended to each row of a batch; none unless ``excludes_seen`` is set."""
         items = self.lists(batch)[ITEM]
         if self.excludes_seen:
             return items
@@ -286,11 +303,15 @@ def _unknown_model(model: Model, known: str) -> UserError:
 
 
 def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
-    """Returns the items before the target of each row that has one, and the values of the other features."""
+    """Returns the history of each row that has a target, and its values of the other features.
+
+    A prepared batch has the items before the target in the field ``seen``. A drawn batch lacks the field; all of its
+    rows and items are returned.
+    """
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
     lists: dict[str, JaggedTensor] = ids.to_dict()
-    if SEEN not in batch.fields:  # a drawn batch
+    if SEEN not in batch.fields:
         return lists
     seen = batch[SEEN]
     assert isinstance(seen, KeyedJaggedTensor)
@@ -301,7 +322,7 @@ def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
 
 
 def _users(batch: Batch) -> Mapping[str, JaggedTensor]:
-    """Returns the users of rows, and the items that they have, or the items of a drawn batch."""
+    """Returns the user of each row and the items to leave out; a drawn batch has its own items in place of these."""
     ids, taken = batch[SPARSE_FEATURES], batch.fields.get(EXCLUDED, batch[SPARSE_FEATURES])
     assert isinstance(ids, KeyedJaggedTensor) and isinstance(taken, KeyedJaggedTensor)
     return {USER: ids[USER], ITEM: taken[ITEM]}
@@ -330,7 +351,7 @@ class _StoredTables:
         return next(table.name for table in self.tables if feature in table.feature_names)
 
     def groups(self, storage: ExportStorage) -> dict[str, TableGroup]:
-        """Returns each table in its stored form."""
+        """Returns a group for each table, by its name, that holds the table alone in its stored form."""
         return {
             table.name: TableGroup(
                 [stored_table(table, self._modules[table.name].weights(table.name), storage.form(table))],

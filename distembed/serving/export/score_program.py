@@ -31,7 +31,11 @@ _FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
 
 
 class ScoreProgram(nn.Module):
-    """Maps ids and numbers of rows to scores [batch]; ``model`` has stored tables in place of its collections."""
+    """Maps ids and numbers of rows to scores [batch].
+
+    ``model`` has :class:`FeatureVectors` in place of its collections, which take :class:`PlainFeatures` in place of a
+    KeyedJaggedTensor. The task turns the model's output into the score, for example a probability.
+    """
 
     def __init__(self, model: Model, task: Task, features: Sequence[PlainFeature]) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class ScoreProgram(nn.Module):
 
 
 class VectorScoreProgram(nn.Module):
-    """Maps the vectors and numbers of rows to scores [batch]; ``model`` has :class:`GivenVectors` as collection."""
+    """Maps vectors that shards looked up, and numbers, to scores [batch]; ``model`` has :class:`GivenVectors`."""
 
     def __init__(self, model: Model, task: Task) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class VectorScoreProgram(nn.Module):
 
 
 class GivenVectors(nn.Module):
-    """Takes the place of an embedding collection; the concatenated vectors of shards are its input."""
+    """Takes the place of an embedding collection; its input are the vectors of all shards, side by side in order."""
 
     def __init__(self, shards: Sequence[FeatureVectors]) -> None:
         super().__init__()
@@ -113,7 +117,11 @@ class ScoredModel:
 
     @classmethod
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
-        """Returns a model with its collections and their features; fields or collections of other kinds are refused."""
+        """Finds the collections of a model and the features that they read, in the order of ``schema``.
+
+        Refuses a model that takes batch fields other than ids and numbers, or has an embedding collection of another
+        class than CompositionalEmbeddingBagCollection.
+        """
         others = [name for name in model.batch_fields if name not in _FIELDS]
         if others:
             raise UserError(
@@ -153,7 +161,11 @@ class ScoredModel:
     def sharded_programs(
         self, shards: Sequence[Sequence[str]], storage: ExportStorage
     ) -> tuple[VectorScoreProgram, list[ShardProgram]]:
-        """Returns the program of the network, and a program for the tables of each shard, given by their names."""
+        """Returns the program of the network, and a program for each shard.
+
+        ``shards`` are the names of the tables of each shard; the network takes the vectors of shards in this order. A
+        model of several embedding collections is a :class:`UserError`.
+        """
         if len(self.collections) != 1:
             raise UserError(
                 f"the model has {len(self.collections)} embedding collections ({', '.join(self.collections)}), and the "
@@ -176,5 +188,6 @@ class ScoredModel:
 
     def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
         """Returns a copy of the model with these modules in place of its collections, by their paths."""
+        # deepcopy takes an object with a known id from its memo: the collections are replaced and never copied
         places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
         return copy.deepcopy(self.model, places).eval()

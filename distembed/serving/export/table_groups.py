@@ -41,7 +41,7 @@ class ExportStorage:
     materialise: Materialise = "auto"
 
     def bytes_by_form(self, table: CompositionalEmbeddingConfig) -> dict[TableForm, int]:
-        """Returns the bytes of a table in each form."""
+        """Returns the bytes of a table with its partitions, and with the vector of each id, in this precision."""
         parts = [
             _stored_bytes(part.num_rows, part.dim, "fp32" if part.is_function else self.precision)
             for part in table.partition_tables()
@@ -69,9 +69,11 @@ def _stored_bytes(num_rows: int, num_columns: int, precision: Precision) -> int:
 
 
 def divide_tables(table_bytes: Mapping[str, int], server_bytes: int) -> list[list[str]]:
-    """Returns the names of the tables on each server: few servers of about equal loads, with whole tables.
+    """Returns the names of the tables on each server: few servers of about equal bytes, each with whole tables.
 
-    A table that alone has more than ``server_bytes`` is a :class:`UserError`.
+    Args:
+        table_bytes: The bytes of each table; at least one table.
+        server_bytes: The most bytes of a server; a larger table is a :class:`UserError`.
     """
     largest = max(table_bytes, key=lambda name: table_bytes[name])
     if table_bytes[largest] > server_bytes:
@@ -80,7 +82,8 @@ def divide_tables(table_bytes: Mapping[str, int], server_bytes: int) -> list[lis
             f"{format_bytes(table_bytes[largest])}; tables are not divided: give more, store it with --precision int8, "
             "or train it further compressed."
         )
-    # the largest table first, each on the server with the least load; one server more until all tables fit
+    # largest table first, each on the least loaded server; the fewest servers are total / capacity, rounded up, and one
+    # more is tried until all tables fit
     for num_servers in range(-(-sum(table_bytes.values()) // server_bytes), len(table_bytes) + 1):
         loads, servers = [0] * num_servers, [list[str]() for _ in range(num_servers)]
         for name in sorted(table_bytes, key=lambda name: -table_bytes[name]):
@@ -100,11 +103,11 @@ class FloatWeight(nn.Module):
         self.register_buffer("weight", weight.detach().to(dtype))
 
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
-        """Returns rows of the weight."""
+        """Returns rows of the weight in float32."""
         return nn.functional.embedding(rows, cast(Tensor, self.weight)).float()
 
     def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
-        """Returns consecutive rows, of a weight in float32 without a copy."""
+        """Returns the rows from ``first`` to ``stop`` - 1 in float32; a weight that is stored so is not copied."""
         return cast(Tensor, self.weight)[first:stop].float()
 
 
@@ -127,7 +130,7 @@ class Int8Weight(nn.Module):
         self.register_buffer("offset", offset)
 
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
-        """Returns rows of the weight."""
+        """Returns rows of the weight, decoded to float32."""
         codes, scale, offset = (cast(Tensor, each) for each in (self.codes, self.scale, self.offset))
         flat = rows.flatten()
         taken = codes[flat]
@@ -135,7 +138,7 @@ class Int8Weight(nn.Module):
         return numbers.view(*rows.shape, codes.shape[1])
 
     def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
-        """Returns consecutive rows."""
+        """Returns the rows from ``first`` to ``stop`` - 1, decoded to float32."""
         codes, scale, offset = (cast(Tensor, each)[first:stop] for each in (self.codes, self.scale, self.offset))
         return torch.addcmul(offset.unsqueeze(1), codes.float(), scale.unsqueeze(1))
 
@@ -151,14 +154,17 @@ def _store_weight(weight: Float[Tensor, "rows columns"], precision: Precision) -
 
 @dataclass(frozen=True, eq=False)
 class StoredTable:
-    """A table in its stored form; a materialised table has one partition, with a row for each id."""
+    """A table in its stored form: its config, and the weight of each partition.
+
+    A materialised table is a plain table here: its config has one partition, with a row for each id.
+    """
 
     config: CompositionalEmbeddingConfig
     weights: Sequence[Tensor]
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Key of tables that are looked up in one group."""
+        """Key of the tables that one group can look up: equal computation, widths and treatment of foreign ids."""
         config, combine = self.config, self.config.combine
         settings = tuple(combine.setting_values().values())
         shape = tuple(weight.shape[1] for weight in self.weights)
@@ -166,11 +172,12 @@ class StoredTable:
 
 
 def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], form: TableForm) -> StoredTable:
-    """Returns a table, given the weight of each of its partitions, in its stored form."""
+    """Returns a table, given the weight of each partition, in ``form``: materialised, all ids are composed."""
     if form == "compositional":
         return StoredTable(table, weights)
     width = table.num_vectors * table.embedding_dim
-    plain = replace(table, pre_hash=None, id_policy="error")  # all ids of the table, unhashed
+    # hashing and the id policy map raw ids into the table before the lookup; they stay with the materialised table
+    plain = replace(table, pre_hash=None, id_policy="error")
     vectors = torch.empty(table.num_embeddings, width)
     for ids, chunk in composed_chunks(plain, weights, None, _IDS_AT_ONCE):
         vectors[ids] = chunk
@@ -181,8 +188,9 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
 class TableGroup(nn.Module):
     """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
-    An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values, by the table's
-    settings. Where the settings raise an error, it is replaced too: a program never reads outside of its weights.
+    An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values (0 where there is none),
+    as the tables' settings say. Where training would raise an error, it is replaced too: a program never reads outside
+    of its weights.
     """
 
     def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
@@ -196,16 +204,16 @@ class TableGroup(nn.Module):
             for weight, is_function in zip(stacked, functions, strict=True)
         )
         num_rows = torch.tensor([[len(weight) for weight in table.weights] for table in tables]).T
-        self._first_rows = num_rows.cumsum(1) - num_rows  # [partitions, tables]
+        self._first_rows = num_rows.cumsum(1) - num_rows  # [partitions, tables]: where a table's rows begin
         self._combine = first.combine
         self._map = _id_map(first)
 
     def forward(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids; ``tables`` has the table's number for each line."""
+        """Returns the composed vectors of ids; line i holds ids of the group's table number ``tables[i]``."""
         return self.vectors(self._map([self._configs[table] for table in tables], ids), tables)
 
     def vectors(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids that lie within their tables; they are not hashed."""
+        """Returns the vectors as :meth:`forward` does, of ids that lie within their tables already."""
         schemes = [self._configs[table].scheme for table in tables]
         rows = type(schemes[0]).rows_of_tables(schemes, ids)
         rows = rows + self._first_rows[:, list(tables)].unsqueeze(2)
@@ -214,11 +222,11 @@ class TableGroup(nn.Module):
 
     @property
     def is_full(self) -> bool:
-        """Whether the weight has the vectors themselves, in the order of ids."""
+        """Whether row i of the weight is the vector of id i, so that nothing has to be composed."""
         return isinstance(self._configs[0].scheme, Naive)
 
     def vectors_between(self, first: int, stop: int) -> Float[Tensor, "ids width"]:
-        """Returns the vectors of consecutive ids, of a group of one full table."""
+        """Returns the vectors of the ids from ``first`` to ``stop`` - 1; needs one table and :attr:`is_full`."""
         return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
 
 
