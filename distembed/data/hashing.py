@@ -43,18 +43,20 @@ _FEW = 32  # texts, up to which Python takes less time for a word of each than n
 def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
     """Returns the key of each text of an Arrow array of strings without nulls."""
     if len(texts) <= _FEW:
-        given = [text.encode() for text in texts.to_pylist()]
+        given = [text.encode() for text in texts.to_pylist()]  # below, a leading zero word makes h_0 = mix(n) of n
         return np.array([_folded(len(text), b"\0" * _WORD + text) for text in given], np.uint64)
     texts = texts.cast(pa.large_string())
     offsets = np.frombuffer(texts.buffers()[1] or b"\0" * 8, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     padded = bytes(texts.buffers()[2] or b"")[: offsets[-1]] + b"\0" * _WORD
-    words = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))  # the word at each byte
+    # words[i] = the 8 bytes from byte i on, a view with overlaps; padding lets the last text's word be read
+    words = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))
     lengths = np.diff(offsets)
     keys = mix64_array(lengths.astype(np.uint64))
     start, longer = 0, np.flatnonzero(lengths)
     while len(longer) > _FEW:
         word = words[offsets[longer] + start]
         rest = np.minimum(lengths[longer] - start, _WORD).astype(np.uint64)
+        # shifting left and back zeroes the bytes that belong to the next text
         word = word << (np.uint64(64) - rest * np.uint64(8)) >> (np.uint64(64) - rest * np.uint64(8))
         keys[longer] = mix64_array(keys[longer] ^ word)
         start += _WORD
@@ -65,7 +67,10 @@ def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
 
 
 def _folded(key: int, text: bytes) -> int:
-    """Returns the last h of a text's words, given the h before them; numpy takes ten times as long for one text."""
+    """Folds the words of ``text`` into ``key``, which is h before the first of them, and returns the last h.
+
+    Plain Python: one text takes numpy ten times as long.
+    """
     for word in memoryview(text + b"\0" * (-len(text) % _WORD)).cast("Q"):
         key = (key ^ word) + GOLDEN_GAMMA & _BITS
         key = (key ^ key >> SHIFTS[0]) * MULTIPLIERS[0] & _BITS

@@ -56,7 +56,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def file_system(
     url: str, refusal: str = "can be neither read nor written; give a URL that fsspec knows"
 ) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL or a local path, and the path within it."""
+    """Returns fsspec's file system for a URL or a local path, and the path within it, without a trailing slash.
+
+    Raises a UserError, with the text ``refusal``, for an unknown protocol or one whose package is not installed.
+    """
     import fsspec
 
     try:
@@ -74,7 +77,11 @@ def join_url(url: str, name: str) -> str:
 
 
 def _retried(action: str) -> Callable[[Callable[Concatenate[str, P], T]], Callable[Concatenate[str, P], T]]:
-    """Makes a function of a URL one that is called up to five times, with growing pauses, while it fails."""
+    """Decorates a function of a URL: calls it up to five times, with growing pauses, while it fails temporarily.
+
+    A permanent failure becomes a UserError at once, and the fifth temporary failure a TemporaryFailure; their texts say
+    that the URL "cannot {action}". UserErrors of the function itself pass unchanged.
+    """
 
     def decorate(do: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
         @wraps(do)
@@ -114,7 +121,10 @@ def find_remote(url: str) -> RemoteFile:
 
 @_retried("be listed")
 def list_remote(url: str) -> list[RemoteFile]:
-    """Returns the files of a URL, pattern or folder, by name; a folder's names with a leading . or _ are left out."""
+    """Returns the files at a URL in the order of their URLs: one file, the matches of a pattern, or a folder's files.
+
+    In a folder, leaves out subfolders and names with a leading . or _. Raises a UserError if no file is found.
+    """
     files, path = _fresh_file_system(url)
     if "*" in path or "[" in path:
         entries, nothing = files.glob(path, detail=True).values(), "matches no file"
@@ -164,8 +174,9 @@ def fetch(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """Copies a local file to a URL, and makes sure that all bytes have arrived."""
-    # Where a file system does not write a file at once, a lost worker's task that still runs may have truncated it.
+    """Copies a local file to a URL; repeats the copy while the size at the URL differs, and then raises a RunError."""
+    # The size may differ if another process, believed dead, still writes the same file on a file system that does not
+    # replace files at once.
     for _ in range(TRIES):
         _put(url, path)
         arrived, sent = find_remote(url).num_bytes, path.stat().st_size
@@ -225,7 +236,7 @@ class _ResumingReader(io.RawIOBase):
         return len(data)
 
     def _read(self, url: str, size: int) -> bytes:
-        """Returns at most so many of the next bytes; where it fails, the next call opens the file again."""
+        """Reads at most ``size`` bytes at the position; after a failure the next call opens the file again."""
         try:
             self._opened = self._opened or self._open(url)
             if self._opened.seekable():
@@ -239,7 +250,7 @@ class _ResumingReader(io.RawIOBase):
         return data
 
     def _open(self, url: str) -> Any:
-        """Opens the file; one that can be read from its beginning only is read up to where reading stopped."""
+        """Opens the file, if it is unchanged; one that cannot seek is read, and dropped, up to the position."""
         files, path = _fresh_file_system(url)
         if _remote_file(url, files.info(path)) != self._found:
             raise UserError(f"{url} was changed while it was read; begin the same command again.")
@@ -251,6 +262,7 @@ class _ResumingReader(io.RawIOBase):
 
 
 def _fresh_file_system(url: str) -> tuple[Any, str]:
+    """Returns :func:`file_system` of a URL after dropping cached listings, which may lack recent changes."""
     files, path = file_system(url)
     files.invalidate_cache()
     return files, path
@@ -269,7 +281,7 @@ def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile
 
 
 def _is_permanent(error: BaseException) -> bool:
-    """Returns whether the same call would fail again: a file that is not there, an answer that denies it."""
+    """Returns whether a retry would fail again: a missing file, no permission or credentials, most HTTP 4xx answers."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status not in _TRANSIENT_STATUS
@@ -277,6 +289,6 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _cause(url: str, error: BaseException) -> BaseException:
-    """Returns why a server did not answer, where fsspec says of any failure that the file is missing."""
+    """Returns the true cause of an error: for HTTP, fsspec reports any failure as FileNotFoundError with a cause."""
     is_any_failure = isinstance(error, FileNotFoundError) and url.startswith(("http://", "https://"))
     return error.__cause__ if is_any_failure and isinstance(error.__cause__, Exception) else error

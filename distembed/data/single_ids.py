@@ -12,7 +12,10 @@ _MARK = "_distembed_has_single_ids"
 
 
 def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Marks a batch on the CPU, and returns it; the mark promises that no bag of any rank's batches has two ids."""
+    """Marks a batch on the CPU, and returns it; a UserError if a bag has two or more ids.
+
+    Only this batch is checked, but the mark is a promise for every rank's batch of the step, since lookups rely on it.
+    """
     lengths = features.lengths()
     if len(lengths) and (most := int(lengths.max())) > 1:
         law = "mark_single_ids is for batches whose bags have at most one each. Leave others unmarked."
@@ -27,6 +30,6 @@ def has_single_ids(features: KeyedJaggedTensor) -> bool:
 
 
 def carry_single_ids(before: KeyedJaggedTensor, after: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Marks a copy of a batch as the batch is, and returns it."""
+    """Copies the mark, or its absence, from a batch to another object with the same ids, and returns the latter."""
     setattr(after, _MARK, has_single_ids(before))
     return after

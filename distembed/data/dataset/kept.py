@@ -40,7 +40,11 @@ def kept_dataset(run: str | os.PathLike[str]) -> Path | None:
 
 
 def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True) -> None:
-    """Copies the manifest and the vocabularies of a dataset into a run's folder, unless they are there."""
+    """Copies the manifest and the vocabularies of a dataset into a run's folder, unless equal ones are there.
+
+    Vocabularies of over MOST_COPIED_BYTES together become symbolic links, unless ``links`` is False. A folder that
+    holds a whole dataset, with rows, is not overwritten.
+    """
     folder, kept = run / KEPT_FOLDER, manifest.without_rows()
     with suppress(UserError):
         found = Manifest.load(folder)
@@ -57,11 +61,11 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
             raise UserError(f"a vocabulary of the dataset {dataset} is missing ({error}); prepare it again.") from error
         except shutil.Error as error:
             raise RunError(f"a vocabulary of {dataset} could not be copied to {folder}: {error}") from error
-        kept.write(folder)
+        kept.write(folder)  # last, since a folder with a manifest counts as complete
 
 
 def _place(source: Path, target: Path, links: bool) -> None:
-    """Puts a vocabulary into a run's folder: as a link to where it lies, as a hard link, or as a copy."""
+    """Puts a vocabulary into a run's folder: as a symbolic link if ``links``, else as a hard link or a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     if links:
@@ -81,7 +85,7 @@ _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
 def require_grown_from(
     earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
 ) -> None:
-    """Makes sure that a dataset has the columns of an earlier one, and gives known values their earlier ids."""
+    """Raises a UserError unless a dataset has an earlier one's columns and keeps all its ids; new ids may follow."""
     for difference in _differences(earlier_dir, earlier, dataset_dir, manifest):
         raise UserError(
             f"the ids of {dataset_dir} do not extend the earlier dataset's ids: {difference}. Prepare it with "
@@ -100,7 +104,10 @@ def has_same_ids(
 def _differences(
     earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
 ) -> Iterator[str]:
-    """Yields the differences between a dataset and an earlier one: of columns and hashes, then of vocabularies."""
+    """Yields each reason why the ids of a dataset do not extend an earlier dataset's: columns, hashes, vocabularies.
+
+    Stops after a reason that makes further comparison meaningless. Reads only vocabularies with unequal checksums.
+    """
     old, new = earlier.schema, manifest.schema
     names, new_names = old.categorical_names, new.categorical_names
     if names != new_names:
@@ -128,6 +135,7 @@ def _differences(
 
 
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
+    """Returns the seed of a feature that is hashed by a table's schema; an empty dictionary for other features."""
     schema = manifest.preparation.get("schema") or {}
     own = schema.get("categorical", {}).get(feature, {})
     is_hashed = feature not in manifest.vocabularies and (own.get("hash_size") or schema.get("hash_size"))
@@ -142,7 +150,7 @@ def _read(path: Path) -> pa.Table:
 
 
 def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
-    """Yields where a vocabulary begins to differ from an earlier one, unless the earlier is its beginning."""
+    """Yields the first difference unless the earlier vocabulary ``old`` is a prefix of ``new``."""
     if old.schema != new.schema:
         yield f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
     elif len(new) < len(old):

@@ -52,7 +52,11 @@ Pieces: TypeAlias = NDArray[np.void]  # the pieces of a file, or of several end 
 
 
 def file_pieces(path: Path) -> Pieces:
-    """Returns the pieces of a Parquet file as it is, with a few megabytes in memory at a time."""
+    """Divides a Parquet file into pieces (a row group each, then the footer) and computes their checksums.
+
+    A piece ends where the next begins, so together they cover every byte, the leading ``PAR1`` and gaps included.
+    Row groups must be in file order; others raise a UserError.
+    """
     metadata = pq.read_metadata(path)
     starts: list[int] = []
     stop = 0
@@ -67,13 +71,16 @@ def file_pieces(path: Path) -> Pieces:
 
 
 def read_checksums(path: Path, sizes: Sequence[int]) -> Pieces:
-    """Returns pieces of these sizes with the checksums of a file as it is, read a few megabytes at a time."""
+    """Computes checksums of consecutive pieces of these sizes, from the start of a file, a few megabytes at a time."""
     with path.open("rb") as file:
         return np.array([(size, bytes.fromhex(file_checksum(file, size))) for size in sizes], PIECE)
 
 
 def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int, int]:
-    """Returns where a row group's columns begin and end; where the one before ends, if it has no bytes."""
+    """Returns the first byte and last byte + 1 of a row group; ``before`` twice if it has no bytes.
+
+    ``before`` is the end of the preceding row group.
+    """
     starts, stops = [], []
     for column in (row_group.column(index) for index in range(row_group.num_columns)):
         # a column without rows may have a dictionary and no page, which is then said to be at 0
@@ -85,7 +92,10 @@ def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int,
 
 
 def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
-    """Makes sure that a file has a schema's columns, and that their types fit their roles."""
+    """Raises a UserError, naming ``path``, unless a file has all columns of a schema with types that fit their roles.
+
+    Labels, weights and dense columns are numeric, ids integers; multi-hot ids and dense sequences are lists of these.
+    """
     missing = [name for name in schema.columns if name not in columns.names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
@@ -181,12 +191,15 @@ class Manifest:
 
     @classmethod
     def load(cls, dataset_dir: str | os.PathLike[str]) -> Manifest:
-        """Reads ``dataset_dir/manifest.json``, of a folder or a URL."""
+        """Reads and checks ``manifest.json`` in a folder, or at a URL, which makes the local mirror folder."""
         path = dataset_folder(dataset_dir) / MANIFEST_NAME
         return cls.from_json(read_folder_json(path, "dataset", "make one with `distembed prepare`"), path)
 
     def save(self, dataset_dir: str | os.PathLike[str], pieces: Mapping[str, Pieces] | None = None) -> Manifest:
-        """Writes ``manifest.json`` whole or not at all, and ``checksums.bin`` before it."""
+        """Writes ``checksums.bin``, then ``manifest.json``; returns the manifest with checksums of the other files.
+
+        ``pieces`` spares reading the split files it has (by path); pieces of other split files are computed.
+        """
         folder, pieces = Path(dataset_dir), pieces or {}
         try:
             if files := [file.path for file in self.split_files]:
@@ -226,7 +239,10 @@ class Manifest:
         return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self.split_files else [])]
 
     def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
-        """Returns the path of a file outside the splits that has its checksum; a remote dataset's file is fetched."""
+        """Returns the local path of a file outside the splits, after comparing the file with its checksum.
+
+        Fetches a remote dataset's file, a second time if the first is damaged. Raises a UserError if it stays damaged.
+        """
         folder = dataset_folder(dataset_dir)
         mirror = mirror_of(folder)
         for again in (False,) if mirror is None else (False, True):
@@ -254,7 +270,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
-        """Builds a manifest from the JSON values of :meth:`to_json`; errors name the file ``path``."""
+        """Builds a manifest from the JSON values of :meth:`to_json`; errors name the file ``path``.
+
+        Refuses other format versions, a wrong checksum, missing entries, and files outside of the dataset's folder.
+        """
         if not isinstance(value, dict) or value.get("format") != "distembed dataset":
             raise UserError(
                 f"{path} is not the manifest of a distembed dataset; name a folder made by `distembed prepare`"
@@ -347,6 +366,7 @@ def create_manifest(
 
 
 def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
+    """Checks the columns of a split's files and reads the label and weight, for their means; refuses bad weights."""
     files: list[DataFile] = []
     means: dict[str | None, float | None] = {}
     numbers: dict[str, list[float]] = {name: [] for name in (schema.label, schema.weight) if name is not None}

@@ -39,13 +39,16 @@ _SPARE_BYTES = 1 << 30  # room on the disk that is left to others
 
 @dataclass(frozen=True)
 class PieceCache:
-    """Keeps bytes by their checksums; several processes of a machine may use one folder."""
+    """A folder of pieces, named by their checksums, with a limit on their total size; processes may share it."""
 
     folder: Path
     most_bytes: int  # of all pieces; 0 keeps none
 
     def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
-        """Returns the bytes with a checksum, from the cache or fetched; fetched bytes are kept if there is room."""
+        """Returns the piece with a checksum from the cache, or calls ``fetch`` and keeps the result if there is room.
+
+        Returns None where ``fetch`` does. Processes that want one piece wait for the first of them to fetch it.
+        """
         path = self.folder / checksum[:2] / checksum[2:]
         data = _read(path, checksum)
         if data is None:
@@ -57,12 +60,16 @@ class PieceCache:
         return data
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Keeps a piece, if the limit and the disk have room for it once others made way."""
+        """Stores a piece, removing old pieces if the limit needs it; does nothing if there is still no room.
+
+        The file ``size`` has the bytes of all pieces, and its lock excludes other writers. The piece is added to it
+        before it is stored, so that a kill in between makes the count too large, never too small.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)  # the folder too, which may have been removed meanwhile
         with open(os.open(self.folder / "size", os.O_RDWR | os.O_CREAT, 0o666), "r+") as size:
             fcntl.flock(size, fcntl.LOCK_EX)
             text = size.read()
-            if path.exists():  # damaged
+            if path.exists():  # a damaged piece, of unknown size: all pieces are counted again
                 path.unlink()
                 text = ""
             num_bytes = int(text) if text.isdecimal() else self._make_room(0)
@@ -79,7 +86,10 @@ class PieceCache:
                 os.replace(self.folder / "new", path)
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes the pieces used longest ago, if there is not room for this much, and returns the bytes left."""
+        """Removes the least recently used pieces if ``num_bytes`` more exceed the limit; returns the bytes that remain.
+
+        Removes pieces until at least a tenth of the limit is free, since each call has to list all pieces.
+        """
         found = [(path.stat(), path) for path in self.folder.glob("??/*")]
         total = sum(status.st_size for status, _ in found)
         wanted = self.most_bytes - max(num_bytes, self.most_bytes // 10)
@@ -93,7 +103,7 @@ class PieceCache:
 
 
 def _read(path: Path, checksum: str) -> bytes | None:
-    """Returns a piece, which then counts as used last; None for one that is missing or damaged."""
+    """Returns the bytes of a piece and sets its file's time of use; None if the piece is missing or damaged."""
     try:
         with path.open("rb") as file:
             os.utime(file.fileno())
@@ -105,7 +115,7 @@ def _read(path: Path, checksum: str) -> bytes | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes and threads out of the block of the same file, where the disk has room and locks."""
+    """Holds an exclusive lock on a file, which is made; runs the block without a lock if the disk refuses."""
     with ExitStack() as opened:
         with suppress(OSError):
             fcntl.flock(opened.enter_context(path.open("w")), fcntl.LOCK_EX)
@@ -129,11 +139,11 @@ class Mirror:
         return join_url(self.url, file)
 
     def read(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes ``[start, stop)`` of a file, from the cache if it has them; None for another checksum."""
+        """Returns bytes ``[start, stop)`` of a file from the cache or the URL; None if the checksum differs twice."""
         return self.cache.get(checksum, partial(self.read_uncached, file, start, stop, checksum))
 
     def read_uncached(self, file: str, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes that are at the URL now, as :meth:`read` does."""
+        """Reads as :meth:`read` does, from the URL alone, and does not fill the cache."""
         for _ in range(2):  # bytes that were damaged on their way are whole the second time
             data = read_range(self.file_url(file), start, stop)
             if checksum_of(data) == checksum:
@@ -141,7 +151,7 @@ class Mirror:
         return None
 
     def fetch(self, file: str, again: bool = False) -> None:
-        """Copies a file into the folder, unless it is there already and is not to be fetched again."""
+        """Downloads a file into the folder if it is missing there, or in any case with ``again``."""
         with locked(self.folder / _LOCK):
             if again or not (self.folder / file).exists():
                 fetch(self.file_url(file), self.folder / file)
@@ -150,13 +160,17 @@ class Mirror:
 def dataset_folder(
     dataset: str | os.PathLike[str], cache_dir: str | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
 ) -> Path:
-    """Returns the local folder of a dataset: the path itself, or where a URL's files are fetched to."""
+    """Returns the local folder of a dataset: a path itself, or for a URL its mirror folder.
+
+    The first call for a URL fetches the manifest and makes the folder; later calls of the process return this folder,
+    even if the dataset at the URL has changed.
+    """
     return _mirror_folder(str(dataset), cache_dir, cache_bytes) if is_url(dataset) else Path(dataset)
 
 
 @lru_cache(maxsize=16)
 def _mirror_folder(url: str, cache_dir: str | None, cache_bytes: int) -> Path:
-    # once a process, so that all of it sees one version
+    # cached for the life of the process, so that all its parts read one version of the dataset
     try:
         manifest = read_remote(join_url(url, _MANIFEST))
     except UserError as error:
@@ -181,7 +195,7 @@ def _mirror_folder(url: str, cache_dir: str | None, cache_bytes: int) -> Path:
 
 
 def mirror_of(folder: Path) -> Mirror | None:
-    """Returns the mirror that a folder is; None for a dataset that is all there."""
+    """Returns the mirror whose local folder this is; None for the folder of a local dataset."""
     path = folder / MIRROR_FILE
     if not path.is_file():
         return None

@@ -41,8 +41,10 @@ class Jagged:
         return np.diff(self.offsets)
 
     def gather(self, rows: NDArray[np.int64]) -> Jagged:
+        """Returns the lists of some rows, in the order of ``rows``."""
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
+        # shift = position in self.values - position in the result, constant within a list
         shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return Jagged.from_lengths(self.values[shift + np.arange(len(shift))], lengths)
 
@@ -72,6 +74,7 @@ class RecordLayout:
 
     @property
     def first_float(self) -> int:
+        """Index of the first number where a record is viewed as float32; an int64 id takes two places there."""
         return len(self.single) * (self.dtype.itemsize // 4)
 
     @property

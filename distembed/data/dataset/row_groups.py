@@ -46,7 +46,7 @@ class SplitFile:
         return str(self.path) if self.mirror is None else self.mirror.file_url(self.listed.path)
 
     def checked_metadata(self, schema: Schema) -> pq.FileMetaData:
-        """Returns the footer, after comparing its columns, size and number of rows with the manifest."""
+        """Returns the Parquet footer; raises a UserError if the file's size, columns or rows are not the manifest's."""
         if self.mirror is None and not self.path.is_file():
             raise UserError(f"{self} is missing: the manifest lists it; {REMEDY}")
         if not self.has_listed_size:
@@ -66,11 +66,15 @@ class SplitFile:
 
     @property
     def has_listed_size(self) -> bool:
-        """Whether a local file has as many bytes as the manifest says; remote files are not asked for."""
+        """Whether a local file exists with the manifest's size; True for a remote file, which is not asked."""
         return self.mirror is not None or (self.path.is_file() and self.path.stat().st_size == self.listed.bytes)
 
     def problems(self, schema: Schema) -> Iterator[str]:
-        """Yields the problem of each damaged piece, or else checks the footer; a remote file is read past the cache."""
+        """Compares every piece with its checksum, and yields a text for each damaged one.
+
+        If none is damaged, checks the footer, which may raise a UserError. Remote files are read from their URL, not
+        from the cache.
+        """
         damaged: list[int] = []
         if self.mirror is not None:
             read = self.mirror.read_uncached
@@ -82,7 +86,7 @@ class SplitFile:
             self.checked_metadata(schema)
 
     def piece(self, index: int) -> tuple[bytes, int]:
-        """Returns the bytes of a piece, and where it begins."""
+        """Reads a piece, and returns its bytes and first position in the file; a UserError if its checksum differs."""
         start, stop, checksum = self._bounds(index)
         if self.mirror is not None:
             data = self.mirror.read(self.listed.path, start, stop, checksum)
@@ -106,7 +110,7 @@ class SplitFile:
 
 @lru_cache(maxsize=32)
 def _footer(file: SplitFile) -> pq.FileMetaData:
-    """Returns the footer of a file; reading it takes long where there are many row groups."""
+    """Parses the footer of a file; cached by the SplitFile object, since parsing many row groups takes long."""
     try:
         return pq.read_metadata(pa.BufferReader(file.piece(len(file.pieces) - 1)[0]))
     except (pa.ArrowException, OSError) as error:
@@ -146,12 +150,16 @@ class RowGroup:
                 return parquet.read_row_group(self.index, columns=list(columns), use_threads=False)
         except UserError:
             raise
-        except (pa.ArrowException, OSError, ValueError) as error:  # ValueErrors are places before the piece
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a seek to before the piece
             raise UserError(f"{self} cannot be read: {error}; {REMEDY}") from error
 
 
 def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> tuple[RowGroup, ...]:
-    """Returns the row groups of a split's files in order, after checking the footer of each file."""
+    """Returns the row groups of a split that have rows, in file order, after checking the footer of each file.
+
+    Raises a UserError for an unknown split, a run's copy of a manifest (which has no rows), and files that do not agree
+    with the manifest. The row groups themselves are not read.
+    """
     manifest.split(split_name)
     if manifest.is_without_rows:
         raise UserError(
@@ -172,7 +180,7 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
 
 
 def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> str | None:
-    """Returns the problem that a split has another number of rows than its files by the manifest; None without one."""
+    """Returns a problem if the manifest's row count of a split is not the sum over its files; None if it is."""
     split = manifest.splits[split_name]
     num_rows = sum(file.num_rows for file in split.files)
     if num_rows == split.num_rows or manifest.is_without_rows:
@@ -190,12 +198,16 @@ def split_files(
 
 
 def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
-    """Returns the pieces of each file of the splits, by its path."""
+    """Reads ``checksums.bin`` and divides its pieces among the files of all splits, by path.
+
+    Raises a UserError if the sizes of the pieces do not add up to the files' sizes.
+    """
     files = manifest.split_files
     if not files:
         return {}
     manifest.require_unchanged(folder, CHECKSUMS_NAME)
     pieces: Pieces = np.fromfile(folder / CHECKSUMS_NAME, PIECE)
+    # The files are thought of end to end: a file's last piece ends at the byte where the file ends.
     ends = np.cumsum(pieces["bytes"])
     stops = np.searchsorted(ends, np.cumsum([file.bytes for file in files])) + 1
     found = {file.path: own for file, own in zip(files, np.split(pieces, stops[:-1]), strict=True)}
@@ -205,7 +217,7 @@ def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
 
 
 def require_whole_splits(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
-    """Makes sure that the files of some splits have the sizes, footers and rows that the manifest lists."""
+    """Raises a UserError unless the files of some splits have the manifest's sizes, columns and row counts."""
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
     for name in split_names:
@@ -243,7 +255,7 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
 
 
 def _until_error(problems: Iterable[str], file: object) -> list[str]:
-    """Returns the problems of a file up to an error, which is the last."""
+    """Collects the problems of a file; an exception while they are collected becomes the last problem."""
     found: list[str] = []
     try:
         found.extend(problems)
@@ -255,6 +267,7 @@ def _until_error(problems: Iterable[str], file: object) -> list[str]:
 
 
 def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterator[str]:
+    """Yields problems of a file outside the splits; a wrong checksum raises a UserError."""
     path = manifest.require_unchanged(folder, file)
     if not path.is_file():
         yield f"{path} is missing: the manifest lists it; {REMEDY}."

@@ -157,7 +157,7 @@ class Schema:
 
 
 def plain_fields(value: Any, *always: str) -> dict[str, Any]:
-    """Returns a dataclass in plain values, without fields that have their defaults; fields in ``always`` stay."""
+    """Converts a dataclass to JSON values; omits fields equal to their defaults, except fields named in ``always``."""
     defaults = {each.name: each.default for each in fields(value) if each.name not in always}
     plain = {name: own for name, own in asdict(value).items() if name not in defaults or own != defaults[name]}
     return {name: list(own) if isinstance(own, tuple) else own for name, own in plain.items()}

@@ -68,7 +68,7 @@ class BlockLayout:
 
     @cached_property
     def arrays(self) -> dict[tuple[str, int], int]:
-        """The place of each array in the file of a block (``spool.py``), by its kind and the number of its column."""
+        """Position of each array in a spooled block (``spool.py``), keyed by (kind of array, index of its column)."""
         names = [("numbers", place) for place in range(len(self.numbers))]
         for place, column in enumerate(self.ids):
             texts = ["offsets", "texts"] if column.kind == "string" else []
@@ -92,7 +92,10 @@ class RejectedRow:
 
 @dataclass(frozen=True)
 class IdColumn:
-    """Values of one column: row i has ``keys[codes[i]]``; code 0 is a missing value, and ``keys[0]`` is not used."""
+    """Values of one column: value i has the key ``keys[codes[i]]``; code 0 is a missing value, ``keys[0]`` is unused.
+
+    Rows and values are the same unless the column holds lists: ``codes`` then has the lists end to end.
+    """
 
     codes: NDArray[Any]  # of the smallest unsigned type that holds them
     keys: NDArray[Any]  # the distinct ones of the block

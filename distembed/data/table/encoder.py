@@ -37,10 +37,10 @@ _LEAST_VALUES, _LEAST_SHARE, _TIMES, _MORE = 100, 0.5, 3, 0.1
 
 
 class UnknownValues:
-    """Counts the values of rows that are scored, and warns of each feature once, through the logger ``distembed``.
+    """Counts unknown values (out of the vocabulary) in scored rows; warns once a feature, by the logger ``distembed``.
 
-    It warns from 100 values on, where more than half are unknown, and more than 10% beyond three times their share of
-    the dataset's training rows.
+    Warns after at least 100 values if the unknown share exceeds both 1/2 and 3 t + 0.1, where t is the unknown share of
+    the training rows.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -54,7 +54,10 @@ class UnknownValues:
         self._values, self._unknown = Counter[str](), Counter[str]()
 
     def add(self, feature: str, ids: NDArray[Any]) -> None:
-        """Counts the ids of a feature's values in some rows."""
+        """Adds ids of a feature's values to its counts, and warns if too many are out-of-vocabulary.
+
+        Ignores features without a vocabulary, and features that were warned about already.
+        """
         trained = self._trained.get(feature)
         if trained is None:
             return
@@ -82,7 +85,10 @@ def _changed(numbers: NDArray[Any], learnt: Mapping[str, Any] | None, keeps_miss
 
 
 def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Change | None:
-    """Returns the function from a column's numbers to the dataset's, given learnt parameters; None for no change."""
+    """Returns the function from parsed numbers to the dataset's values; None if the parsed numbers are the values.
+
+    ``learnt`` has the parameters fitted on training rows: ``mean`` and ``std``, or ``edges`` of bins; None without any.
+    """
     if column.role == "bins":
         return partial(bin_ids, learnt=learnt or {})
     keeps_missing = column.role != "dense" or column.keeps_missing
@@ -90,14 +96,14 @@ def number_change(column: NumberColumn, learnt: Mapping[str, Any] | None) -> Cha
 
 
 def bin_ids(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.int32]:
-    """Returns the number of the bin of each number, from 1; 0 of NaN."""
+    """Returns 1 + the number of ``edges`` that are at most each number; 0 for NaN. The edges are ascending."""
     edges = np.array(learnt["edges"], np.float32)
     bins = np.searchsorted(edges, numbers, side="right").astype(np.int32) + 1
     return np.where(np.isnan(numbers), np.int32(0), bins)
 
 
 def num_bins(learnt: Mapping[str, Any]) -> int:
-    """Returns the number of ids of a column of bins, that of missing numbers included."""
+    """Returns the number of ids of a column of bins: e edges divide the line into e + 1 bins, and id 0 is missing."""
     return len(learnt["edges"]) + 2
 
 
@@ -122,7 +128,10 @@ class RowEncoder:
         self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
 
     def encode(self, block: ParsedBlock) -> RecordBlock:
-        """Returns the well-formed rows of a block; a missing label is NaN, and a missing weight 1."""
+        """Encodes the well-formed rows of a block, and counts their unknown ids, which may log a warning.
+
+        A column that the block lacks is filled: the label and dense numbers with NaN, the weight with 1, ids with 0.
+        """
         numbers, ids = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
         lists: dict[str, Jagged] = {}
         for column, values in zip(self._layout.numbers, block.numbers, strict=True):
@@ -143,7 +152,10 @@ class RowEncoder:
         return RecordBlock(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature; None and the schema's missing texts are missing values."""
+        """Returns the ids of raw values of a feature; None and the schema's missing texts have id 0.
+
+        Raises a UserError for a feature without raw values, and for a value that is not of the feature's kind.
+        """
         kinds = {column.name: column.kind for column in self._keys}
         if feature not in kinds:
             raise UserError(
@@ -169,7 +181,7 @@ class RowEncoder:
         return self._ids(feature, keyed_column(found, keys, None))
 
     def _ids(self, feature: str, column: IdColumn) -> NDArray[np.int64]:
-        """Returns the id of each value; a value that repeats is searched for once."""
+        """Looks up the id of each distinct key of a block once, and returns the id of each value."""
         table = np.concatenate([np.array([MISSING_ID]), self._id_maps[feature].ids(column.keys[1:])])
         return table[column.codes]
 

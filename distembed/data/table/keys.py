@@ -40,22 +40,22 @@ _LARGEST_EXACT = 2**53 - 1
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of distinct values."""
+    """The key of each distinct value of a column; different values, as "2" and "2.0", may have equal keys."""
 
     keys: NDArray[Any]
-    wrong: Bools  # which values are malformed
-    texts: pa.Array | None = None  # of keys that are hashes
-    are_distinct: bool = False  # the keys are known to be there once each
+    wrong: Bools  # which values are malformed; their keys are meaningless
+    texts: pa.Array | None = None  # text of each value, if keys are hashes of texts
+    are_distinct: bool = False  # whether no two keys are equal, so that merging equal keys can be skipped
 
     def some(self, places: NDArray[np.int64]) -> Keys:
-        """Returns the keys of some of the values."""
+        """Selects the keys, flags and texts at some positions."""
         texts = None if self.texts is None else self.texts.take(pa.array(places))
         return Keys(self.keys[places], self.wrong[places], texts, self.are_distinct)
 
 
 @dataclass(frozen=True)
 class CodedColumn:
-    """Values of a column: value i is number ``codes[i]`` of the distinct ones, counted from 1; 0 is a missing one."""
+    """Dictionary-encoded values: value i is ``distinct[codes[i] - 1]``; code 0 is a missing value."""
 
     codes: NDArray[np.int32]
     distinct: pa.Array
@@ -63,16 +63,16 @@ class CodedColumn:
 
 
 def string_keys(distinct: pa.Array) -> Keys:
-    """Returns hashes of the values' texts."""
+    """Hashes the canonical text of each value to 64 bits; no value is malformed."""
     texts = value_texts(distinct)
     return Keys(text_keys(texts), np.zeros(len(texts), bool), texts, are_distinct=texts is distinct)
 
 
 def integer_keys(distinct: pa.Array) -> Keys:
-    """Returns integers of 64 bits: of digits, of numbers that are whole and of at most 53 bits, and of truth values.
+    """Converts values to int64; a value that is no integer, or may have been rounded to one, is malformed.
 
-    A text may have a fraction of zeros, as pandas writes integers in a column with missing ones, or an
-    exponent. It is a number then: with more than 53 bits it may have been rounded, and is malformed.
+    Digits and integers may use all 64 bits. A value that passes through floating point must have at most 53 bits, as
+    "1e3", or "3.0" by which pandas writes 3 in a column with missing values. True is 1 and false is 0.
     """
     if pa.types.is_string(distinct.type) or pa.types.is_decimal(distinct.type):
         return _written_integers(distinct.cast(pa.string()))
@@ -83,15 +83,18 @@ def integer_keys(distinct: pa.Array) -> Keys:
 
 
 def hash_keys(distinct: pa.Array) -> Keys:
-    """Returns numbers of 32 bits, of up to 8 hexadecimal digits; an integer's digits are read as hexadecimal ones."""
+    """Reads each value's text as 1 to 8 hexadecimal digits: the integer 10 has the key 0x10. Others are malformed."""
     keys, wrong = hexadecimal_keys(distinct.cast(pa.string()))
-    if wrong.any():  # hexadecimal digits are a value's own text
+    if wrong.any():  # the canonical text may have digits only where the column's text has not: 10.0 is 10
         keys[wrong], wrong[wrong] = hexadecimal_keys(value_texts(distinct.filter(pa.array(wrong))))
     return Keys(keys, wrong)
 
 
 def hexadecimal_keys(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
-    """Returns the numbers of texts of 1 to 8 hexadecimal digits, or of integers, and which values are none."""
+    """Reads texts of 1 to 8 hexadecimal digits, or takes integers below 2^32 as they are.
+
+    Returns the numbers, 0 for malformed values, and a mask of the malformed values.
+    """
     if pa.types.is_integer(texts.type):
         numbers, wrong = plain_numbers(texts)
         wrong |= numbers >= 2**32
@@ -108,12 +111,16 @@ def hexadecimal_keys(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
 
 
 def decode_hexadecimals(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
-    """Returns the numbers of texts of 8 bytes each, and which texts are no hexadecimal digits: their numbers are 0."""
+    """Decodes texts of exactly 8 bytes; returns the numbers and a mask of texts with other letters (their number is 0).
+
+    The array has no nulls, and is a ``string`` with 32-bit offsets or a fixed-size binary without an offset.
+    """
     *_, data = texts.buffers()
     start = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset] if pa.types.is_string(texts.type) else 0
     letters = np.frombuffer(data, np.uint8)[start : start + len(texts) * _HEX_DIGITS].reshape(-1, _HEX_DIGITS)
     digits = _HEX_VALUE[letters]
     wrong: Bools = np.max(digits, axis=1, initial=0) > 15
+    # two digits are a byte; the four bytes of a text are a big-endian integer
     pairs = digits[:, 0::2] << 4 | digits[:, 1::2]
     numbers: NDArray[np.uint32] = pairs.view(">u4").reshape(-1).astype(np.uint32)
     numbers[wrong] = 0
@@ -121,7 +128,10 @@ def decode_hexadecimals(texts: pa.Array) -> tuple[NDArray[np.uint32], Bools]:
 
 
 def plain_numbers(values: pa.Array) -> tuple[NDArray[np.int64], Bools]:
-    """Returns integers and texts of digits as numbers of 0 to 2^63-1, and which values are none."""
+    """Reads integers, or texts of up to 18 decimal digits besides leading zeros; signs are refused.
+
+    Returns the numbers and a mask of the malformed values: negative, null, too large, or not only digits.
+    """
     if pa.types.is_integer(values.type):
         numbers = values.cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
         return numbers, numbers < 0
@@ -131,7 +141,7 @@ def plain_numbers(values: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def log_bin_keys(distinct: pa.Array) -> Keys:
-    """Returns the square of the logarithm of numbers above 2, rounded down, and lower numbers rounded down."""
+    """Returns floor(ln(x)^2) of numbers x above 2, and floor(x) of others, as Criteo's winning models bin counts."""
     numbers, wrong = values_as_numbers(distinct)
     bins = np.where(numbers > 2, np.square(np.log(np.maximum(numbers, 2))), numbers)
     wrong |= ~(np.abs(bins) <= _LARGEST_EXACT)
@@ -148,7 +158,7 @@ KEY_KINDS: Mapping[str, Callable[[pa.Array], Keys]] = {
 
 
 def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
-    """Returns a column's values as codes of the distinct ones."""
+    """Dictionary-encodes a column; nulls, NaN and the texts in ``missing`` get code 0 and are no distinct values."""
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
     codes = indices.to_numpy() + np.int32(1)
@@ -156,12 +166,13 @@ def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
     gone = is_missing(distinct) | has_missing_text(distinct, missing)
     if not gone.any():
         return CodedColumn(codes, distinct)
+    # old code -> new code: values that stay are numbered anew from 1, missing ones become 0
     new_codes = np.concatenate([[0], np.where(gone, 0, np.cumsum(~gone))]).astype(np.int32)
     return CodedColumn(new_codes[codes], distinct.filter(pa.array(~gone)))
 
 
 def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> CodedColumn:
-    """Returns the values of lists as codes of the distinct ones; missing values within a list are left out."""
+    """Dictionary-encodes the entries of lists end to end, without missing entries; keeps the last ``max_length``."""
     lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
     values = coded(pc.list_flatten(lists), missing)
     rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -169,6 +180,7 @@ def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> C
     lengths = np.bincount(rows[present], minlength=len(lengths)).astype(np.int32)
     codes = values.codes[present]
     if max_length is not None and len(lengths) and lengths.max() > max_length:
+        # 1 for the last entry of its list, 2 for the one before
         place_from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(codes))
         codes = codes[place_from_end <= max_length]
         lengths = np.minimum(lengths, np.int32(max_length))
@@ -176,9 +188,9 @@ def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> C
 
 
 def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
-    r"""Returns the values of several columns as one column of texts ``a|b``, where ``|`` within a value is ``\|``.
+    r"""Joins columns of one value a row into a column of texts ``a|b``, missing where any of the values is missing.
 
-    It is missing where the value of one of them is. The columns have one value a row each.
+    ``|`` and ``\`` within a value are escaped by ``\``, so that different pairs have different texts.
     """
     texts = []
     for column in columns:
@@ -190,7 +202,7 @@ def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
 
 
 def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
-    """Returns which rows have a malformed value, given which of the distinct ones are."""
+    """Returns a mask of the rows that hold a malformed value, given the mask ``wrong`` of the distinct values."""
     values = np.concatenate([[False], wrong])[column.codes]
     if column.lengths is None:
         return values
@@ -199,7 +211,7 @@ def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
 
 
 def keyed_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
-    """Returns the keys of the well-formed rows, each once, without keys of malformed rows."""
+    """Builds the column of the rows in ``good`` (None: all rows), with only the keys that these rows use, each once."""
     codes, lengths = column.codes, column.lengths
     if good is not None:
         codes = codes[good if lengths is None else np.repeat(good, lengths)]
@@ -208,7 +220,7 @@ def keyed_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColum
     used = np.zeros(len(keys.keys) + 1, bool)
     used[codes] = True
     used[0] = True
-    if not used.all():
+    if not used.all():  # numbers the used codes anew, in their order
         codes = (np.cumsum(used) - 1)[codes]
         keys = keys.some(np.flatnonzero(used[1:]))
     values = np.concatenate([np.zeros(1, keys.keys.dtype), keys.keys])
@@ -217,10 +229,13 @@ def keyed_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColum
 
 
 def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
-    """Returns the keys each once, and codes into them: 10 and 10.0 have one key; a malformed value shares none."""
+    """Merges equal keys, as of 10 and 10.0, and returns the codes into the merged keys and these keys.
+
+    All malformed values merge into one entry, apart from well-formed values.
+    """
     if keys.are_distinct:
         return codes, keys
-    # two texts with one key are told apart where ids are given
+    # Merges hashed values by text, not by key: a collision of two texts is reported later, where they get ids.
     encoded = (pa.array(keys.keys, mask=keys.wrong) if keys.texts is None else keys.texts).dictionary_encode("encode")
     if len(encoded.dictionary) < len(keys.keys):
         places = encoded.indices.to_numpy()
@@ -230,13 +245,14 @@ def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np
 
 
 def _whole_numbers(values: pa.Array) -> Keys:
-    """Returns the integers of numbers and truth values, or of their texts."""
+    """Converts whole numbers of at most 53 bits, booleans, or the texts of either; other values are malformed."""
     numbers, wrong = values_as_numbers(values)
     wrong = wrong | ~((np.floor(numbers) == numbers) & (np.abs(numbers) <= _LARGEST_EXACT))
     return Keys(np.where(wrong, 0, numbers).astype(np.int64), wrong)
 
 
 def _written_integers(texts: pa.Array) -> Keys:
+    """Converts texts of digits with all 64 bits, and other texts as :func:`_whole_numbers` does."""
     is_digits = pc.match_substring_regex(texts, _DIGITS)
     digits = pc.if_else(is_digits, pc.utf8_ltrim(texts, "+"), "0")
     try:

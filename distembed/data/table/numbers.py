@@ -30,7 +30,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def is_missing(column: pa.Array) -> Bools:
-    """Returns which values are missing."""
+    """Returns a mask of nulls, and of NaN in a floating-point column."""
     is_floating = pa.types.is_floating(column.type)
     if not is_floating and not column.null_count:
         return np.zeros(len(column), bool)
@@ -39,8 +39,9 @@ def is_missing(column: pa.Array) -> Bools:
 
 
 def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
-    """Returns which values have a text that stands for a missing value."""
+    """Returns a mask of the values whose text, or canonical text, is in ``missing``: "-1" also covers the number -1."""
     texts = missing.to_pylist()
+    # Only a number, boolean or date can be written in several ways; other texts need no canonical form.
     typed = [each for each in texts if is_number(each) or each.lower() in ("true", "false") or each[:4].isdecimal()]
     result: Bools = np.zeros(len(column), bool)
     if pa.types.is_string(column.type):
@@ -61,7 +62,7 @@ def is_number(text: str) -> bool:
 
 
 def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], Bools]:
-    """Returns finite numbers, and which values are none: these are NaN."""
+    """Converts values to float64; returns the numbers and a mask of values that are not finite numbers, set to NaN."""
     try:
         # texts that are all numbers, as almost all are, need no second look: infinite values are found below
         numbers = pc.cast(values, pa.float64(), safe=False)
@@ -74,13 +75,13 @@ def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], Bools]:
 
 
 def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
-    """Returns numbers, NaN where they are missing; a value that is there and no finite number is malformed."""
+    """Converts values to float64, NaN if missing; the mask marks values that are neither missing nor finite numbers."""
     numbers, not_finite = finite_numbers(column)
     return numbers, not_finite & ~is_missing(column) if not_finite.any() else not_finite
 
 
 def values_as_numbers(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
-    """Returns numbers as :func:`number_values` does, and 1 and 0 for true and false, texts in either case included."""
+    """Converts as :func:`number_values` does, and also "true" and "false" (in any case) to 1 and 0."""
     numbers, wrong = number_values(column)
     if wrong.any() and pa.types.is_string(column.type):
         lower = pc.utf8_lower(column)
@@ -91,7 +92,7 @@ def values_as_numbers(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
 
 
 def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
-    """Returns numbers in float32, NaN where they are missing; with ``log``, log(1 + x), and 0 for negative ones."""
+    """Converts values to float32, NaN if missing; ``log`` gives log(1 + max(x, 0)). Overflow is malformed."""
     numbers, wrong = values_as_numbers(column)
     with np.errstate(over="ignore", invalid="ignore"):
         values = numbers.astype(np.float32)
@@ -141,17 +142,17 @@ def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], 
 def _by_distinct_value(
     column: pa.Array, read: Callable[[pa.Array], tuple[NDArray[Any], Bools]]
 ) -> tuple[NDArray[Any], Bools]:
-    """Reads each distinct value once, and returns the results for every row; a missing value is malformed."""
+    """Applies ``read`` to the distinct values, and repeats its results for all rows; a missing value is malformed."""
     encoded = column.dictionary_encode()
     values, wrong = read(encoded.dictionary)
-    # one more, for the missing ones, which have the last place
+    # one more entry, malformed, to which the null code of missing values points
     values, wrong = np.append(values, np.zeros(1, values.dtype)), np.append(wrong, True)
     codes = encoded.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
     return values[codes], wrong[codes]
 
 
 def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64], Bools]:
-    """Returns numbers of seconds, or of parts of seconds, as whole seconds; numbers after 9999 are malformed."""
+    """Converts counts of a unit to whole seconds, rounded down; times outside of the years 1 to 9999 are malformed."""
     begin, end = _FIRST_SECOND * units_per_second, (_LAST_SECOND + 1) * units_per_second
     if pa.types.is_integer(column.type):
         whole = column.fill_null(0).to_numpy(zero_copy_only=False)
@@ -173,10 +174,11 @@ def _timestamps(column: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64], Bools]:
-    """Returns the seconds of texts in a format of strptime."""
+    """Parses texts by a strptime format; returns seconds and a mask of the texts that do not fit or name no day."""
     times = pc.strptime(distinct, format=layout, unit="s", error_is_null=True)
     seconds, wrong = _timestamps(times)
-    # Arrow makes March 2 of February 30
+    # Arrow turns February 30 into March 2. Where the day came out as 1 to 3 and the text has 29, 30 or 31, Python's
+    # strptime decides.
     may_be_moved = pc.and_(pc.less_equal(pc.day(times), 3), pc.match_substring_regex(distinct, "29|30|31"))
     for place in np.flatnonzero(pc.fill_null(may_be_moved, False).to_numpy(zero_copy_only=False)).tolist():
         try:
@@ -189,7 +191,8 @@ def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64]
 def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     """Returns the seconds of texts that are numbers of seconds, or days and times as ISO 8601 writes them."""
     seconds, wrong = _seconds(distinct, 1)
-    # a number of milliseconds may look like a day and a time without hyphens
+    # Only texts that are no numbers are read as ISO 8601: a number out of range, as of milliseconds, could pass for a
+    # day and a time without hyphens.
     rest = np.flatnonzero(wrong)
     if len(rest):
         rest = np.flatnonzero(wrong & number_values(distinct)[1])
@@ -199,7 +202,8 @@ def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
-    """Returns the seconds of days and times as ISO 8601 writes them, in UTC unless they say otherwise."""
+    """Parses ISO 8601 days and times, in UTC unless they name a zone; returns seconds and a mask of malformed texts."""
+    # Arrow parses a column that is all with or all without a zone; Python parses mixed and malformed columns.
     zoned = pc.match_substring_regex(texts, _ZONED)
     for kind in (pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
         if pc.all(pc.equal(zoned, kind.tz is not None)).as_py():

@@ -58,7 +58,10 @@ class TableParser:
         self.layout = table_layout(schema)
 
     def parse(self, raw: pa.Table) -> ParsedBlock:
-        """Returns the block of the table's rows; a malformed row is a rejected one, whose line is its row's number."""
+        """Splits a table into a block of well-formed rows and rejected rows, whose ``line`` is the row number.
+
+        A rejected row has its first reason in the order of :data:`REASONS`. Missing columns raise a UserError.
+        """
         columns, num_rows = self.columns.taken_from(raw), raw.num_rows
         numbers: list[NDArray[Any]] = []
         ids: list[tuple[CodedColumn, Keys]] = []
@@ -72,6 +75,7 @@ class TableParser:
             if keys.wrong.any():
                 wrong["id", name] = wrong_rows(column, keys.wrong, num_rows) | wrong.get(("id", name), False)
         reasons = np.full(num_rows, -1, np.int8)
+        # Writes the last reason first, so that an earlier reason of the same row overwrites it.
         for (reason, _), rows in sorted(wrong.items(), key=lambda each: -REASONS.index(each[0][0])):
             reasons[rows] = REASONS.index(reason)
         good = reasons < 0 if (reasons >= 0).any() else None
@@ -91,7 +95,7 @@ class TableParser:
     def _numbers(
         self, columns: Mapping[str, pa.Array], num_rows: int
     ) -> Iterator[tuple[str, str, tuple[NDArray[Any], Bools]]]:
-        """Yields reason, column and values of numbers, in the layout's order."""
+        """Yields (reason if malformed, name in the table, (numbers, malformed mask)) in the order of the layout."""
         schema = self._schema
         if schema.label is not None:
             yield "label", schema.label.column, label_values(columns[schema.label.column], schema.label)
@@ -112,7 +116,7 @@ class TableParser:
             yield reason, name, found[place]
 
     def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
-        """Yields the columns of values that get ids, with their names in the table, in the layout's order."""
+        """Yields (names in the table, values, keys of the distinct values) in the order of the layout."""
         single = self._single_keys(columns, num_rows)
         for name, table_columns in self._schema.categorical_columns.items():
             categorical = self._schema.categorical[name]
@@ -133,7 +137,7 @@ class TableParser:
             yield self._schema.split_column, column, KEY_KINDS["string"](column.distinct)
 
     def _single_keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> dict[str, tuple[CodedColumn, Keys]]:
-        """Returns the features that are the one value of a column, which gets a key."""
+        """Returns values and keys of each feature with one value a row: no list, cross or quantile bin."""
         names = [
             name
             for name, column in self._schema.categorical.items()
@@ -145,7 +149,7 @@ class TableParser:
         for kind, parts, array in _grouped(list(zip(kinds, arrays, strict=True)), num_rows):
             column = coded(array, self._missing)
             codes, keys = column.codes, KEY_KINDS[kind](column.distinct)
-            if len(parts) > 1:  # equal keys need not be searched for in each part
+            if len(parts) > 1:  # merges equal keys once here, not again in each part
                 codes, keys = with_distinct_keys(codes, keys)
             for place, rows in parts.items():
                 found[names[place]] = dataclasses.replace(column, codes=codes[rows]), keys
@@ -155,9 +159,10 @@ class TableParser:
 def _grouped(
     columns: Sequence[tuple[str, pa.Array]], num_rows: int
 ) -> Iterator[tuple[str, dict[int, slice], pa.Array]]:
-    """Yields the columns that are parsed as one: kind, rows of each by its place, and their values.
+    """Concatenates columns of one kind and Arrow type, if they have few rows: one call of Arrow then parses them all.
 
-    Columns of few rows are parsed end to end: C1 = a b and C2 = c a become a b c a, and are divided again.
+    Yields the kind, the rows of each column in the concatenation, by its position in ``columns``, and the values:
+    C1 = a b and C2 = c a become a b c a, with rows 0:2 and 2:4. Columns of many rows stay separate.
     """
     groups: dict[tuple[str, pa.DataType, int], list[int]] = {}
     for place, (kind, array) in enumerate(columns):
@@ -169,7 +174,7 @@ def _grouped(
 
 
 def table_layout(schema: TableSchema) -> BlockLayout:
-    """Returns the columns of every block of a table of this schema."""
+    """Returns the columns of the blocks that :class:`TableParser` makes for a schema, in their order."""
     numbers: list[NumberColumn] = []
     if schema.label is not None:
         is_number = schema.label.kind == "number"
@@ -213,7 +218,7 @@ def _quantile_bins(schema: TableSchema) -> list[str]:
 
 
 def row_text(columns: Mapping[str, pa.Array], row: int) -> bytes:
-    """Returns the values of a row that is no line of a file, with tabs between them."""
+    """Joins the values of a row by tabs, for ``rejected.tsv``; tabs and line ends within a value are escaped."""
     values = (column[row].as_py() for column in columns.values())
     text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
     return text.encode(errors="backslashreplace")

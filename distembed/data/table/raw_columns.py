@@ -75,7 +75,7 @@ class TableColumns:
         return LIST in self.kinds.get(name, (LIST,))
 
     def takes(self, name: str, type_: pa.DataType) -> bool:
-        """Returns whether a column may be of a type; one that the schema does not name may be of any."""
+        """Returns whether the schema allows an Arrow type for a column; a column it does not name may have any type."""
         if name not in self.kinds:
             return True
         kind = type_kind(type_)
@@ -86,7 +86,7 @@ class TableColumns:
     def require(
         self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = (), remedy: str = ""
     ) -> None:
-        """Makes sure that a table has the columns, each once and of a supported type."""
+        """Raises a UserError unless a table has the schema's and the ``wanted`` columns once, of allowed types."""
         names = types.names  # a new list each time that it is asked for
         missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in names]
         if missing:
@@ -114,19 +114,21 @@ class TableColumns:
                 )
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
-        """Returns the columns as arrays, texts as Arrow's string; texts that are keys alone are dictionary-encoded."""
+        """Returns the schema's columns as arrays, after :meth:`require`; texts have the type ``string``.
+
+        Text columns that only give keys are dictionary-encoded above FEW_ROWS rows.
+        """
         self.require(table.schema)
         return {name: self._array(name, table.column(name)) for name in self.kinds}
 
     def _array(self, name: str, column: pa.ChunkedArray) -> pa.Array:
-        """Returns a column as a plain array, or as a dictionary's where the distinct values alone are looked at."""
         if name in self._keyed and len(column) > FEW_ROWS and pa.types.is_string(column.type):
             return one_array(column.dictionary_encode())  # chunk by chunk, which are in cache
         return plain_array(one_array(column))
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
-    """Returns a column of lists; texts are divided at the separator, or without one each is a list of one."""
+    """Converts a column to lists: splits texts at the separator; without one, each value is a list of one entry."""
     if type_kind(column.type) == LIST:
         return column
     if separator is None:
@@ -164,13 +166,17 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def plain_array(column: pa.Array) -> pa.Array:
-    """Returns a column without a dictionary, texts as Arrow's string, in which bytes that are no UTF-8 are escapes."""
+    """Converts a column to a type that the parser handles: no dictionary, no view, no half precision, no large list.
+
+    All texts and binaries become ``string``; bytes that are not UTF-8 become backslash escapes.
+    """
     if pa.types.is_string(column.type):
         return column
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     if type_kind(column.type) == LIST:
         lists = column.cast(pa.list_(column.type.value_type))
         values = plain_array(lists.flatten())
+        # flatten() leaves out the values of null lists, so offsets are computed from the lengths
         ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())
         offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
         return pa.ListArray.from_arrays(offsets, values)

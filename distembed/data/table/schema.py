@@ -256,6 +256,7 @@ _ADAPTER = TypeAdapter(TableSchema)
 
 
 def _inconsistencies(schema: TableSchema) -> Iterator[str]:
+    """Yields a line for each contradiction between settings of different columns."""
     yield from _repeated_names(schema)
     if not schema.dense and not schema.categorical:
         yield "dense, categorical: a schema names at least one column that a model is trained on"
@@ -354,7 +355,11 @@ def read_schema(path: Path) -> TableSchema:
 
 
 def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
-    """Returns the schema of the rows that a dataset was prepared from, given the manifest's ``preparation``."""
+    """Returns the schema of a dataset's raw rows from the manifest's ``preparation``.
+
+    A table's preparation holds its schema; Criteo's holds the options that change the shipped schema. Raises a
+    UserError for datasets of other sources.
+    """
     source = preparation.get("source")
     if source == TABLE and isinstance(preparation.get("schema"), Mapping):
         return TableSchema.from_json(preparation["schema"], "the schema in the dataset's manifest")

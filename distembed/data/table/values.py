@@ -51,7 +51,7 @@ _UTC = (None, "Z", " UTC", "+00:00", "+0000", "-00:00", "-0000")
 
 
 def value_texts(values: pa.Array) -> pa.Array:
-    """Returns the text of each text, number, truth value, day or time as Arrow's string; a missing value stays null."""
+    """Converts values to their canonical texts (see the module's table) as Arrow's string; nulls stay null."""
     if pa.types.is_timestamp(values.type) and values.type.tz is not None:
         values = values.cast(pa.timestamp(values.type.unit))
     texts = values if pa.types.is_string(values.type) else values.cast(pa.string())
@@ -67,7 +67,7 @@ def value_texts(values: pa.Array) -> pa.Array:
 
 
 def _changing(texts: pa.Array) -> NDArray[np.int64]:
-    """Returns the places of the texts that may be written otherwise than the value's own text."""
+    """Returns the positions of the texts that :data:`_CHANGES` matches: all other texts are canonical already."""
     if len(texts) <= _FEW:
         given = texts.to_pylist()
         return np.array([place for place, text in enumerate(given) if text and _CHANGING.fullmatch(text)], np.int64)
@@ -75,6 +75,7 @@ def _changing(texts: pa.Array) -> NDArray[np.int64]:
     data = bytes(memoryview(texts.buffers()[2] or b"")[ends[0] : ends[-1]])
     if not data:
         return np.zeros(0, np.int64)
+    # Tests the first and last byte of every text at once, in numpy; the regular expression then sees only few texts.
     first = _FIRST if any(mark in data for mark in _MARKS) else _FIRST_OF_BOOLEANS
     letters, ends = np.frombuffer(data, np.uint8), ends - ends[0]
     may_change = first[letters[np.minimum(ends[:-1], len(data) - 1)]] & _LAST[letters[np.maximum(ends[1:] - 1, 0)]]
@@ -86,7 +87,7 @@ def _changing(texts: pa.Array) -> NDArray[np.int64]:
 
 
 def _changed(text: str) -> str:
-    """Returns the value's own text for a text that :data:`_CHANGES` matches."""
+    """Converts one text that :data:`_CHANGES` matches to the canonical text of its value."""
     if text[0] in "TF":
         return text.lower()
     if (time := _TIMES.fullmatch(text)) is not None:
@@ -97,7 +98,10 @@ def _changed(text: str) -> str:
 
 
 def _time_text(text: str, day: str, clock: str, fraction: str | None, zone: str | None) -> str:
-    """Returns a time in UTC; the day alone at midnight."""
+    """Formats the parts of a time in UTC, midnight as the day alone; returns ``text`` itself for a day like Feb 30.
+
+    Days are checked only where the zone is not UTC, since only these times are computed with.
+    """
     if zone not in _UTC:
         try:
             moved = datetime.fromisoformat(f"{day} {clock}{zone}").astimezone(UTC)
@@ -113,9 +117,10 @@ _MOST_DIGITS = 4000  # digits up to which Python makes an integer of a text
 
 
 def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> tuple[pa.Array, list[int]]:
-    """Returns values as a column, and the rows without a valid value: objects, lists, lone surrogates.
+    """Converts Python, numpy or pandas values to an Arrow column, null or an empty list in rows with an invalid value.
 
-    An array with a type stays as it is. ``wanted`` has the types that the column may be of; None for any.
+    Returns the column and these rows: their value is an object, an unwanted list, or a text with a lone surrogate.
+    Typed arrays keep their type. Objects of a type that ``wanted`` does not allow become texts; None allows any type.
     """
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values, []
@@ -132,7 +137,10 @@ def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> 
 
 
 def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
-    """Returns single values as a column, and the places that have no valid value."""
+    """Converts single values to a column: typed if all have one type of ARROW_TYPES, else texts.
+
+    Returns it with the positions of invalid values, which are null.
+    """
     types = set(map(type, values)) - {type(None)}
     if not types:
         return pa.nulls(len(values)), []
@@ -151,7 +159,7 @@ def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
 
 
 def value_text(value: Any) -> str | None:
-    """Returns the text of a value, which means the same; None for a missing one, a ValueError where it has none."""
+    """Converts a value to a text that parses as the same value; None if missing. Lists and objects: ValueError."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -174,12 +182,16 @@ def value_text(value: Any) -> str | None:
 
 
 def json_values(text: bytes) -> Any:
-    """Returns the value of a JSON text, NaN and Infinity included; an integer of too many digits becomes a text."""
+    """Parses JSON, NaN and Infinity included; integers of over 4000 digits, which Python may refuse, stay texts."""
     return json.loads(text.decode(), parse_int=lambda digits: int(digits) if len(digits) <= _MOST_DIGITS else digits)
 
 
 def _list_column(values: Sequence[Any], separator: str | None) -> tuple[pa.Array, list[int]]:
-    """Returns lists as a column, and the rows with an entry that is no value; a single value is a list of one."""
+    """Converts values to a column of lists, and returns it with the rows that have an invalid entry.
+
+    The text of a value that is no list is split at the separator, or is one entry without a separator; a missing value
+    is an empty list.
+    """
     rows, bad = [], []
     for row, value in enumerate(values):
         try:

@@ -33,7 +33,10 @@ KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": 
 
 
 def reserved_ids(manifest: Manifest, table: str) -> tuple[int, ...]:
-    """Returns the ids of a table that stand for no single value: missing and, with a vocabulary, rare or unknown."""
+    """Returns the ids of a table that stand for no raw value: 0 (missing), and with a vocabulary 1 (out of it).
+
+    Returns no ids for a dataset that was not made by ``distembed prepare``, whose ids are all values.
+    """
     if table in manifest.vocabularies:
         return MISSING_ID, OUT_OF_VOCABULARY_ID
     is_prepared = "hash_size" in manifest.preparation or "schema" in manifest.preparation
@@ -82,23 +85,26 @@ IdMap: TypeAlias = HashMap | VocabularyMap
 
 
 def sort_keys(keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Returns keys in ascending order, and the place that each had."""
+    """Returns sorted keys, and the positions in ``keys`` that they come from (an argsort)."""
     if keys.dtype != np.uint32:
         order = np.argsort(keys)
         return keys[order], order
-    # key and place sorted as one number: faster than argsort
+    # Sorts key * 2^32 + position as one integer, which is faster than argsort.
     packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
     packed.sort()
     return (packed >> np.uint64(32)).astype(np.uint32), (packed & np.uint64(2**32 - 1)).astype(np.int64)
 
 
 def key_numbers(keys: pa.Array) -> NDArray[Any]:
-    """Returns the numbers by which an :class:`IdMap` knows keys; of texts, their hashes."""
+    """Converts a vocabulary's ``key`` column to the keys that :meth:`IdMap.ids` takes: texts to their hashes."""
     return text_keys(keys) if pa.types.is_string(keys.type) else keys.to_numpy()
 
 
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
-    """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys."""
+    """Writes batches of (key, count) with ids from 2 in their order, in row groups of a fixed size.
+
+    Returns the number of keys. The row groups do not depend on the sizes of the batches.
+    """
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
     next_id = FIRST_ID
@@ -112,7 +118,7 @@ def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKin
 
 
 def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
-    """Yields the same rows in tables of a row group's size, and the rest, which may be empty."""
+    """Yields the rows of ``tables`` in tables of ``rows`` rows each, then a last table of fewer, maybe no, rows."""
     waiting = schema.empty_table()
     for table in tables:
         waiting = pa.concat_tables([waiting, table])
@@ -123,7 +129,10 @@ def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Itera
 
 
 def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
-    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids."""
+    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids.
+
+    Raises a UserError if the file cannot be read or its keys are not of the type of ``kind``.
+    """
     try:
         with pq.ParquetFile(path) as file:
             found = file.schema_arrow.field("key").type
@@ -139,7 +148,7 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
 
 
 def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
-    """Returns the ids of a vocabulary, which is read into memory."""
+    """Reads a vocabulary into memory, sorted by key; a UserError if two of its texts have one hash."""
     parts = [key_numbers(batch.column("key")) for batch in vocabulary_batches(path, column.kind)]
     keys = np.concatenate([np.zeros(0, column.key_dtype), *parts])
     order = np.argsort(keys, kind="stable")
@@ -149,7 +158,10 @@ def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
 
 
 def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path, column: KeyColumn) -> None:
-    """Refuses a vocabulary in which two texts have the same hash; the keys are in ascending order."""
+    """Raises a UserError with both texts if two neighbours of the ascending ``keys`` are equal (a hash collision).
+
+    ``ids`` has the id of each key; the vocabulary file is read again only to name the texts.
+    """
     for place in np.flatnonzero(keys[1:] == keys[:-1])[:1]:
         texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
         first, second = texts.take(pa.array(ids[place : place + 2] - FIRST_ID)).to_pylist()
@@ -167,7 +179,10 @@ def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
 
 
 def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
-    """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones."""
+    """Returns the raw value of each id as Arrow's string, indexed by id; ids 0 and 1 are null.
+
+    Hexadecimal keys have 8 digits. Raises a UserError for a feature without a vocabulary.
+    """
     path = _vocabulary_file(folder, manifest, feature)
     try:
         keys = pq.read_table(path, columns=["key"])["key"].combine_chunks()
@@ -181,12 +196,13 @@ def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
 
 
 def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:
-    """Returns the raw values of ids; null for ids without a value, as -1."""
+    """Looks ids up in the result of :func:`raw_values`; ids out of its range, as -1, give null."""
+    # id 0 is null, so ids out of range are looked up there
     return values.take(pa.array(np.where((ids < 0) | (ids >= len(values)), 0, ids)))
 
 
 def _vocabulary_file(folder: Path, manifest: Manifest, feature: str) -> Path:
-    """Returns the path of a feature's vocabulary, once it is held against its checksum."""
+    """Returns the path of a feature's vocabulary file, after comparing the file with its checksum."""
     if feature not in manifest.vocabularies:
         raise UserError(
             f"the dataset of {folder} has no vocabulary of {feature!r}, so that its raw values are not known: they are "
