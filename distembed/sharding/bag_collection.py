@@ -129,7 +129,6 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
-        """Type of the module that this one replaces."""
         return CompositionalEmbeddingBagCollection
 
 

@@ -116,5 +116,4 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingCollection]:
-        """Type of the module that this one replaces."""
         return CompositionalEmbeddingCollection

@@ -52,12 +52,10 @@ class IdCounts:
 
     @property
     def total(self) -> int:
-        """Number of ids of all features."""
         return sum(self.on_host)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all features have equally many ids."""
         return len(set(self.on_host)) == 1
 
     def of_each_id(self, numbers: Int64[Tensor, "*k features"]) -> Int64[Tensor, "*k ids"]:

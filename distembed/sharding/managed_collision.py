@@ -158,7 +158,6 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
 
     @property
     def unsharded_module_type(self) -> type[BaseManagedCollisionEmbeddingCollection]:
-        """Type of the module that this one replaces."""
         return BaseManagedCollisionEmbeddingCollection
 
 
@@ -197,12 +196,10 @@ class _ManagedCollisionSharder:
         return self._e_sharder.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns the kernels of a sharding type."""
         return self._e_sharder.compute_kernels(sharding_type, compute_device_type)
 
     @property
     def sharded_module_type(self) -> type[ShardedManagedCompositionalCollection]:
-        """Type of the module that this sharder makes."""
         return ShardedManagedCompositionalCollection
 
 

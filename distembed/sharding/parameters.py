@@ -1,7 +1,7 @@
 """The base of the sharded modules: placement of parameters, replicated weights, check of ids.
 
-TorchRec's constructors see the units (:mod:`distembed.sharding.units`); when they make their state dict they see the
-partition tables, under the names of the unsharded module.
+TorchRec's constructors see *units*, one parameter for each table (:mod:`distembed.sharding.units`). When they make
+their state dict they see the partition tables, under the names of the unsharded module.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
     """Base of the sharded modules; in their bases it comes before TorchRec's sharded module.
 
     Attributes:
-        functions: Weights of the functions of path-based tables, the same on every rank.
-        sse: Replacement of ids in training, for the tables that ask for it, by random numbers of this rank.
-        widens_outputs: Whether vectors come out in float32 where ``output_dtype`` has rounded them.
+        functions: Weights of the functions of path-based tables, replicated on every rank.
+        sse: Module that replaces ids in training, for tables with a rule; its random numbers depend on the rank.
+        widens_outputs: Whether outputs are converted to float32 after ``output_dtype`` has rounded the sent vectors.
     """
 
     sse: FeaturePerturbation
@@ -83,7 +83,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
             self.load_state_dict(module.state_dict())
 
     def _require_placements(self) -> None:
-        """Raises where this kind of collection does not take a placement."""
+        """Raises a UserError for a placement that this kind of collection does not support; bags support all."""
 
     def _place_tables(
         self,
@@ -92,7 +92,11 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """Decides where all parameters go; called before TorchRec's constructor."""
+        """Sets this module's placements, unit plan and empty replicated weights, before TorchRec's constructor.
+
+        Raises a UserError for a two-dimensional or DTensor environment, a table that the plan lacks, or a plan that
+        does not fit the tables, the ranks, the nodes or the device.
+        """
         if isinstance(env, ShardingEnv2D) or env.output_dtensor:
             raise UserError(
                 "compositional tables are sharded over one process group, with ShardedTensors in the state dict; make "
@@ -138,7 +142,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return list(self._tables)
 
     def share(self, table_name: str) -> TableShare:
-        """Returns this rank's share of a table's ids and vectors; all ranks call it."""
+        """Returns the ids whose vectors this rank composes, with the weights for them; all ranks call it."""
         placement = self._placements[one_of("table of a collection", table_name, self._placements)]
         shards = {
             (own.part.name, own.start): weight for lookup in self._lookups for own, weight in lookup.shard_weights()
@@ -147,7 +151,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return make_share(placement, self._env, device, shards, self._replicated, self._owned_ids)
 
     def _show_partition_tables(self, make_config: Callable[..., Any]) -> list[Any]:
-        """Shows TorchRec's module the sharded partition tables in place of units, and returns their configs."""
+        """Replaces the units in TorchRec's attributes by the sharded partition tables, and returns their configs."""
         sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}
         configs = [config for config in lookup_table_configs(make_config, self._tables) if config.name in sharded]
         self._table_names = [config.name for config in configs]
@@ -168,7 +172,11 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         self.functions = functions
 
     def _note_settings(self, infos: Iterable[EmbeddingShardingInfo], rank: int) -> None:
-        """Notes FBGEMM's settings of tables, among them the optimizer, and freezes tables that nothing trains."""
+        """Stores each table's FBGEMM settings (optimizer included), and freezes tables that no optimizer updates.
+
+        A sharded table with a fused kernel is updated by FBGEMM alone: without an optimizer it is frozen, in ``infos``
+        too, and rank 0 warns if its vectors require gradients. Dense and replicated weights are left to the user.
+        """
         untrained = []
         for info in infos:
             name, fused_params = info.embedding_config.name, info.fused_params or {}
@@ -194,7 +202,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
             )
 
     def _train_replicated(self) -> None:
-        """Has replicated vectors updated by their tables' fused optimizers, within the backward pass."""
+        """Makes the backward pass update replicated vectors, by torch's form of their tables' fused optimizers."""
         optimizers: dict[str, tuple[str, dict[str, Any], dict[str, nn.Parameter]]] = {}
         for placement in self._placements.values():
             fused_params = self._fused_params[placement.table.name]
@@ -202,6 +210,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 if part.is_function:
                     continue
                 key = f"{self._lookup_attribute}.{part.name}.weight"
+                # weights with equal optimizer and settings share one optimizer
                 name, settings = fused_optimizer(fused_params, part.name)
                 _, _, weights = optimizers.setdefault(f"{name} {settings}", (name, settings, {}))
                 weights[key] = self._updated_in_backward[part.name] = self._replicated[part.name]
@@ -216,7 +225,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return super().forward(*inputs, **keywords)
 
     def _order_as(self, module: nn.Module) -> None:
-        """Puts the child modules in the unsharded module's order."""
+        """Reorders child modules as in ``module``, so that parameters and state dict have the unsharded order."""
         if not hasattr(self, self._lookup_attribute):  # without a process group TorchRec registers nothing
             return
         for path in (self._lookup_attribute, ""):
@@ -225,7 +234,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 own.add_module(name, own._modules.pop(name))
 
     def reset_parameters(self) -> None:
-        """Draws all weights again: the numbers that they began with, and that the unsharded module has."""
+        """Fills all weights with their initial values, which equal the unsharded module's; no-op on the meta device."""
         if self._device is not None and self._device.type == "meta":
             return
         for lookup in self._lookups:
@@ -236,7 +245,10 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 part.init(self._replicated[part.name])
 
     def _follow_keys(self, keys: list[str], shardings: Iterable[Any]) -> None:
-        """Makes the input dist, and finds its features in a batch, whose order may change between batches."""
+        """Finds the features of the input dists in a batch's keys, whose order may change between batches.
+
+        The first batch also makes the input dists. Raises a UserError for a missing feature.
+        """
         if keys == self._input_keys:
             return
         missing = [name for table in self._tables for name in table.feature_names if name not in keys]
@@ -252,7 +264,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         self._input_keys = keys
 
     def _follow_single_ids(self, features: KeyedJaggedTensor) -> None:
-        """Tells the lookups whether bags have at most one id each; one unmarked batch decides for all later ones."""
+        """Tells the lookups whether all bags have at most one id: True until the first batch without that mark."""
         has_single_ids = has_marked_ids(features) and self._has_single_ids is not False
         if has_single_ids != self._has_single_ids:
             self._has_single_ids = has_single_ids
@@ -261,7 +273,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 lookup.set_single_ids(has_single_ids)
 
     def output_dist(self, ctx: Any, output: list[Tensor]) -> Any:
-        """Sends composed vectors to the ranks of their rows; all ranks call it."""
+        """Sends composed vectors to the ranks whose batches they belong to; all ranks call it."""
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().output_dist(ctx, output))
 
@@ -276,12 +288,12 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return embedded
 
     def _arrange(self, ctx: Any, zero: Tensor | None, embedded: Any) -> Any:
-        """Returns the unsharded module's output, from the vectors that the dists brought, plus ``zero``."""
+        """Returns the unsharded module's output from the received vectors; adds ``zero`` (:meth:`_zero_of_unused`)."""
         raise NotImplementedError
 
     def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Replaces ids in training, where a table has SSE."""
-        # Before the all-to-all: behind it each column shard would draw another id, and under row_wise the new id might
+        """Replaces ids in training mode, for tables with SSE; ``ctx.is_perturbed`` keeps whether it may have."""
+        # Before the all-to-all: after it each column shard would draw another id, and under row_wise the new id might
         # belong to another rank.
         #   ids -> check, map -> replace (once a batch) -> all-to-all -> owners of rows and columns
         ctx.is_perturbed = self.training and self.sse.replaces_ids
@@ -292,7 +304,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return vectors.float() if self.widens_outputs else vectors
 
     def _require_right_mode(self, ctx: Any) -> None:
-        """Raises where a pipeline still holds batches from training when the model is evaluated."""
+        """Raises if a batch whose ids were replaced in training mode is looked up in evaluation mode."""
         if ctx.is_perturbed and not self.training:
             raise UserError(
                 "the model is in evaluation mode, but the ids of this batch were prepared, and some of them replaced, "
@@ -302,7 +314,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
     def _zero_of_unused(self) -> Tensor | None:
         """Returns a zero that depends on the replicated weights that this rank never looks up; None without any.
 
-        So every rank has a gradient for every replicated weight, and the averages over ranks match.
+        Every rank then has a gradient for every replicated weight, and all ranks join its all-reduce.
         """
         if self._env.world_size == 1 or not torch.is_grad_enabled():
             return None
@@ -311,7 +323,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         return torch.stack(unused).sum() if unused else None
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields names of parameters that are sharded or updated in the backward pass; others are left to the model."""
+        """Yields parameters that DDP must ignore: sharded ones, ones updated in the backward pass, and frozen ones."""
         for placement in self._placements.values():
             for name in (*placement.sharded, *(part.name for part in placement.replicated)):
                 if name in placement.sharded or name in self._updated_in_backward:
@@ -324,12 +336,12 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
 
 def _names_optimizer(fused_params: Mapping[str, Any]) -> bool:
-    """Returns whether FBGEMM's settings name an optimizer, or the learning rate of FBGEMM's own choice."""
+    """Returns whether FBGEMM's settings have an optimizer, or a learning rate (for FBGEMM's default, SGD)."""
     return fused_params.get("optimizer") is not None or "learning_rate" in fused_params
 
 
 def _is_fused(placement: Placement, fused_params: Mapping[str, Any]) -> bool:
-    """Returns whether the vectors of a table are updated within the backward pass."""
+    """Returns whether a fused optimizer updates the table's vectors within the backward pass."""
     if placement.is_frozen:
         return False
     if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value and not _names_optimizer(fused_params):
@@ -338,7 +350,7 @@ def _is_fused(placement: Placement, fused_params: Mapping[str, Any]) -> bool:
 
 
 def _updates_backward(placement: Placement) -> bool:
-    """Returns whether a fused optimizer, if there is one, updates a table's vectors as they are placed."""
+    """Returns whether the table's kernel allows a fused optimizer; a dense kernel leaves vectors to torch's."""
     if placement.table.dense_gradient:
         return False
     is_replicated = placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value
@@ -346,7 +358,7 @@ def _updates_backward(placement: Placement) -> bool:
 
 
 def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
-    """Raises unless rows that are divided within nodes are divided between as many ranks as a node has."""
+    """Raises for ``table_row_wise`` or ``grid_shard`` planned for nodes of another size, or over some ranks only."""
     for placement in placements:
         if placement.unit.sharding_type not in WITHIN_NODES:
             continue
@@ -365,7 +377,7 @@ def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
 
 
 def _require_kernels(placements: Iterable[Placement], device: torch.device | None) -> None:
-    """Raises where FBGEMM has no kernel for a divided table on this device."""
+    """Raises for sharded BF16 tables on a CPU, where FBGEMM has no kernel for them."""
     if device is not None and device.type != "cpu":
         return
     for placement in placements:
@@ -377,7 +389,7 @@ def _require_kernels(placements: Iterable[Placement], device: torch.device | Non
 
 
 def order_by_group(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:
-    """Returns the tables group by group, in order of first appearance."""
+    """Returns the tables sorted by first use of their lookup formula: lookups group only neighbouring tables."""
     groups: dict[Any, list[CompositionalEmbeddingConfig]] = {}
     for table in tables:
         groups.setdefault(lookup_formula(table), []).append(table)
@@ -385,7 +397,7 @@ def order_by_group(tables: Sequence[CompositionalEmbeddingConfig]) -> list[Compo
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns the features without weights, which would be communicated and used by nothing."""
+    """Drops a batch's weights, which the all-to-all would send although no lookup reads them."""
     if features.weights_or_none() is None:
         return features
     return with_ids(features, features.values(), weights=None)

@@ -60,7 +60,7 @@ _IN_RANGES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.val
 IN_HOST_MEMORY = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value)
 COMPUTE_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value, *IN_HOST_MEMORY[::-1])
 SMALL_SHARE = UVM_CACHING_RATIO
-"""Share of the largest partition's bytes that the smaller ones may take of a device: as much as a cache of it."""
+"""Largest ratio of the small partitions' bytes on a device to the largest partition's: TorchRec's size of a cache."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def rows_per_block(self) -> int:
-        """Number of rows of the divided partition on a rank, but for the last ranks, which may have fewer or none."""
+        """Number of rows of the divided partition on each rank; the last ranks may have fewer or none."""
         assert self.divided is not None
         is_grid = len(_shards(self.table, self.unit)) > self.num_row_blocks
         return rows_in_block(self.parts[self.divided].num_rows, self.num_row_blocks, is_grid)
@@ -110,7 +110,7 @@ class Placement:
 
 
 def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
-    """Returns whether a table can have a sharding type, in as many shards as the planner may make."""
+    """Returns whether a table supports a sharding type, for every number of shards that the planner may try."""
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         return True
     if any(part.dim % 4 for part in table.lookup_tables()):
@@ -132,10 +132,10 @@ def place_tables(
     world_size: int,
     collection: str = "",
 ) -> list[Placement]:
-    """Returns where the parameters of a collection's tables go, from the planner's answer for each table as a whole.
+    """Returns the placement of each table of a collection, from the plan of its unit; refuses as :func:`place_table`.
 
-    TorchRec's dists of sequences need ranges of one width on all ranks and in all tables; unequal ranges are cut to the
-    greatest width that divides all of them.
+    TorchRec's dists of sequences need column ranges of one width over all ranks and tables: unequal ranges are cut to
+    their greatest common divisor.
     """
     placements = {table.name: place_table(table, units[table.name], world_size, collection) for table in tables}
     divided = {
@@ -160,7 +160,12 @@ def place_tables(
 def place_table(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int, collection: str = ""
 ) -> Placement:
-    """Returns where the parameters of a table go, were it alone in its collection."""
+    """Returns a table's placement from its unit's plan, regardless of its collection's other tables.
+
+    Raises:
+        UserError: The table does not support the planned sharding type, kernel or widths, or the plan was made for
+            other ranks or nodes.
+    """
     where = f"table {table.name!r}"
     if unit.sharding_type not in SHARDING_TYPES:
         raise UserError(
@@ -178,7 +183,7 @@ def place_table(
                 f"{where} is planned with compute kernel {unit.compute_kernel}, and has gradients in all rows, which "
                 "only dense tables in device memory have; give the sharders host_memory=False."
             )
-        # TorchRec's planner does not tell a collection's tables apart
+        # the planner offers one list of kernels for all tables of a collection, so it may choose a fused one
         unit = dataclasses.replace(unit, compute_kernel=EmbeddingComputeKernel.DENSE.value)
     if unit.sharding_type in WITHIN_NODES and table.all_scored:
         raise UserError(
@@ -202,7 +207,10 @@ def place_table(
 def _row_blocks(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int
 ) -> list[list[ShardMetadata]]:
-    """Returns the blocks of rows of each range of columns; neighbouring ranges on the same ranks are one."""
+    """Returns, for each range of columns, its block of rows on each rank; ranges are merged and cut (`own_ranges`).
+
+    Raises a UserError unless each range has one block on every rank of one node, in order of ranks.
+    """
     by_column: dict[int, list[ShardMetadata]] = {}
     for shard in _shards(table, unit):
         by_column.setdefault(shard.shard_offsets[1], []).append(shard)
@@ -215,6 +223,7 @@ def _row_blocks(
             f"rows on all ranks of one node, in order, and there are {world_size} ranks; the plan was made for other "
             "nodes. Plan anew."
         )
+    # by range [[r0b0, r0b1], [r1b0, r1b1]] -> by block, merged -> by range again
     columns_of_blocks = [own_ranges(table, list(blocks)) for blocks in zip(*by_column.values(), strict=True)]
     return [list(blocks) for blocks in zip(*columns_of_blocks, strict=True)]
 
@@ -241,7 +250,7 @@ def _by_rows(
 
 
 def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
-    """Returns the shards of a partition whose rows are divided; few rows leave the last ranks without any."""
+    """Returns the shards of the divided partition, one for each rank with rows; the last ranks may have none."""
     num_rows = own.part.num_rows
     rows_per_block = rows_in_block(num_rows, len(blocks), is_grid)
     return [
@@ -253,8 +262,8 @@ def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid:
 def rows_in_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
     """Returns the number of rows in each block; the last blocks may have fewer rows or none.
 
-    TorchRec's grids have a block on each rank of a node, or one block in all: rows that are too few for all ranks go to
-    the first one.
+    TorchRec's grids need rows on every rank of a node, or on one rank alone: if the last rank would have none, the
+    first rank gets all rows.
     """
     rows_per_block = -(-num_rows // num_blocks)
     leaves_ranks_out = rows_per_block * (num_blocks - 1) >= num_rows
@@ -264,7 +273,7 @@ def rows_in_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
 def _by_columns(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str, columns: int | None = None
 ) -> Placement:
-    """Divides a table by columns, in ranges of ``columns``, or as wide as the ranges of each rank can be."""
+    """Divides a table by columns, in ranges of ``columns``, or in the widest that :func:`own_ranges` allows."""
     shards = own_ranges(table, _shards(table, unit), columns)
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
     for shard in shards:
@@ -282,10 +291,10 @@ def _by_columns(
 
 
 def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) -> dict[str, str]:
-    """Returns the compute kernel of each partition that vectors are looked up in, by partition table's name.
+    """Returns the compute kernel of each partition that holds vectors, by partition table's name.
 
-    The largest partition of a table in host memory lies there. The others, from the smallest on, stay in device memory
-    while they take together at most :data:`SMALL_SHARE` of the largest one's bytes.
+    All get ``compute_kernel``, except that host memory is for large partitions only: from the smallest on, partitions
+    stay in device memory while their total is at most :data:`SMALL_SHARE` of the largest one's bytes.
     """
     by_size = sorted(table.lookup_tables(), key=lambda part: part.num_parameters)
     kernels = {part.name: compute_kernel for part in by_size}
@@ -310,7 +319,7 @@ def _with_shards(unit: ParameterSharding, shards: list[ShardMetadata]) -> Parame
 
 
 def without_memory(plan: Mapping[str, ParameterSharding]) -> dict[str, ParameterSharding]:
-    """Moves a plan's shards to the meta device of their ranks, for a module whose weights take no memory."""
+    """Returns a plan with all shards on the meta device of their ranks, for a module whose weights take no memory."""
     units = {}
     for name, unit in plan.items():
         units[name] = unit

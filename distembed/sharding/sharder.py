@@ -83,12 +83,10 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
 
     @property
     def module_type(self) -> type[Any]:
-        """Type of the module that this sharder takes."""
         return self._module_type
 
     @property
     def sharded_module_type(self) -> type[Any]:
-        """Type of the module that this sharder makes."""
         return self._sharded_module_type
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:

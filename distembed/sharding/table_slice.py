@@ -36,12 +36,10 @@ class PartitionSlice:
 
     @property
     def partition(self) -> int:
-        """Number of the partition."""
         return self.part.number
 
     @property
     def num_columns(self) -> int:
-        """Number of columns."""
         return self.stop - self.start
 
 

@@ -135,7 +135,6 @@ class BagUnits(_Units):
         return self._configs(EmbeddingBagConfig, pooling=PoolingType.SUM)
 
     def is_weighted(self) -> bool:
-        """Returns whether per-sample weights are applied."""
         return self._is_weighted
 
 
@@ -157,11 +156,9 @@ class SequenceUnits(_Units):
         return [list(table.feature_names) for table in self._units]
 
     def embedding_dim(self) -> int:
-        """Returns the dimension of a vector."""
         return width(self._units[0])
 
     def need_indices(self) -> bool:
-        """Returns whether the outputs carry their ids."""
         return self._need_indices
 
     def use_gather_select(self) -> bool:
