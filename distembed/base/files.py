@@ -62,9 +62,10 @@ def whole_file(path: Path, make_folder: bool = True, flush: bool = True) -> Iter
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a hidden file, which replaces ``path`` at the end of the block, for several writers at once.
+    """Yields the path of a hidden file in the same folder, which replaces ``path`` at the end of the block.
 
-    It is not flushed to disk, and stays where the block fails.
+    Its name is random, so that several processes may write ``path`` at once; the last one wins. The file is not flushed
+    to disk, and remains if the block fails.
     """
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     yield temporary
@@ -87,7 +88,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_regular_file(path: Path, most_bytes: int) -> bytes:
-    """Returns the bytes of a file, but neither waits for a pipe nor reads from a device without end.
+    """Returns the bytes of a regular file; a pipe, which would block, and an endless device are errors.
 
     Raises:
         OSError: The file cannot be read, is no regular one, or is larger than ``most_bytes``.
@@ -122,9 +123,9 @@ def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
 
 
 def require_inside(path: Any, field: str, file: Path) -> str:
-    """Returns the value ``field`` of a JSON file, a path that has to stay inside of the file's folder by its text.
+    """Returns ``path``, the value of ``field`` in a JSON file; a UserError unless it stays in the file's folder.
 
-    Links in the folder are followed: its owner made them.
+    Its text alone is checked. Links in the folder may lead out of it: the folder's owner made them.
     """
     inside = isinstance(path, str) and path not in ("", ".") and "\0" not in path
     if not inside or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not _encodable(path):
@@ -189,8 +190,8 @@ def full_disk_explained(
 
     Args:
         explain: Returns the text of the error, given the system's error.
-        kinds: Exceptions that may carry the system's error.
-        max_file_size: Whether the limit on the size of a file is explained too.
+        kinds: Exception classes that may carry the system's error; all other errors are raised as they are.
+        max_file_size: Whether exceeding the limit on a file's size (EFBIG) counts as a full disk.
     """
     explained = (errno.ENOSPC, errno.EDQUOT, *([errno.EFBIG] if max_file_size else []))
     try:
@@ -244,7 +245,7 @@ def _kind(option: str, path: Path) -> int | None:
             raise UserError(f"{option} {path} is a link to a missing file or folder; name another place.") from None
         return None
     except NotADirectoryError:
-        return None  # the error of the folder above says more
+        return None  # a file stands in the place of a folder: _require_files_in names it in its error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{option} {path} cannot be written: {reason}; name another place.") from error

@@ -76,16 +76,20 @@ class Ranks:
         return found
 
     def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
-        """Gathers rows [n, ...] of all ranks on rank 0, with any n on each; all ranks call it, others get no rows."""
+        """Returns the rows [n, ...] of all ranks, joined in rank order, on rank 0; 0 rows on other ranks.
+
+        All ranks call it, each with its own number of rows.
+        """
         parts = self.gather_parts(rows)
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else rows[:0].cpu().numpy()
 
     def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
-        """Gathers rows [n, ...] as a list by rank on rank 0, with any n on each; all ranks call it, others get [].
+        """Returns the rows [n, ...] of each rank as a list on rank 0, and [] on other ranks.
 
-        Pieces of the rows go over the devices, so that rank 0 never has all of them in the memory of its GPU.
+        All ranks call it, each with its own number of rows. Rows are gathered in pieces of :data:`GATHERED_BYTES` and
+        copied to the host, so that rank 0 never has all rows in the memory of its GPU.
         """
         if self.world_size == 1:
             return [rows.cpu().numpy()]
@@ -103,7 +107,8 @@ class Ranks:
         return [np.concatenate([none, *(piece[rank] for piece in pieces)]) for rank in range(len(counts))]
 
     def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
-        """Gathers a range of every rank's rows; returns the rows of each rank on rank 0, and nothing elsewhere."""
+        """Gathers the rows of a range of places from every rank; returns each rank's rows on rank 0, [] elsewhere."""
+        # gather needs equal shapes: ranks with fewer rows pad with zeros, which are cut off by `counts`
         own = rows[piece].to(self.device)
         padded = torch.cat([own, own.new_zeros(piece.stop - piece.start - len(own), *own.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
@@ -135,7 +140,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def _require_usable_driver(name: str) -> None:
     """Refuses an NVIDIA device that torch's build for CUDA does not find: a run for GPUs would crawl.
 
-    A user who has installed the builds for CPUs, or hides the devices from this process, wants no GPU.
+    It refuses nothing where the user wants no GPU: builds for CPUs are installed, or the devices are hidden.
     """
     cuda = torch.version.cuda
     if cuda is None or hides_devices() or not has_nvidia_device():
@@ -226,7 +231,7 @@ class Collectives:
         return values
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Returns this rank's value of rank 0's list, which has one a rank; all ranks call it, others with None."""
+        """Returns element ``rank`` of rank 0's ``values``, one for each rank; all ranks call it, others with None."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
@@ -235,7 +240,7 @@ class Collectives:
         return own[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Calls ``function`` on rank 0; its result or its error is that of every rank. All ranks call it."""
+        """Calls ``function`` on rank 0; all ranks call it, and return its (pickled) result or raise its error."""
         if self.world_size == 1:
             return function()
         outcome: list[Any] = [None, None]

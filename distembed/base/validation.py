@@ -47,9 +47,9 @@ _MOST_SHOWN = 80
 
 
 def validated(adapter: "TypeAdapter[T]", kind: type[T], values: Mapping[str, Any], source: str) -> T:
-    """Returns the dataclass ``kind``, of pydantic's ``adapter``, with the nested plain values of the file ``source``.
+    """Returns an instance of the dataclass ``kind``, validated by ``adapter``, from nested plain values.
 
-    The UserError lists every mistake.
+    A UserError lists every mistake; ``source`` names the file of the values in it.
     """
     from pydantic import ValidationError
 
@@ -67,7 +67,10 @@ def validated(adapter: "TypeAdapter[T]", kind: type[T], values: Mapping[str, Any
 
 
 def unwritable(values: Any, where: str) -> Iterator[str]:
-    """Yields a line for each value that neither a file nor a path can hold."""
+    """Yields an error line for each text that UTF-8 cannot hold, text with a NUL, and integer beyond 64 bits.
+
+    ``where`` is the dotted path of ``values`` in the config.
+    """
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from unwritable(key, f"the key {key!r}")
@@ -90,10 +93,13 @@ def shown(value: Any) -> str:
 
 
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns mistakes without repetitions that a table under ``tables`` inherits from its section's ``default``."""
+    """Returns mistakes without the ones that a table only inherits from its section's ``default``.
+
+    Before the validation the default's settings were copied into each table (``names.complete_tables``).
+    """
 
     def identity(mistake: Any, depth: int) -> Any:
-        # the input of a mistake in a table as a whole is the whole table
+        # equal places and inputs are one mistake; a mistake of a whole table is known by its message, as inputs differ
         place = mistake["loc"][depth:]
         return mistake["loc"][0], place, mistake["input"] if place else mistake["msg"]
 
@@ -125,7 +131,7 @@ def _describe(mistake: dict[str, Any], kind: type, values: Mapping[str, Any]) ->
 
 
 def _keys_at(path: Sequence[str], kind: Any, values: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that are valid within the section at ``path`` of these values."""
+    """Returns the keys that the section at ``path`` may have; its values decide among several dataclasses."""
     section: Any = values
     for part in path:
         section = section.get(part) if isinstance(section, Mapping) else None
@@ -172,7 +178,8 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[str, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Returns the next value, which counts with all values inside it."""
+        """Composes the next value, and counts it with all values inside it; too many values or levels are mistakes."""
+        # `*name` repeats an anchored value without parsing it again: it counts as many values as the anchor had
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
             if event.anchor not in self._sizes:

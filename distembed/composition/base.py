@@ -21,7 +21,7 @@ class Distribution(Protocol):
     """A distribution of initial weights."""
 
     def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws every element of a weight in place, and returns the weight."""
+        """Fills a weight in place with random numbers of ``generator``, and returns the weight."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NearSigns:
 
     def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         drawn = weight.uniform_(-1.0, 1.0, generator=generator)
-        # |u| is uniform on [0, 1]; E[(0.9 + 0.2 |u|)^2] = 1 + 0.01 / 3
+        # magnitudes lie in [0.9, 1.1] before scaling: |u| is uniform on [0, 1], and E[(0.9 + 0.2 |u|)^2] = 1 + 0.01 / 3
         scale = math.sqrt(self.variance / (1.0 + 0.01 / 3.0))
         return drawn.copy_(drawn.sign() * (0.9 + 0.2 * drawn.abs()) * scale)
 
@@ -66,7 +66,7 @@ class Composition(ABC):
     commutes_with_sum: ClassVar[bool]
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether another one is of the same class and has the same settings."""
+        """Returns whether another composition is of this class and has equal settings."""
         if type(self) is not type(other):
             return NotImplemented
         return self.setting_values() == other.setting_values()
@@ -75,7 +75,7 @@ class Composition(ABC):
         return hash(type(self))
 
     def setting_values(self) -> dict[str, Any]:
-        """Returns the constructor's keywords by name, which build an equal instance."""
+        """Returns the constructor's arguments by name, which build an equal instance; lists as tuples."""
         values = {name: getattr(self, name) for name in setting_names(self.settings)}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -84,7 +84,7 @@ class Composition(ABC):
         """Returns the number of columns of each partition's weight, for composed vectors of ``embedding_dim``."""
 
     def num_vectors(self, num_partitions: int) -> int:
-        """Returns how many vectors of ``embedding_dim`` an id is composed to, one after another."""
+        """Returns how many vectors of ``embedding_dim`` an id gives, side by side: 1, or k in feature generation."""
         return 1
 
     def num_lookup_partitions(self, num_partitions: int) -> int:
@@ -93,15 +93,15 @@ class Composition(ABC):
 
     @abstractmethod
     def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...] | None:
-        """Returns the output columns that each partition's columns contribute to, one to one.
+        """Returns a range of output columns for each partition: column i of its vectors contributes to column i of it.
 
-        A range of output columns can be composed from the same columns of the partitions that have them. None where
-        every output column depends on all columns.
+        Shards of columns can then be composed apart, each from its columns of the partitions that have them. None where
+        every output column depends on all columns, as on paths.
         """
 
     @abstractmethod
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
-        """Returns the composed vector of each id's own rows, along the last dim; every other dim is a batch dim."""
+        """Returns composed vectors; ``vectors[j]`` holds each id's row of partition j along its last dimension."""
 
     def embed(
         self, weights: Sequence[Float[Tensor, "rows_j dim_j"]], rows: Int64[Tensor, "k ids"]
@@ -111,7 +111,7 @@ class Composition(ABC):
 
     @abstractmethod
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
-        """Returns each partition's distribution, with which composed vectors have zero mean and this variance."""
+        """Returns each partition's distribution of initial weights: composed vectors get mean 0 and ``variance``."""
 
 
 def look_up(weight: Float[Tensor, "rows dim"], row: Int64[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:

@@ -106,13 +106,13 @@ def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:
 
 
 def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-    """Returns dimensions that differ by at most four, or by one where multiples of four are too few."""
+    """Returns k dimensions that sum to ``embedding_dim``, larger ones first, all multiples of four where possible."""
     if embedding_dim < num_partitions:
         raise UserError(
             f"embedding_dim is {embedding_dim}, but concat gives each of {num_partitions} partitions at least one "
             f"dimension; use embedding_dim >= {num_partitions}, or composition product or sum."
         )
-    # FBGEMM holds vectors of a multiple of four numbers
+    # FBGEMM stores vectors whose length is a multiple of four
     unit = 4 if embedding_dim % 4 == 0 and embedding_dim // 4 >= num_partitions else 1
     share, rest = divmod(embedding_dim // unit, num_partitions)
     return tuple(unit * (share + (j < rest)) for j in range(num_partitions))

@@ -56,9 +56,10 @@ class ChunkSize(NamedTuple):
 
 
 def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
-    """Groups ids by their ``rows``, each in ``[0, num_buckets)``.
+    """Groups ids by their ``rows``, each in ``[0, num_buckets)``, in chunks of the cheapest size.
 
-    A GPU is not waited for: there are as many chunks as there could be, and empty chunks repeat an id.
+    Reading the counts would wait for a GPU. There the number of chunks is the most that any counts need, and chunks
+    beyond the needed ones repeat an id.
     """
     if rows.device.type == "cpu":
         counts = torch.bincount(rows, minlength=num_buckets)
@@ -73,14 +74,15 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
     Args:
         rows: The bucket of each id.
         counts: How many ids each bucket has.
-        chunk_size: The size, and the number of chunks, which may be more than are filled.
+        chunk_size: The size, and the number of chunks; at least as many as the counts need.
     """
+    # bucket b has counts[b] ids: places ends[b-1] to ends[b]-1 among the sorted ids, and slots from
+    # size * chunk_ends[b-1] on. The difference of the two beginnings is shift[b], equal for all ids of the bucket.
     device, num_ids, num_buckets = rows.device, len(rows), len(counts)
     _, size, num_chunks = chunk_size
     order = _sort(rows, num_buckets)
     chunks = (counts + (size - 1)) // size
     ends, chunk_ends = counts.cumsum(0), chunks.cumsum(0)
-    # how much further an id stands among the slots than among the sorted ids
     shift = size * (chunk_ends - chunks) - (ends - counts)
     by_run = torch.arange(num_ids, device=device) + shift.repeat_interleave(counts, output_size=num_ids)
     slots = torch.empty_like(by_run).scatter_(0, order, by_run)
@@ -88,6 +90,7 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
     numbers = torch.arange(num_chunks, device=device)
     buckets = torch.searchsorted(chunk_ends, numbers, right=True).clamp_(max=num_buckets - 1)
     position = torch.arange(num_chunks * size, device=device).view(num_chunks, size) - shift[buckets].unsqueeze(1)
+    # slots beyond the bucket's last id repeat that id; is_own tells them apart
     last = (ends[buckets] - 1).unsqueeze(1)
     ids = order.index_select(0, torch.minimum(position, last).flatten()).view(num_chunks, size)
     return Groups(buckets=buckets, ids=ids, is_own=(position <= last).unsqueeze(2), slots=slots)
@@ -95,7 +98,7 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
 
 def _sort(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids"]:
     """Returns the indices of the ids sorted by bucket."""
-    # distinct ids come sorted, and then so do their quotients; a GPU sorts sooner than it answers
+    # deduplicated ids come sorted, and so do their quotients. On a GPU the check would wait longer than a sort takes.
     if rows.device.type == "cpu" and bool((rows[1:] >= rows[:-1]).all()):
         return torch.arange(len(rows))
     # narrow keys sort faster
@@ -104,6 +107,7 @@ def _sort(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids"
 
 def chunk_sizes(counts: Int64[Tensor, " buckets"]) -> list[ChunkSize]:
     """Returns every size of chunks for these numbers of ids in the buckets, the cheapest first."""
+    # a chunk costs its slots, repeated ids included, plus the copy of its function
     sizes = torch.tensor(_CHUNK_SIZES, device=counts.device)
     num_chunks: list[int] = ((counts.unsqueeze(1) + sizes - 1) // sizes).sum(0).tolist()
     return sorted(
@@ -113,7 +117,10 @@ def chunk_sizes(counts: Int64[Tensor, " buckets"]) -> list[ChunkSize]:
 
 
 def most_chunks(num_ids: int, num_buckets: int) -> ChunkSize:
-    """Returns the size of chunks that costs least if every bucket's last chunk is half full, and its most chunks."""
+    """Returns the size of chunks that costs least if every bucket's last chunk is half full, for unknown counts.
+
+    Its number of chunks suffices for any counts: all full chunks, and one partly filled chunk for each bucket.
+    """
     return min(
         ChunkSize((num_ids // size + num_buckets // 2) * (size + _CHUNK_COST), size, most)
         for size in _CHUNK_SIZES
@@ -127,7 +134,7 @@ def evaluate_grouped(
     rows: Int64[Tensor, " ids"],
     layers: PackedLayers,
 ) -> Float[Tensor, "ids dim"]:
-    """Returns the outputs of each input's function, which is its row of ``functions``.
+    """Returns ``functions[rows[i]]`` applied to ``inputs[i]`` for each id i; functions are packed by ``layers``.
 
     Under autocast they are computed in its dtype and returned in the dtype of the inputs. Functions get dense
     gradients; there are no second derivatives. On the meta device, and in a program that is compiled or exported, it is
@@ -147,10 +154,10 @@ def evaluate_in_program(
     rows: Int64[Tensor, " ids"],
     layers: PackedLayers,
 ) -> Float[Tensor, "ids dim"]:
-    """Evaluates functions as :func:`evaluate_grouped` does, by operations with shapes known from the arguments.
+    """Evaluates functions as :func:`evaluate_grouped` does, by operations whose shapes follow from argument shapes.
 
-    There are as many chunks as there could be, of a fixed size, and slots without an id hold zeros. It holds all hidden
-    values in memory at once, and has second derivatives.
+    The number of chunks, of one fixed size, suffices for any counts; slots without an id hold zeros. All hidden values
+    are in memory at once; second derivatives exist. The steps are those of :func:`group_in_chunks`.
     """
     num_ids, num_buckets, size = rows.shape[0], functions.shape[0], _SIZE_IN_PROGRAM
     num_chunks = num_ids // size + num_buckets

@@ -58,7 +58,7 @@ class PackedLayers:
     activation: Activation
 
     def num_parameters(self, dim: int) -> int:
-        """Returns F, how many numbers make one function that maps ``dim`` numbers to as many."""
+        """Returns F, the number of weights and biases of one function from ``dim`` numbers to ``dim`` numbers."""
         return sum(self._widths(dim))
 
     def layers(self, dim: int) -> list[tuple[int, int]]:
@@ -91,10 +91,11 @@ class PackedLayers:
         gradient: Float[Tensor, "functions inputs dim"],
         hidden: Sequence[Tensor] = (),
     ) -> tuple[Float[Tensor, "functions inputs dim"], Float[Tensor, "functions F"]]:
-        """Returns the gradients of the inputs and of the functions.
+        """Returns the gradients of the inputs and of the packed functions, given the ``gradient`` of the outputs.
 
-        Hidden values that :meth:`forward` appended are given, or computed again.
+        ``hidden`` holds the tensors that :meth:`forward` appended; without them they are computed again.
         """
+        # for y = x W + b:  dW = x^T dy,  db = sum of dy over the inputs,  dx = dy W^T; from the last layer to the first
         layers = self._unpack(packed, inputs.shape[2])
         layer_inputs, pullbacks = [inputs], []
         for (weight, bias), saved in zip_longest(layers[:-1], hidden):
@@ -127,7 +128,7 @@ class PackedLayers:
 
 
 def save_for_backward(activation: Activation, inputs: Tensor) -> Tensor:
-    """Returns the tensor from which values and gradients are computed: the inputs or, for relu, the values."""
+    """Returns the tensor that :func:`activate` and :func:`pull_back` take: the inputs; relu's values overwrite them."""
     # In place, so that a block's values stay in the cache: twice as fast as through autograd.
     return torch.relu_(inputs) if activation is torch.relu else inputs
 
@@ -138,7 +139,10 @@ def activate(activation: Activation, saved: Tensor) -> Tensor:
 
 
 def pull_back(activation: Activation, saved: Tensor) -> tuple[Tensor, Activation]:
-    """Returns the activation's values, detached, and its pullback, from the tensor of :func:`save_for_backward`."""
+    """Returns the activation's values, detached, and a function from their gradient to the gradient of its inputs.
+
+    ``saved`` is the tensor of :func:`save_for_backward`. Relu's function overwrites the gradient that it is given.
+    """
     if activation is torch.relu:
         return saved, lambda gradient: torch.ops.aten.threshold_backward(gradient, saved, 0, grad_input=gradient)
     with torch.enable_grad():
@@ -153,7 +157,7 @@ def _quadrature() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
 
 
 def second_moment(activation: Activation, variance: float, offset: float = 0.0) -> float:
-    """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64."""
+    """Returns ``E[(activation(z) - offset)^2]`` of normal z of mean 0, by Gauss-Hermite quadrature; refuses 0, inf."""
     nodes, weights = _quadrature()
     values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
     moment = float(weights @ values**2 / weights.sum())
@@ -166,7 +170,7 @@ def second_moment(activation: Activation, variance: float, offset: float = 0.0) 
 
 
 def removable_offset(activation: Activation, variance: float) -> float:
-    """Returns the activation's value at 0; 0 where its other values differ from it by float32's rounding alone."""
+    """Returns the activation's value at 0, which biases subtract at the start; 0 if only rounding would be left."""
     at_zero = float(activation(torch.zeros((), dtype=torch.float64)))
     if at_zero == 0.0:
         return 0.0

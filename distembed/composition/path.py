@@ -86,7 +86,7 @@ class PathComposition(Composition):
         """
         from distembed.composition.grouped import evaluate_grouped  # loads torch
 
-        # by number: a program that divides rows into none of them cannot be saved (torch.export)
+        # rows[j], and no loop over rows: torch.export cannot save a program that iterates over a tensor of no rows
         for j, packed in enumerate(functions):
             inputs = evaluate_grouped(inputs, packed, rows[j], self._layers)
         return inputs
@@ -97,6 +97,8 @@ class PathComposition(Composition):
 
     def _initial_function(self, variance: float, embedding_dim: int) -> Distribution:
         """Returns the distribution of a function whose outputs have the variance of its inputs."""
+        # A layer of n inputs with mean square q gives variance n * q * Var(W). So Var(W) = variance / (n q), with
+        # q = variance in the first layer, and q = E[(activation - offset)^2] in the later ones.
         offset = removable_offset(self._layers.activation, variance)
         variances, moment = [], variance
         layers = self._layers.layers(embedding_dim)
@@ -108,7 +110,7 @@ class PathComposition(Composition):
 
 @dataclass(frozen=True)
 class _InitialFunction:
-    """Uniform matrices of each layer's variance, and biases that subtract the offset of the activation's values."""
+    """Uniform matrices of each layer's variance; biases ``-offset * sum_in W``, as if inputs had the offset removed."""
 
     layers: tuple[tuple[int, int], ...]
     variances: tuple[float, ...]
