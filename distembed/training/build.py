@@ -81,6 +81,7 @@ class Blueprint:
     @cached_property
     def model_inputs(self) -> ModelInputs:
         """The features and tables that the model is built from."""
+        # the task itself replaces ids of these features, so that lookups must not replace them once more
         own = self.task.replaced_features
         sse = {feature: rule for feature, rule in self.sse.items() if feature not in own}
         return ModelInputs.from_config(
@@ -133,7 +134,7 @@ class Blueprint:
         return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
 
     def workload(self) -> Workload:
-        """Returns a step's load for the planner, beside the tables: its rows, ids per row, networks and graphs."""
+        """Returns the planner's inputs beside the tables: rows of a step, ids per row, networks and graphs."""
         train, schema = self.config.train, self.batch_schema
         features = schema.categorical
         network = estimate_network(
@@ -303,7 +304,11 @@ def use_bf16(precision: str, device: torch.device) -> bool:
 
 
 def _move_networks(module: nn.Module, collections: set[str], device: torch.device, path: str = "") -> None:
-    """Moves all but the embedding collections, which lie on the meta device, to the device."""
+    """Moves every parameter and buffer outside of the collections, given by path, to the device.
+
+    Collections stay on the meta device, where ``DistributedModelParallel`` expects them. A subtree without a collection
+    is moved at once; in other modules the recursion goes on into the children.
+    """
     if not any(collection == path or collection.startswith(f"{path}." if path else "") for collection in collections):
         module.to(device)
         return

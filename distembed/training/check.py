@@ -86,7 +86,7 @@ def _verify_run_files(run: Path) -> Verification:
             read()
             found.add((), run / name)
         except (UserError, OSError) as error:
-            # the first two are read together
+            # RunRecord.read may repeat the error of load_run_config: it is counted once
             found.add([text for text in [str(error)] if text not in found.problems], run / name)
     return found
 
@@ -104,15 +104,16 @@ def _require_whole_lines(metrics: Path) -> None:
 
 
 def _check_checkpoints(run: Path) -> Iterator[Checked]:
+    """Yields the check of each checkpoint of a run, but not of one that the run removes meanwhile."""
     try:
         checkpoint_dir = load_config(run / "config.yaml").train.checkpoint_dir
     except UserError:
-        return  # which was said
+        return  # _verify_run_files has reported the damaged config
     place = checkpoint_place(run, checkpoint_dir)
     store = CheckpointStore(place)
     for name in checkpoint_names(place):
         checked = _check_checkpoint(store.checkpoint_path(name))
-        if not checked.found.problems or store.is_whole(name):  # else the run has removed it meanwhile
+        if not checked.found.problems or store.is_whole(name):
             yield checked
 
 

@@ -43,8 +43,9 @@ def read_newest(
 ) -> T:
     """Returns the result of ``read``, called with the path or URL of a run's checkpoint on all ranks.
 
-    The checkpoint is the best where the run keeps it, else the newest, or the ``choice``. If the run removes it while
-    it is read, the best or newest one by then is read.
+    The checkpoint is the ``choice``, or else the best one if the run keeps it, or else the newest. A run that still
+    trains may remove the checkpoint while it is read: then the search is repeated, ``_TRIES`` times at most. All ranks
+    call it, and an error on any rank is an error on all of them.
 
     Raises:
         UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.
@@ -68,7 +69,7 @@ def read_newest(
 
 
 def is_removed(checkpoint: str) -> bool:
-    """Returns whether a checkpoint that was whole is so no longer.
+    """Returns whether a checkpoint, which was whole, is missing or incomplete now.
 
     Raises:
         UserError: The place cannot be reached.
@@ -91,15 +92,15 @@ EVALUATION_BATCH_SIZE = 8192
 
 
 def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
-    """Returns the task's outputs of all rows of a split, in their order, by name; on ranks but 0 without rows.
+    """Returns, on rank 0, the task's outputs of all rows of a split, in their order, by name.
 
-    All ranks call it.
+    Other ranks get the same names without rows. All ranks call it.
     """
     outputs: dict[str, list[Tensor]] = {name: [] for name in state.task.outputs}
     for batch_outputs in score_batches(state, dataset, split, ranks):
         for name, values in batch_outputs.items():
             outputs[name].append(values)
-    # every rank has part in every batch, be it without rows: a split without rows has no batches on any rank
+    # ranks have equally many batches, some maybe empty: without any batch, no rank has tensors to concatenate
     rows = {name: torch.cat(values) if values else torch.empty(0) for name, values in outputs.items()}
     return {name: ranks.gather_rows(values) for name, values in rows.items()}
 
@@ -110,7 +111,10 @@ def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) 
 
 
 def score_prepared(state: TrainingState, batches: Generator[Batch, None, None]) -> Iterator[Outputs]:
-    """Yields the task's outputs of batches that it has prepared, equally many on every rank; all ranks call it."""
+    """Yields the task's outputs, on the CPU, of prepared batches, equally many on every rank; all ranks call it.
+
+    The model is in evaluation mode until the iterator ends or is closed, which also closes ``batches``.
+    """
     was_training = state.model.training
     state.model.eval()
     try:

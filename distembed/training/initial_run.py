@@ -38,8 +38,9 @@ class InitialRun:
         checkpoint: Path or URL of the checkpoint to begin with.
         config: The run's config, with its tables as they are.
         schema: The columns of its dataset.
-        given: The settings of tables that it was given, before they grew.
-        first_given: The settings of tables given to the first run of its chain.
+        given: The settings of tables in the config that the user gave it; ``config`` has them after growth.
+        first_given: The settings that the user gave the first run of the chain, in which each run begins with the one
+            before.
         run_id: The run's id; None where it is of an early version.
         fingerprint: Checksum of its dataset's ids.
     """
@@ -54,7 +55,7 @@ class InitialRun:
     fingerprint: str
 
     def record(self, given: EmbeddingConfig) -> dict[str, Any]:
-        """Returns the record of this run in the new run's ``run.json``, given the new run's settings of tables."""
+        """Returns the record of this run for the new run's ``run.json``; ``given`` are the new run's tables as set."""
         return {
             "path": str(self.folder),
             "checkpoint": self.checkpoint,
@@ -109,7 +110,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
     features = batch_schema(config.task, schema).categorical
     features_before = batch_schema(initial.config.task, initial.schema).categorical
     embedding = grown_embedding(initial.config.embedding, features_before, config.embedding, features)
-    # the last is that of a run which is repeated with its own config
+    # the user may give the earlier run's settings, the first run's, or the grown ones (from the new run's own config)
     if config.embedding not in (initial.config.embedding, initial.first_given, embedding):
         require_same_settings(initial.given, config.embedding, features, str(initial.folder))
     assert config.train.init_from is not None
@@ -118,7 +119,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
 
 
 def begun_config(config: Config) -> Config:
-    """Returns the config with which a run starts; tables have grown where it begins with an earlier run."""
+    """Returns the config with which a new run starts: with ``train.init_from``, tables grown from the earlier run's."""
     if config.train.init_from is None:
         return config
     dataset = config.data.require_path()
@@ -127,10 +128,11 @@ def begun_config(config: Config) -> Config:
 
 
 def resumed_config(config: Config, folder: Path) -> Config:
-    """Returns the config of a resumed run, whose tables are as they had grown when it began.
+    """Returns the given config with everything that the run in ``folder`` decided when it started.
 
-    A config that is neither the run's own nor the one it was given is returned unchanged, so that the difference is
-    found.
+    ``task.exclude_seen: auto`` becomes the run's decision, and table settings as the user gave them become the grown
+    ones. Other settings stay as given, so that :func:`~distembed.training.resume.require_same_config` finds
+    differences.
     """
     started_with = load_run_config(folder)
     if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
@@ -153,7 +155,7 @@ def recorded(folder: Path, key: str = RECORD) -> Mapping[str, Any] | None:
 
 
 def _recorded_embedding(folder: Path, key: str) -> EmbeddingConfig | None:
-    """Returns settings of tables that a run has recorded; None where it began with initial weights."""
+    """Returns the table settings under ``key`` in a run's ``init_from`` record; None for a run without that record."""
     record = recorded(folder)
     if record is None:
         return None
@@ -165,7 +167,10 @@ def _absolute(path: str) -> str:
 
 
 def _folder_and_checkpoint(init_from: str) -> tuple[Path, str | None]:
-    """Returns the folder of a run, and the path or URL of its checkpoint if ``train.init_from`` names one."""
+    """Returns the run of ``train.init_from``: its folder, and its checkpoint's path or URL, None if a run is named.
+
+    A checkpoint names its run if it lies outside of the run's folder; else it is in ``RUN/checkpoints/NAME``.
+    """
     folder = Path(init_from)
     if "://" not in init_from and holds_run(folder):
         return folder.absolute(), None

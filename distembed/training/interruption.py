@@ -21,7 +21,7 @@ class Interruption:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # steps go on while the ranks agree: over a GPU they would have to be done first
+        # a collective of the GPUs would wait for the steps in progress: ranks agree over gloo, on their CPUs
         is_apart = ranks.world_size > 1 and ranks.device.type == "cuda"
         self._group = dist.new_group(backend="gloo") if is_apart else None
         self._received: int | None = None

@@ -29,10 +29,10 @@ class MetricsWindow:
     """The steps since the last line of metrics.
 
     Attributes:
-        loss: The sum over the steps of the loss times the step's rows, float64: this rank's share times the number of
-            ranks; None before the first step.
+        loss: The sum over the steps of this rank's loss times the step's rows on all ranks, float64; None before the
+            first step. A rank's loss is its share of the batch's mean loss times the number of ranks.
         sums: The task's sums over the steps' rows on this rank, by name.
-        replaced: How many ids were replaced on this rank, and how many there were, by table.
+        replaced: Number of replaced ids, and of all ids, on this rank, by table.
         rows: Number of rows of all steps on all ranks.
         started: When the first step began, in seconds of ``time.perf_counter``.
         paused: Seconds spent on evaluations and checkpoints since then.
@@ -59,7 +59,7 @@ class MetricsWindow:
         self.paused += time.perf_counter() - started
 
     def add(self, loss: Tensor, sums: Outputs, rows: int) -> None:
-        """Adds a step with its loss, the task's sums of it on this rank, and its rows on all ranks."""
+        """Adds a step: this rank's loss, the task's sums over this rank's rows, and the number of rows on all ranks."""
         self.rows += rows
         self._unseen_losses.append(loss)
         weighted = loss.double() * rows
@@ -73,7 +73,7 @@ class MetricsWindow:
     def first_not_finite(self) -> tuple[int, float] | None:
         """Returns how many steps ago the loss was not finite for the first time, and that loss; None if all are finite.
 
-        Only steps since the last call are looked at.
+        Each loss is looked at once: a call covers the steps since the last call.
         """
         losses, self._unseen_losses = self._unseen_losses, []
         if not losses:
@@ -115,7 +115,7 @@ class MetricsWindow:
             found = [part.to(device) for part in parts]
             if name == _LOSS:
                 total = torch.stack(found).sum(0)[0]
-                # a rank's loss is its share times the number of ranks
+                # each saved loss is a share times the old number of ranks; this rank's has to be times the new number
                 same = world_size == values["world_size"]
                 window.loss = total if same else total * world_size / values["world_size"]
             elif name.startswith(_SUM):
@@ -126,27 +126,28 @@ class MetricsWindow:
 
 
 def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the sums by name; the tensors that are given stay as they are, as a checkpoint may be reading them."""
+    """Returns sums by name as new tensors: a checkpoint may still be reading the tensors of ``totals``."""
     return {**totals, **{name: totals[name] + own if name in totals else own for name, own in numbers.items()}}
 
 
 def replaced_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
     """Returns each table's number of replaced ids and of all ids on this rank, int64 ``[2]``, since the last call.
 
-    Counts of steps after ``until_step``, which a pipeline has prepared, wait for the next call.
+    The pipeline works ahead; the counts of steps after ``until_step`` are left for the next call.
     """
     return {table: torch.tensor(counts) for table, counts in take_counts(model, until_step).items()}
 
 
 def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """Returns the share of each table's ids that was replaced on all ranks, given this rank's :func:`replaced_counts`.
+    """Returns, on rank 0, the share of replaced ids on all ranks, by table; an empty dictionary on other ranks.
 
-    Tables without ids, and ranks but 0, have none. All ranks call it.
+    ``counts`` are this rank's :func:`replaced_counts`. Tables that saw no ids are left out. All ranks call it.
     """
+    # a row of zeros, which zip ignores below, since a model without tables has nothing to stack
     totals = ranks.sum(torch.stack([*counts.values(), torch.zeros(2, dtype=torch.long)]))
     if not ranks.is_first:
         return {}
-    by_table = zip(counts, totals.tolist(), strict=False)  # but the last, which is there for models without tables
+    by_table = zip(counts, totals.tolist(), strict=False)
     return {table: replaced / seen for table, (replaced, seen) in by_table if seen}
 
 

@@ -123,7 +123,7 @@ class _KeepsNothing(dict[str, Any]):
 
 
 class _Context(TrainPipelineContext):
-    """TorchRec's, without the vectors of a batch, which TorchRec 1.6 keeps for the whole step and reads nowhere."""
+    """TorchRec's context without a batch's vectors, which TorchRec 1.6 keeps for the whole step and never reads."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -194,10 +194,12 @@ def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> 
 def gather_unreadable(
     known: Mapping[str, str], reader: BatchReader, most: int, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Returns the reason for each row group that some rank could not read, and says the new ones; all ranks call it.
+    """Returns the reason for each row group that some rank could not read, by name; all ranks call it.
+
+    Adds the ranks' new row groups to ``known``, and prints them by ``say``.
 
     Raises:
-        UserError: There are more than ``most``, on every rank.
+        UserError: There are more than ``most``; raised on every rank.
     """
     found = dict(known)
     for of_rank in Collectives().gather(reader.unreadable):

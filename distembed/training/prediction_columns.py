@@ -88,14 +88,14 @@ class RankOrder:
         self._resources.close()
 
     def write(self, tables: Sequence[pa.Table], write: Callable[[pa.Table], None]) -> None:
-        """Takes a step's tables, one a rank; each may be empty."""
+        """Takes a step's tables, one for each rank, maybe empty; writes that of rank 0, and stores the others."""
         first, *others = tables
         self._pass_on(first, write)
         for table, spool in zip(others, self._spools, strict=True):
             spool.write_table(table)
 
     def finish(self, write: Callable[[pa.Table], None]) -> int:
-        """Passes on the tables that wait, rank after rank, and returns the number of rows of all."""
+        """Writes the stored tables, rank after rank, and returns the number of rows of all ranks."""
         for file, spool in zip(self._files, self._spools, strict=True):
             spool.close()
             file.seek(0)

@@ -41,7 +41,7 @@ _MAY_CHANGE = {
 }
 """Settings that do not touch the weights; the reader checks by itself that the rows are the same."""
 _EVALUATIONS = ("data.validation", "train.evaluate_every")
-"""The settings among them that decide which evaluation is the best, where that matters."""
+"""Settings of ``_MAY_CHANGE`` that decide which evaluation is the best: fixed in a run that compares evaluations."""
 _LENGTHS = ("train.epochs", "train.max_steps")
 """Settings of how long a run is, which may only grow."""
 
@@ -117,12 +117,13 @@ def require_same_config(folder: Path, config: Config) -> None:
     """Makes sure that a run is resumed with a config that gives the same weights.
 
     Raises:
-        UserError: Settings differ that may not; the error lists all of them.
+        UserError: Settings differ that may not, all of which the error lists, or a changed ``train.checkpoint_dir``
+            lacks the run's newest checkpoint.
     """
     started_with = load_run_config(folder)
     before, now = _flat(started_with), _flat(config)
     if now["train.precision"] == read_json_object(folder / "run.json").get("precision"):
-        before["train.precision"] = now["train.precision"]  # what auto has meant
+        before["train.precision"] = now["train.precision"]  # the run had auto, and used the precision that is set now
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
@@ -163,7 +164,10 @@ def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None
 
 
 def _changed_lengths(before: Config, now: Config) -> list[str]:
-    """Returns a line for each setting of a run's length that has not the value that it was started with and must."""
+    """Returns an error line for each changed setting of a run's length, unless the change only lengthens the run.
+
+    Where a learning rate's schedule depends on the length, any change is an error.
+    """
     scheduled = [
         f"train.{name}.schedule"
         for name in ("dense_optimizer", "sparse_optimizer")
@@ -173,7 +177,7 @@ def _changed_lengths(before: Config, now: Config) -> list[str]:
     for key in _LENGTHS:
         name = key.removeprefix("train.")
         old, new = getattr(before.train, name), getattr(now.train, name)
-        # no limit is more than any number
+        # None is no limit, which is longer than any number
         if new == old or (new is None or (old is not None and new > old)) and not scheduled:
             continue
         reason = f"{scheduled[0]} follows the number of steps" if scheduled else "a run may only become longer"
@@ -193,7 +197,7 @@ def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
 
 
 def _recorded(run: Path, key: str) -> Mapping[str, Any]:
-    """Returns an object that ``run.json`` holds; an empty one where it does not."""
+    """Returns the object under ``key`` in ``run.json``, empty if the key is missing; refuses any other type."""
     value = read_json_object(run / "run.json").get(key, {})
     if not isinstance(value, Mapping):
         raise UserError(f"{run / 'run.json'}: {key} is {value!r} instead of an object; the run folder is damaged.")
@@ -201,7 +205,9 @@ def _recorded(run: Path, key: str) -> Mapping[str, Any]:
 
 
 def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
-    """Returns the plan of a resumed run; None before there is one, or where the config's ``plan`` section has changed.
+    """Returns the saved plan of a resumed run; None if it has none yet.
+
+    It is also None, and ``say`` prints why, if the config's ``plan`` section has changed.
 
     Raises:
         UserError: The plan cannot be read.
@@ -219,7 +225,7 @@ def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> S
 
 
 def _may_change_on_resume(key: str, config: Config) -> bool:
-    """Returns whether a setting, given by its dotted path, may change here; lengths are compared apart."""
+    """Returns whether a setting, given by its dotted path, may differ; :func:`_changed_lengths` checks the lengths."""
     if config.train.compares_evaluations and key in _EVALUATIONS:
         return False
     # graphs are compared by their contents, wherever they are

@@ -135,6 +135,9 @@ class OnFirst(Protocol):
 def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Callable[[str], None]) -> RunStart:
     """Finds the start of a run, and refuses one that cannot be started; all ranks call it.
 
+    A resumed run takes tables, decisions and id from its folder. A new run grows tables from ``train.init_from`` and
+    decides ``task.exclude_seen: auto``. Nothing is written.
+
     Args:
         config: The whole config.
         options: The folder, whether to resume, and a plan.
@@ -184,7 +187,7 @@ def _run_id(folder: Path, resume: bool) -> str:
 
 
 def _require_usable(folder: Path, config: Config, resume: bool) -> Config:
-    """Refuses a folder in which the run cannot start or resume; returns the config with grown tables."""
+    """Refuses a folder in which the run cannot start or resume; returns a resumed run's config with grown tables."""
     require_folder("--run-dir", folder)
     require_new_or_resume(folder, resume)
     if resume:
@@ -194,7 +197,10 @@ def _require_usable(folder: Path, config: Config, resume: bool) -> Config:
 
 
 def _find_initial_run(config: Config, folder: Path, manifest: Manifest, resume: bool) -> InitialRun | None:
-    """Returns the run whose weights training begins with, unless the run resumes from a checkpoint of its own."""
+    """Returns the run of ``train.init_from``; None without one, or if the resumed run has checkpoints of its own.
+
+    A run that was interrupted before its first checkpoint starts again with the checkpoint that it has recorded.
+    """
     init_from = config.train.init_from
     if init_from is None or (resume and checkpoint_names(checkpoint_place(folder, config.train.checkpoint_dir))):
         return None
@@ -311,7 +317,7 @@ def _require_comparable(config: Config, manifest: Manifest) -> None:
 
 
 def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:
-    """Refuses a headline metric that ranks each target among more items than there are beside it."""
+    """Refuses a headline metric that ranks each target among more other items than the dataset has."""
     items = next((feature for feature in manifest.schema.categorical if feature.name == ITEM), None)
     if items is None:
         return  # the task refuses the dataset

@@ -120,18 +120,21 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is no further step: all are done, or the last evaluations were not better."""
+        """Whether training ends here: all steps are done, or ``train.stop_after_evaluations`` says so."""
         return self._step >= self.num_steps or self._best.is_reason_to_stop(self._config.train)
 
     @property
     def repeats_evaluations(self) -> bool:
-        """Whether evaluations after the step at which the run is resumed are made again."""
+        """Whether recorded evaluations of the current step are removed when the run resumes, and made again.
+
+        They are made again at the end of a run, and where the loaded checkpoint was saved before they were compared.
+        """
         is_uncounted = self._config.train.compares_evaluations and self._best.last_step != self._step
         return self.is_finished or is_uncounted
 
     @property
     def best(self) -> BestEvaluation | None:
-        """The best evaluation until now, where evaluations are compared."""
+        """The best evaluation until now; None where the config does not compare evaluations."""
         return self._best if self._config.train.compares_evaluations else None
 
     def train(self) -> None:
@@ -181,7 +184,10 @@ class Trainer:
         self._reader.close()
 
     def load_best(self) -> None:
-        """Loads the weights of the best evaluation's checkpoint, where it is kept; all ranks call it, after training.
+        """Loads the weights of the best evaluation's checkpoint, if ``train.keep_best``, for the final evaluation.
+
+        All ranks call it, after training. Later evaluations record the step of that checkpoint. Nothing is loaded if
+        the last step is the best.
 
         Raises:
             UserError: The checkpoint is damaged or cannot be reached.
@@ -209,7 +215,7 @@ class Trainer:
         return {**values, "step": self._step, **task.details(rows)}
 
     def _run_segment(self, stop: Interruption) -> bool:
-        """Steps until something else is due; returns whether the run was interrupted."""
+        """Steps until an evaluation, a checkpoint or the end is due; returns whether the run was interrupted before."""
         end = self._due.next_step(self._step)
         self._num_in_flight = 0
         set_step(self._state.model, self._step)
@@ -226,7 +232,10 @@ class Trainer:
         return False
 
     def _batches(self, count: int) -> Iterator[Batch]:
-        """Yields the next batches; each is in flight until its step is done."""
+        """Yields the next ``count`` batches to the pipeline, which reads ahead of its steps.
+
+        A batch is in flight from here until its step is done. A checkpoint counts batches in flight as unread.
+        """
         self._set_learning_rates()
         for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
             self._num_in_flight += 1
@@ -237,11 +246,11 @@ class Trainer:
         self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
 
     def _save_and_evaluate(self, has_evaluated: bool = False) -> None:
-        """Saves a checkpoint and evaluates on the validation split, where they are due after this step.
+        """Saves a checkpoint and evaluates on the validation split, each if it is due after the current step.
 
-        Where evaluations are compared, the checkpoint of a step has the evaluation of that step as part of its state;
-        else it is written while the model is evaluated. ``has_evaluated`` tells whether the evaluation is recorded
-        already.
+        If evaluations are compared, the evaluation comes first, since the checkpoint stores its outcome; a new best one
+        is saved even if no checkpoint is due. Else the checkpoint is written in the background of the evaluation.
+        ``has_evaluated``: a resumed run has recorded the evaluation of this step already, and does not repeat it.
         """
         evaluates_first = self._due.evaluation_before_checkpoint(self._step)
         if evaluates_first and not has_evaluated:
@@ -254,7 +263,10 @@ class Trainer:
             self._validate()
 
     def _validate(self) -> None:
-        """Evaluates on the validation split, and shows the metrics; all ranks call it."""
+        """Evaluates on the validation split and shows the metrics; all ranks call it.
+
+        Updates the best evaluation, if evaluations are compared, and calls ``evaluated`` on rank 0.
+        """
         split = self._config.data.validation
         assert split is not None
         with self._window.pause():
@@ -273,18 +285,19 @@ class Trainer:
             self._evaluated(self._step, float(values[self._state.task.headline.name]))
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
-        """Adds the step that was just done to the next line of metrics."""
+        """Adds the step that was just done to the window of metrics; on a CPU refuses a loss that is not finite."""
+        # the last batch of an epoch may be shorter than the others
         batch_size = self._config.train.batch_size
         done = (self._step - 1) % self._reader.batches_per_epoch * batch_size
         rows = min(batch_size, self._reader.num_rows - done)
         self._samples += rows
         self._window.add(loss, self._state.task.training_sums(outputs), rows)
-        # a look at a GPU's tensor waits for its stream: those are looked at once a line of metrics
+        # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
         if loss.device.type == "cpu":
             self._require_finite()
 
     def _require_finite(self) -> None:
-        """Stops at the first step of the window whose loss on this rank is not finite."""
+        """Raises RunError, and keeps the batch in a file, if a loss of this rank since the last call is not finite."""
         found = self._window.first_not_finite()
         if found is not None:
             steps_ago, loss = found
@@ -292,7 +305,10 @@ class Trainer:
             raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
 
     def _log(self) -> None:
-        """Records and shows a line of metrics of the steps since the last one; all ranks call it."""
+        """Records and shows a line of metrics of the steps since the last line; all ranks call it.
+
+        Starts a new window. Refuses losses that are not finite, and too many unreadable row groups.
+        """
         self._require_finite()
         most_unreadable = self._config.data.skip_unreadable
         if most_unreadable:
@@ -326,9 +342,10 @@ class Trainer:
         )
 
     def _save(self, is_due: bool = True) -> None:
-        """Begins to save a checkpoint after this step; all ranks call it.
+        """Starts to save a checkpoint of the current step in the background; all ranks call it.
 
-        ``is_due`` tells whether a run that is not interrupted would write it too.
+        ``is_due`` is false for the checkpoint of an interruption, which an uninterrupted run would not write. RunError
+        is raised if a loss is not finite.
         """
         self._require_finite()  # weights that have met a NaN must not replace good ones
         self._window.add_replaced(replaced_counts(self._state.model, self._step))
@@ -354,7 +371,10 @@ class Trainer:
         )
 
     def _restore(self) -> ResumedRun | None:
-        """Loads the newest checkpoint, if there is one, so that the run continues after its step; all ranks call it."""
+        """Loads the newest checkpoint and returns it; None if there is none. All ranks call it.
+
+        It restores model, optimizers, reader and counters. A checkpoint of another run is refused.
+        """
         resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
         if resumed is not None:
             values = resumed.values

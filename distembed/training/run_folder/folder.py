@@ -49,9 +49,13 @@ class RunFolder:
         self._last_record: str | None = None
 
     def require_free(self, wait_seconds: float = 0.0) -> None:
-        """Makes sure that no other process trains into this folder, before anything is read from it.
+        """Makes sure that no other process trains into this folder, and remembers its ``run.json``.
 
-        It waits so many seconds for another process to end.
+        The folder is not owned afterwards. :meth:`open` compares ``run.json``, and so notices a process that has
+        trained in between.
+
+        Args:
+            wait_seconds: Seconds to wait for another process to end.
 
         Raises:
             UserError: Another process trains into this folder.
@@ -66,11 +70,13 @@ class RunFolder:
     ) -> Iterator["RunFolder"]:
         """Owns the folder within the block, and records how the run starts and how it ended.
 
+        It removes the metrics of steps after ``resumed_step`` and the final evaluation of an earlier end.
+
         Args:
             config_yaml: The resolved config.
             info: Further values for ``run.json``.
-            resumed_step: The step after which the run resumes, 0 for a new run; metrics of later steps are removed.
-            is_at_end: Whether the evaluations at that step are made again, and removed here.
+            resumed_step: The step after which the run resumes; 0 for a new run.
+            is_at_end: Whether the evaluations of ``resumed_step`` will be made again, and are removed too.
 
         Raises:
             UserError: Another process trains into this folder, or has since :meth:`require_free`.
@@ -129,7 +135,7 @@ class RunFolder:
                     self._board.add_scalar(f"{prefix}/{path}", number, step)
 
     def has_evaluation(self, step: int, split: str | None) -> bool:
-        """Returns whether an evaluation on ``split`` after so many steps is recorded."""
+        """Returns whether an evaluation on ``split`` after ``step`` steps is recorded, in a folder that is open."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return any((own := json.loads(line)).get("split") == split and own["step"] == step for line in lines)
 
@@ -165,9 +171,10 @@ def _disk_is_full(folder: Path, error: Exception) -> str:
 
 
 def _metrics_until(path: Path, step: int, without_its_evaluations: bool) -> list[str]:
-    """Returns the whole lines of metrics up to ``step``, with or without the evaluations after it.
+    """Returns the lines of metrics of steps up to and including ``step``, of which damaged lines are left out.
 
-    A killed run may have come further than the checkpoint that it resumes from, or have left half a line.
+    ``without_its_evaluations`` leaves out the evaluations at ``step`` itself. A killed run may have come further than
+    the checkpoint that it resumes from, or have left half a line.
     """
     lines = []
     for line in read_metrics_lines(path):

@@ -180,7 +180,7 @@ class RunRecord:
         )
 
     def validation_evals(self) -> list[MetricsLine]:
-        """Returns the evaluations during training, on another split than the final one."""
+        """Returns the evaluations of ``evals`` on another split than the final evaluation's, which is in it too."""
         final_split = (self.evaluation.split if self.evaluation else "") or "test"
         return [line for line in self.evals if line.split != final_split]
 
@@ -232,7 +232,7 @@ class RunSummary:
 
 
 def unique_names(records: Sequence[RunRecord]) -> list[str]:
-    """Returns a name for each run: its own, and as many of its parent folders as it takes to differ from the others."""
+    """Returns a distinct name for each run: its own, or, for equal names, the shortest end of its path that differs."""
     paths = [record.path.absolute() for record in records]
     names = [record.info.name or path.name for record, path in zip(records, paths, strict=True)]
     for depth in range(2, max((len(path.parts) for path in paths), default=0)):

@@ -80,7 +80,7 @@ def parse_axes(settings: Sequence[str], is_valid: Callable[[Sequence[str]], bool
     parsed = [_parse_setting(setting) for setting in settings]
     axes: list[Axis] = []
     for index, (key, (overrides, is_list)) in enumerate(zip(keys, parsed, strict=True)):
-        # every other setting has its first value here
+        # ``[512, 256]`` is one value if the config accepts it as a whole, with the first value of each other setting
         others = [*(axis.overrides[0] for axis in axes), *(later[0] for later, _ in parsed[index + 1 :])]
         if is_list and is_valid([*others, settings[index]]):
             overrides = (settings[index],)
@@ -114,7 +114,10 @@ def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
 
 
 def _parse_setting(setting: str) -> tuple[tuple[str, ...], bool]:
-    """Returns a setting with each of its values, and whether its text is one list, which may be a value itself."""
+    """Returns an override ``key=value`` for each value, and whether the text is one list, ``key=[v1, v2]``.
+
+    The caller decides whether such a list is several values or one value.
+    """
     key, separator, text = setting.partition("=")
     if not separator:  # the config refuses it with its own error
         return (setting,), False
@@ -140,7 +143,10 @@ def _value_text(value: Any) -> str:
 
 
 def _value_names(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Returns a distinct name for each value that a file's name can have: letters, digits and some signs."""
+    """Returns a distinct name for each value, of characters that a file's name can have.
+
+    A hash of the value is added to a name that is cut, empty, or equal to another one but for upper case.
+    """
     texts = [override.partition("=")[2] for override in overrides]
     names = ["-".join(re.findall(r"[A-Za-z0-9.+_-]+", text)) for text in texts]
     lowered = [name.lower() for name in names]
@@ -153,7 +159,7 @@ def _value_names(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the shortest end of each key that no other key has, in whole parts."""
+    """Returns, by key, its shortest suffix of whole parts that no other key ends in: ``a.b.c`` -> ``c`` or ``b.c``."""
     short = {}
     for key in keys:
         parts = key.split(".")

@@ -179,6 +179,10 @@ def require_no_mistakes(mistakes: Mapping[str, Sequence[str]]) -> None:
 
 
 def _state(config: Config, folder: Path) -> RunState:
+    """Returns how far the run in a folder has come.
+
+    A run whose config has changed counts as ``resumed``, even if it had finished: :func:`find_start` then refuses it.
+    """
     if not holds_run(folder):
         return "new"
     info = RunInfo.read(folder / "run.json")
@@ -192,7 +196,10 @@ def _state(config: Config, folder: Path) -> RunState:
 
 
 def _with_own_checkpoints(config: Config, folder: Path) -> Config:
-    """Returns a config whose checkpoints no other run has: a folder of the run's name, in a place that runs share."""
+    """Returns the config with a place for checkpoints that no other run of the sweep has.
+
+    A ``train.checkpoint_dir`` outside of the run's folder is shared, and gets a folder of the run's name.
+    """
     shared = config.train.checkpoint_dir
     place = os.path.normpath(checkpoint_place(folder, shared))
     if shared is None or ("://" not in shared and Path(place).is_relative_to(folder)):

@@ -104,7 +104,11 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
 
 
 def _create_study(sweep: Sweep, metric: ReportedMetric) -> tuple[optuna.Study, dict[str, BaseDistribution]]:
-    """Returns the Optuna study of this command, which knows the runs of earlier ones, and the values to choose from."""
+    """Returns a new Optuna study for this command, and the values of each setting that varies.
+
+    The study gets a trial for each run that is finished, so that TPE and the pruner know the results of earlier
+    commands.
+    """
     values: dict[str, list[str]] = {}
     for run in sweep.runs:
         for key, text in _params(run).items():
@@ -131,17 +135,22 @@ def _create_study(sweep: Sweep, metric: ReportedMetric) -> tuple[optuna.Study, d
 def _choices(
     sweep: Sweep, to_train: Sequence[PlannedRun], study: optuna.Study, space: dict[str, BaseDistribution]
 ) -> Iterator[tuple[PlannedRun, Trial]]:
-    """Yields the runs to train with their trials; TPE chooses each when it is asked for, by the results until then."""
+    """Yields each run to train with its Optuna trial; TPE chooses a run when the caller asks for it.
+
+    Optuna draws parameters itself. A run that is chosen here, in the order of a grid, is enqueued first: the next trial
+    that is asked for then has its parameters.
+    """
     waiting = {run.varied: run for run in to_train}
     num_left = len(waiting)
     if sweep.sampler == "tpe":
+        # len(sweep.runs) - num_left runs of earlier commands count among the trials
         num_left = min(num_left, (sweep.trials or 0) - (len(sweep.runs) - num_left))
     for _ in range(num_left):
         if sweep.sampler != "tpe":
             study.enqueue_trial(_params(next(iter(waiting.values()))))
         trial = study.ask(space)
         run = waiting.pop(tuple(f"{key}={trial.params[key]}" for key in space), None)
-        if run is None:  # TPE has drawn a combination again, and the first one that is left takes its place
+        if run is None:  # TPE has drawn a combination that is already taken: train the first waiting run instead
             study.tell(trial, state=TrialState.FAIL)
             run = waiting.pop(next(iter(waiting)))
             study.enqueue_trial(_params(run))
@@ -150,7 +159,7 @@ def _choices(
 
 
 class _Running(NamedTuple):
-    """A run that a process trains, and the end of the pipe that its outcome comes from."""
+    """A run in training: its process, the pipe that delivers its outcome, the worker's number and the Optuna trial."""
 
     process: ForkProcess
     receiver: Connection
@@ -184,7 +193,7 @@ class _Processes:
         self.stopped = True
 
     def _start(self, function: Callable[..., None], *arguments: object) -> ForkProcess:
-        """Starts a process that hears of every signal, also of one that arrives meanwhile."""
+        """Starts a process to which :meth:`_receive` passes signals, also a signal that arrives during the start."""
         process = _CONTEXT.Process(target=function, args=arguments, daemon=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the new process would call this process's handler
         try:
@@ -197,7 +206,10 @@ class _Processes:
         return process
 
     def check(self, runs: Sequence[PlannedRun], log: Path) -> None:
-        """Builds the model of every recipe without weights, one seed of each, before the first run is trained."""
+        """Builds the model of every recipe without weights, in a process; refuses the sweep with all mistakes found.
+
+        Runs of a recipe differ in the seed alone, so the first run of each recipe is enough.
+        """
         recipes = {run.recipe: run for run in reversed(runs)}
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = self._start(_send_mistakes, [*reversed(recipes.values())], log, sender)
@@ -213,7 +225,7 @@ class _Processes:
         require_no_mistakes(found)
 
     def start(self, log: Path, run: PlannedRun, trial: Trial) -> None:
-        """Starts a process that trains a run and prints to a log."""
+        """Starts a process that trains a run, as the free worker of the lowest number, and prints to a log."""
         worker = min(set(range(self._num_workers)) - {each.worker for each in self.running})
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         arguments = log, run, trial, worker, share_of_cores(worker, self._num_workers), sender
@@ -221,7 +233,7 @@ class _Processes:
         sender.close()
 
     def wait_for_one(self) -> tuple[PlannedRun, Trial, Outcome]:
-        """Waits for the end of a run, and returns its outcome, also where its process died."""
+        """Waits until any run ends, and returns it with its trial and outcome: ``failed`` if its process died."""
         ready = wait([each.receiver for each in self.running])[0]
         ended = next(each for each in self.running if each.receiver is ready)
         try:
@@ -244,9 +256,10 @@ def _params(run: PlannedRun) -> dict[str, str]:
 
 
 def _validated(run: PlannedRun, metric: ReportedMetric) -> tuple[dict[int, float], float]:
-    """Returns a metric on the validation split by step, and that of the kept weights; NaN where it is not known.
+    """Returns a run's metric on the validation split by step, and the metric of the weights that the run keeps.
 
-    Without a validation split, the second one is that of the final evaluation.
+    The weights kept are the best with ``train.keep_best``, else the last. Without a metric on the validation split, the
+    second value is that of the final evaluation, or NaN.
     """
     record = RunRecord.read(run.folder)
     evaluations = {line.step or 0: line.metric(metric.name) for line in record.validation_evals()}
@@ -259,10 +272,10 @@ def _validated(run: PlannedRun, metric: ReportedMetric) -> tuple[dict[int, float
 
 
 def share_of_cores(worker: int, num_workers: int) -> tuple[int, ...]:
-    """Returns the cores of one of the workers, among which this process's cores are divided evenly.
+    """Returns the cores that a worker, from 0, is bound to: an equal share of this process's cores.
 
-    More workers than cores share them. Returns none where the user has set ``OMP_NUM_THREADS``, which then holds for
-    each worker on all cores.
+    With more workers than cores, several workers get the same core. Returns no cores where ``OMP_NUM_THREADS`` is set:
+    workers are then not bound, and each has that number of threads.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return ()
@@ -272,7 +285,7 @@ def share_of_cores(worker: int, num_workers: int) -> tuple[int, ...]:
 
 
 def _send_mistakes(runs: list[PlannedRun], log: Path, sender: Connection) -> None:
-    """Sends each mistake with the names of its runs; this process is forked for it."""
+    """Builds the models of runs, and sends each error message with the names of its runs; the forked process's main."""
     from distembed.base.ranks import process_group
     from distembed.planning.networks import require_networks_fit
     from distembed.training.build import Blueprint
@@ -296,7 +309,7 @@ def _send_mistakes(runs: list[PlannedRun], log: Path, sender: Connection) -> Non
 
 
 def _be_forked(log: Path) -> None:
-    """Has this process end with its parent, hear signals from it alone, and print to a file."""
+    """Sets a forked process up: it ends with its parent, gets signals from its parent alone, and prints to ``log``."""
     parent = os.getppid()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -310,7 +323,7 @@ def _be_forked(log: Path) -> None:
 
 
 def _work(log: Path, run: PlannedRun, trial: Trial, worker: int, cores: tuple[int, ...], sender: Connection) -> None:
-    """Trains a run and sends its outcome; this process is forked for it."""
+    """Trains a run, reports evaluations to its trial, and sends the outcome; the main function of a forked process."""
     import torch
     from rich.console import Console
 
@@ -343,6 +356,7 @@ def _work(log: Path, run: PlannedRun, trial: Trial, worker: int, cores: tuple[in
 
 
 def _report(trial: Trial, step: int, value: float) -> None:
+    """Tells Optuna the value of an evaluation; raises PrunedRun if the trial should stop. NaN is not reported."""
     if math.isfinite(value):
         trial.report(value, step)
         if trial.should_prune():
