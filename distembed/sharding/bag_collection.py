@@ -90,10 +90,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         """Maps raw ids to table ids, replaces some in training, and sends each to the rank that looks it up.
 
         All ranks call it. For the output, ``ctx`` gets the bag sizes of mean-pooled features and the inverse indices.
-
-        Raises:
-            UserError: The batch is damaged, lacks a feature or required weights, has weights that require gradients, or
-                has unequal numbers of bags without inverse indices; or an id lies outside of its table.
+        A UserError refuses damaged batches, missing features or weights, weights that require gradients, unequal
+        numbers of bags without inverse indices, and ids outside of their tables.
         """
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._embedding_shardings)

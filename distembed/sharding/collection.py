@@ -77,10 +77,8 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Maps raw ids to table ids, replaces some in training, and sends each to the rank that looks it up.
 
-        All ranks call it. ``ctx.raw_features`` keeps the batch, whose lengths and raw ids the output needs.
-
-        Raises:
-            UserError: The batch is damaged or lacks a feature, or an id lies outside of its table.
+        All ranks call it. ``ctx.raw_features`` keeps the batch, whose lengths and raw ids the output needs. A UserError
+        refuses damaged batches, missing features, and ids outside of their tables.
         """
         features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())

@@ -249,7 +249,6 @@ class _PromptRequest(Request[Any]):
 
     @property
     def req(self) -> Any:
-        """The work under way, or None."""
         return self._prompt_work
 
     @req.setter

@@ -45,7 +45,6 @@ class IdCounts:
 
     @cached_property
     def on_device(self) -> Int64[Tensor, " features"]:
-        """Number of ids of each feature, on the ids' device."""
         if self._lengths.device.type == "cpu":
             return torch.tensor(self.on_host)
         return self._lengths.view(len(self.on_host), -1).sum(1)
@@ -118,7 +117,6 @@ class DistinctIds:
     starts: Int64[Tensor, " distinct"] | None
 
     def record_stream(self, stream: Any) -> None:
-        """Keeps all tensors alive until a stream of the device has used them."""
         for tensor in (self.ids, self.counts.on_device, self.inverse, self.order, self.starts):
             if tensor is not None:
                 tensor.record_stream(stream)

@@ -54,17 +54,16 @@ from distembed.sharding.sharder import (
 )
 
 _SLOT_NUMBERS = 4
-"""Numbers of a slot in the tables that TorchRec is shown; nothing is looked up in them."""
+"""Columns of the tables that describe slots to TorchRec; they exist on the meta device alone."""
 
 
 @dataclass
 class ManagedIdsContext(ManagedCollisionCollectionContext):
-    """A batch on its way: TorchRec's context, and the features with their raw ids."""
+    """TorchRec's context of a batch, with the batch's features, whose bags and weights the lookup needs."""
 
     features: KeyedJaggedTensor | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps all tensors alive until a stream of the device has used them."""
         super().record_stream(stream)
         if self.features is not None:
             self.features.record_stream(stream)
@@ -110,11 +109,10 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         self._collection_dists: list[nn.Module] = []
 
     def create_context(self) -> ManagedIdsContext:
-        """Returns the context that a batch carries from the input dist to the output dist."""
         return ManagedIdsContext(sharding_contexts=[])
 
     def input_dist(self, ctx: ManagedIdsContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Sends raw ids to the ranks that have their slots."""
+        """Sends raw ids to the ranks that have their slots; raises a UserError for a missing feature."""
         features = maybe_td_to_kjt(features)
         keys = features.keys()
         missing = [name for name in self._feature_names if name not in keys]
@@ -137,7 +135,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         return slots
 
     def output_dist(self, ctx: ManagedIdsContext, output: KJTList) -> Any:
-        """Sends slots back to the ranks of their batches, and looks them up."""
+        """Sends slots back to the ranks of their batches, waits for them, and looks them up in the collection."""
         slots = self._managed_collision_collection
         (ids,) = slots._kjt_list_to_tensor_list(output)
         mapped = slots._output_dists[0](ids, ctx.sharding_contexts[0]).wait().flatten()
@@ -150,7 +148,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         return embedded, LazyNoWait(remapped) if self._return_remapped_features else NoWait(None)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields the names of the collection's sharded parameters and of all slots: slots are not replicated either."""
+        """Yields the names that DDP must ignore: the collection's sharded parameters, and all parameters of slots."""
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, "_embedding_module"))
         slots = self._managed_collision_collection
         for name, _ in (*slots.named_parameters(), *slots.named_buffers()):
@@ -182,7 +180,7 @@ class _ManagedCollisionSharder:
         )
 
     def shardable_parameters(self, module: BaseManagedCollisionEmbeddingCollection) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the collection that a plan places."""
+        """Returns the collection's units; raises a UserError if the collection is not compositional."""
         collection: Any = module._embedding_module
         if not isinstance(collection, CompositionalTables):
             raise UserError(

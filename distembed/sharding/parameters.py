@@ -138,7 +138,6 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         self._has_single_ids: bool | None = None
 
     def tables(self) -> list[Any]:
-        """Returns the compositional tables, in order."""
         return list(self._tables)
 
     def share(self, table_name: str) -> TableShare:
@@ -245,10 +244,7 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 part.init(self._replicated[part.name])
 
     def _follow_keys(self, keys: list[str], shardings: Iterable[Any]) -> None:
-        """Finds the features of the input dists in a batch's keys, whose order may change between batches.
-
-        The first batch also makes the input dists. Raises a UserError for a missing feature.
-        """
+        """Finds the dists' features in a batch's keys, refusing missing ones; the first call makes the dists."""
         if keys == self._input_keys:
             return
         missing = [name for table in self._tables for name in table.feature_names if name not in keys]

@@ -37,7 +37,7 @@ Module = TypeVar("Module", bound=CompositionalTables[Any])
 
 
 class _CompositionalSharder(BaseEmbeddingSharder[Module]):
-    """Places each compositional table as one unit.
+    """Base of the sharders: the planner places each compositional table as one unit.
 
     Args:
         fused_params: FBGEMM's settings of all tables.
@@ -75,7 +75,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         sharded = self._sharded_module_type(
             module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
-        # TorchRec's sharded feature processors say by nothing else that batches need no weights
+        # a feature processor computes the weights later; TorchRec shows only by the calling module that there is one
         caller = sys._getframe(1).f_globals.get("__name__")
         sharded.weights_come_later = caller == "torchrec.distributed.fp_embeddingbag"
         sharded.widens_outputs = self._widens_outputs
@@ -90,7 +90,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         return self._sharded_module_type
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
-        """Returns one meta parameter a table, as wide as the output and of as many numbers as the vectors have."""
+        """Returns a meta parameter of each unit's shape, by table; refuses TorchRec's sharder of managed collision."""
         if sys._getframe(1).f_globals.get("__name__") == "torchrec.distributed.mc_embedding_modules":
             name = type(self).__name__.removeprefix("Compositional")
             raise UserError(
@@ -100,13 +100,13 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         units = unit_parameters(module)
         named = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
         for unit in units.values() if named is not None else ():
-            # the planner's copy alone: a sharded module makes its own units, and still reads fused_params
+            # the planner counts optimizer states by this attribute; a sharded module makes new units without it
             if unit.requires_grad and not hasattr(unit, "_optimizer_classes"):
                 unit._optimizer_classes = [named]  # type: ignore[attr-defined]
         return _Units(self, units, {table.name: table for table in module.tables()})
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types of compositional tables, the same on every device."""
+        """Returns the sharding types of the table that a planner asks about (`_Units`), or of all tables."""
         return [name for name in self._sharding_types if self.table is None or can_be_placed(self.table, name)]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -120,9 +120,9 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
 
 
 class _Units(dict[str, nn.Parameter]):
-    """Parameters by table; looping over them tells the sharder the current table.
+    """Parameters by table, whose :meth:`items` sets ``sharder.table`` to the current table of a loop.
 
-    TorchRec's planner asks a sharder for sharding types within this loop, without naming the table.
+    TorchRec's planner loops over them and asks the sharder for sharding types, without naming the table.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ def codecs_registry(comms: QuantizedCommsConfig) -> dict[str, QuantizedCommCodec
 
 
 def output_settings(exchange: VectorExchange) -> dict[str, Any]:
-    """Returns FBGEMM's setting that rounds composed vectors for an exchange."""
+    """Returns the ``fused_params`` entry that makes lookups round composed vectors to the exchange's dtype."""
     return {} if exchange.output_dtype == "fp32" else {"output_dtype": DataType(exchange.output_dtype.upper())}
 
 
 def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
-    """Returns the exchange of the modules that a sharder makes; an unknown codec counts as float32."""
+    """Returns how modules of this sharder exchange vectors; unknown dtypes and codecs count as float32."""
     output: Any = (getattr(sharder, "fused_params", None) or {}).get("output_dtype")
     codecs = next(iter((sharder.qcomm_codecs_registry or {}).values()), None)
     forward, backward = (getattr(codecs, way, None) for way in ("forward", "backward"))
@@ -221,7 +221,7 @@ def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
 
 
 def common_exchange(sharders: Iterable[ModuleSharder[Any]]) -> VectorExchange:
-    """Returns one exchange for all collections of a model: the first sharder's that rounds anything."""
+    """Returns the exchange that plans assume for a whole model: the first sharder's that rounds anything."""
     exchanges = [exchange_of(sharder) for sharder in sharders]
     return next((exchange for exchange in exchanges if exchange != VectorExchange()), VectorExchange())
 

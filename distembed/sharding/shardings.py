@@ -45,11 +45,11 @@ from distembed.sharding.table_slice import LocalTable, PartitionSlice
 
 
 class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
-    """A sharding's part for compositional tables; in the bases it comes before TorchRec's class."""
+    """Mixin that gives TorchRec's shardings a :class:`CompositionalLookup`; it comes first among the bases."""
 
     _pools = True
-    _averages_ranks = True
-    _rounds_output = True
+    _averages_ranks = True  # the output dist's backward pass averages gradients over ranks
+    _rounds_output = True  # vectors are sent, and so rounded to output_dtype
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
         return _units(self._grouped_embedding_configs)
 
     def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
-        """Returns a unit's table as this rank holds it."""
+        """Returns a unit's table with this rank's columns, rows and shards; without partitions if it has no rows."""
         placement = self._placements[unit.name]
         start = 0 if unit.local_metadata is None else unit.local_metadata.shard_offsets[1]
         columns, first_row = placement.slice(start, start + unit.local_cols), 0
@@ -104,7 +104,7 @@ class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
     def _describe_shard(
         self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice
     ) -> ShardedEmbeddingTable:
-        """Returns TorchRec's description of this rank's shard of a partition's weight."""
+        """Returns TorchRec's description of this rank's shard of a partition: the unit's, with the shard's shape."""
         part, metadata = own.part, _shards(placement, own)
         places = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
         number = places.index((self._rank, own.start))
@@ -122,7 +122,7 @@ class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
 
 
 def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype | None:
-    """Returns the widest output dtype in FBGEMM's settings of the tables; None unless every table has one."""
+    """Returns the widest ``output_dtype`` of the tables, which one lookup concatenates; None unless all have one."""
     named = [info.fused_params["output_dtype"] for info in infos if "output_dtype" in (info.fused_params or {})]
     dtypes: list[torch.dtype] = [own.as_dtype() for own in named]
     return functools.reduce(torch.promote_types, dtypes) if len(dtypes) == len(infos) else None
@@ -269,7 +269,7 @@ def make_sharding(
     pools: bool,
     **keywords: Any,
 ) -> EmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
-    """Makes the sharding of all units that are placed in one way."""
+    """Makes the sharding of all units of one sharding type, of bags if ``pools`` is set, else of sequences."""
     sharding_type = sharding_infos[0].param_sharding.sharding_type
     make: Any = (_BAGS if pools else _SEQUENCES)[sharding_type]
     if sharding_type == ShardingType.DATA_PARALLEL.value:

@@ -1,4 +1,4 @@
-"""Shares of sharded tables: the ids whose vectors each rank composes, by the table's placement.
+"""Shares of sharded tables. A rank's *share* is the ids whose vectors it gets, each id on one rank, by placement.
 
 ::
 
@@ -36,18 +36,18 @@ _IDS_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """The ids that a rank has of a table that is divided by ids."""
+    """The ids in one rank's share, and the size of the largest share, which all ranks know."""
 
     ids: ShareIds  # the ids
     most_ids: int  # largest number of ids on a rank
 
 
 class ColumnShare(TableShare):
-    """A share of a table whose columns lie on one rank or several.
+    """A share of a table that is divided by columns: ranks compose their columns for each other's ids.
 
     Args:
         table: The table.
-        columns: The ranges of columns that this rank composes.
+        columns: The ranges of columns that this rank composes, with their weights; none on a rank without columns.
         columns_by_rank: First column, and last column + 1, of every range of each rank.
         device: Device of the weights.
         group: The ranks.
@@ -67,6 +67,7 @@ class ColumnShare(TableShare):
         self._rank = group.rank()
 
     def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
+        # chunk `number` of all ranks is one run of ids: rank r gets ids starts[r] to starts[r + 1], fewer at the end
         starts = [(number * self.world_size + rank) * most_ids for rank in range(self.world_size + 1)]
         parts = self._compose(self._ids.between(starts[0], starts[-1], self._device), with_gradients)
         ids_by_rank = [
@@ -101,7 +102,7 @@ class ColumnShare(TableShare):
             self._add(chunk.parts, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Sends a matrix to each rank, or nothing at all, and returns the received matrices, whose sizes are given."""
+        """Sends matrix r to rank r, or nothing; returns each rank's matrix, whose rows and columns ``received`` has."""
         in_numbers = [matrix.numel() for matrix in sent] or [0] * self.world_size
         out_numbers = [rows * columns for rows, columns in received]
         numbers = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
@@ -115,7 +116,7 @@ def _num_columns(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def ids_of_block(placement: Placement, block: int, device: torch.device) -> OwnedIds:
-    """Returns the ids whose rows of the divided partition lie in a block of rows."""
+    """Returns the ids whose row in the divided partition lies in a block; unless ids are rows, it goes over all ids."""
     assert placement.divided is not None
     num_ids, rows_per_block = placement.table.num_embeddings, placement.rows_per_block
     if isinstance(placement.table.scheme, Naive):
@@ -147,7 +148,10 @@ def make_share(
         device: Device of the weights.
         shards: This rank's shards, by partition table's name and first column.
         replicated: Weights that every rank has, by partition table's name.
-        owned_ids: Ids of this rank that earlier calls have found, by table.
+        owned_ids: Cache of this rank's ids of row-divided tables, by table; the call adds to it.
+
+    Raises:
+        UserError: An id of the table has several vectors, or the rows are divided within nodes.
     """
     table, kind, num_ids = placement.table, placement.unit.sharding_type, placement.table.num_embeddings
     require_one_vector(table)
@@ -186,7 +190,7 @@ def _share_columns(
     shards: Mapping[tuple[str, int], Tensor],
     replicated: Mapping[str, nn.Parameter],
 ) -> ShareColumns:
-    """Returns a range of columns of a table's vectors, with this rank's weights."""
+    """Returns a range of a table's output columns, with the weights on this rank that compose them."""
     weights = []
     for own in placement.slice(*columns).partitions:
         weight = shards.get((own.part.name, own.start))

@@ -27,7 +27,7 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, Composit
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """Columns ``[start, stop)`` of one partition's weight, which take part in a range of the output's columns."""
+    """Columns ``[start, stop)`` of one partition's weight, which contribute to a range of the output's columns."""
 
     part: PartitionTable  # the partition's parameters
     start: int  # first of the columns
@@ -49,7 +49,7 @@ class TableSlice:
 
     table: CompositionalEmbeddingConfig  # the table
     num_columns: int  # number of columns of the output
-    # the partitions' columns that take part; empty where this rank has no rows of the table
+    # the partitions' columns that contribute to them; empty where this rank has no rows of the table
     partitions: tuple[PartitionSlice, ...]
 
     @property
@@ -59,7 +59,7 @@ class TableSlice:
 
     @property
     def shape(self) -> tuple[tuple[int, int, str | None], ...]:
-        """Number, columns and compute kernel of each partition that takes part."""
+        """Number, number of columns and compute kernel of each partition that contributes."""
         return tuple((own.partition, own.num_columns, own.kernel) for own in self.partitions)
 
 
@@ -67,7 +67,7 @@ class TableSlice:
 class LocalTable(TableSlice):
     """A slice of a table with this rank's weights."""
 
-    # TorchRec's description of each shard, by the number of its partition; every rank has the others
+    # TorchRec's description of each sharded partition's shard, by number of the partition; the rest are replicated
     shards: Mapping[int, ShardedEmbeddingTable] = field(default_factory=dict)
     first_row: int = 0  # first row of the shard of the partition that is divided by rows
     is_frozen: bool = False  # whether the table's vectors are never updated
@@ -79,27 +79,33 @@ def width(table: CompositionalEmbeddingConfig) -> int:
 
 
 def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
-    """Returns rows and columns of a table's unit of placement: numbers that are looked up, as wide as the output."""
+    """Returns the shape of a table's unit, by which the planner counts bytes.
+
+    It is as wide as the output, with as many numbers as the vectors of all partitions, rounded up to a whole row.
+    """
     numbers = sum(part.num_parameters for part in table.lookup_tables())
     return -(-numbers // width(table)), width(table)
 
 
 def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether the ids of a bag have one vector together; else, in a sequence, each id has its own."""
+    """Returns whether a table pools the ids of a bag into one vector; a table of sequences gives one for each id."""
     return isinstance(table, CompositionalEmbeddingBagConfig)
 
 
 def slice_table(
     table: CompositionalEmbeddingConfig, columns: tuple[int, int], kernels: Sequence[str | None]
 ) -> TableSlice:
-    """Returns a range of the columns of a table's output."""
+    """Returns a range ``(start, stop)`` of a table's output; ``kernels`` has each partition's compute kernel."""
     start, stop = columns
     partitions = [replace(own, kernel=kernels[own.partition]) for own in partition_slices(table, start, stop)]
     return TableSlice(table, stop - start, tuple(partitions))
 
 
 def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int) -> list[PartitionSlice]:
-    """Returns the partitions' columns that take part in columns ``[start, stop)`` of the output."""
+    """Returns the partitions' columns that contribute to columns ``[start, stop)`` of the output.
+
+    Raises a UserError for a part of the columns if each depends on all columns of its partitions (paths).
+    """
     parts = table.partition_tables()
     columns = table.combine.columns(table.embedding_dim, len(parts))
     if columns is None:
@@ -124,7 +130,8 @@ def own_ranges(
     """Returns a table's column ranges, with neighbouring ranges of a rank merged and then cut to equal widths.
 
     TorchRec keeps a rank's shards of a weight in one matrix, so all ranges of a rank need one width: ``columns``, or
-    without it the greatest width that divides the rank's merged ranges.
+    without it the greatest width that divides the rank's merged ranges. Raises a UserError unless the ranges cover the
+    output's columns once, without gaps.
     """
     merged: list[ShardMetadata] = []
     for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
@@ -142,7 +149,7 @@ def own_ranges(
 
 
 def _equal_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> int | None:
-    """Returns the width to which a rank's ranges are cut so that its columns of each partition are equally wide."""
+    """Returns the width to cut a rank's ranges to, for shards of one width in each partition; None if they have it."""
     widths: dict[int, set[int]] = {}
     for shard in shards:
         for own in partition_slices(table, *column_range(shard)):

@@ -1,4 +1,4 @@
-"""Units of placement: one parameter a table, the only view of a collection that TorchRec has.
+"""Units of placement: one parameter for each table, which is all that TorchRec sees of a collection.
 
 TorchRec's sharded modules read tables, features and optimizers from the module that they replace, and their input and
 output dists need each table's features, columns and rank. They see the units and so work unchanged; only the lookup
@@ -41,7 +41,7 @@ def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbedd
 
 
 def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether a table's vectors require gradients; functions of path-based tables decide for themselves."""
+    """Returns whether a table's vectors (not path functions) require gradients; refuses tables where only some do."""
     trained = {
         part.name: weight.requires_grad
         for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
@@ -57,7 +57,7 @@ def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmb
 
 
 def _require_one_optimizer(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> None:
-    """Raises where partitions of a table declare different optimizers or different settings."""
+    """Raises if a table's partitions declare different optimizers or settings; path functions need not declare any."""
     declared = {
         part.name: optimizers
         for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
@@ -131,7 +131,7 @@ class BagUnits(_Units):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns one config a unit."""
-        # the sums that come back are divided later
+        # means too: the sharded module divides the sums of all ranks
         return self._configs(EmbeddingBagConfig, pooling=PoolingType.SUM)
 
     def is_weighted(self) -> bool:
@@ -152,7 +152,6 @@ class SequenceUnits(_Units):
         return self._configs(EmbeddingConfig)
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Returns the keys of each unit's output."""
         return [list(table.feature_names) for table in self._units]
 
     def embedding_dim(self) -> int:

@@ -59,10 +59,7 @@ __all__ = [
 
 
 def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
-    """Returns the class of the group that looks a slice up, for plans: nothing is loaded or compiled.
-
-    ``device_kind`` is ``cpu`` or ``cuda``; ``optimizer`` is the name of FBGEMM's optimizer that updates the rows.
-    """
+    """Returns the class of the group that looks a slice up on ``cpu`` or ``cuda``; ``optimizer`` is FBGEMM's name."""
     table = table_slice.table
     if _may_fuse(table) and reason_not_fused(table_slice, device_kind, optimizer) is None:
         return FusedGroup

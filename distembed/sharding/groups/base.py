@@ -66,7 +66,6 @@ class LookupRequest:
     buckets: Buckets | None = None  # the batch's bags by code, where buckets are looked up
 
     def record_stream(self, stream: Any) -> None:
-        """Keeps all tensors alive until a stream of the device has used them."""
         for tensor in (*self.rows, *self.offsets, *self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
@@ -125,10 +124,7 @@ class Group(ABC):
         """Returns the rows to look up for a batch."""
 
     def has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
-        """Returns whether every bag is known to have at most one id.
-
-        A CPU looks at the lengths. On a GPU that would be a wait, so ``has_single_ids`` decides.
-        """
+        """Returns whether each bag surely has at most one id; on a GPU ``has_single_ids`` decides, without a wait."""
         lengths = features.lengths()
         if features.values().numel() > lengths.numel():
             return False
@@ -212,10 +208,7 @@ class Group(ABC):
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes that a lookup of this kind takes, with stacks and gradients of replicated weights.
-
-        It completes :meth:`lookup_memory` by the numbers that all kinds have in common.
-        """
+        """Returns the bytes of :meth:`lookup_memory`, plus the stacks and gradients of replicated weights."""
         load = replace(load, finds_distinct=device_kind == "cpu")
         own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         # weights are stacked during the lookup: of the saved bytes only rows exist yet, and nothing is pooled

@@ -100,7 +100,6 @@ class FusedGroup(Group):
         return composed
 
     def _storages(self, tbes: Sequence[nn.Module]) -> list[Storage]:
-        """Returns the weights and states of each partition's rows."""
         remaining = iter(tbes)
         stacks = [self._stacks.get(position) for position in range(self.num_slices)]
         return [
@@ -135,7 +134,6 @@ class FusedGroup(Group):
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of the lookup and of the gradients of replicated weights."""
         own, replicated = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         gradients = 0 if load.averages_gradients else replicated
         update = own.update_bytes + (replicated if load.averages_gradients else 0)
@@ -273,10 +271,7 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
 
 
 def _readable(weights: list[Tensor]) -> list[Tensor]:
-    """Returns weights that the kernels can read: all float32 or all float16, with equal strides; else copies.
-
-    Copies are differentiable, so gradients still reach the replicated weights.
-    """
+    """Returns weights that the kernels can read, all float32 or all float16 with equal strides; else float32 copies."""
     first = weights[0]
     if first.dtype in (torch.float32, torch.float16) and first.stride(1) == 1:
         if all((own.dtype, own.stride()) == (first.dtype, first.stride()) for own in weights):

@@ -101,7 +101,6 @@ class GroupLoad:
 
     @property
     def tables(self) -> list[CompositionalEmbeddingConfig]:
-        """Table of each feature."""
         return [table_slice.table for table_slice in self.slices]
 
     @property
@@ -121,7 +120,6 @@ class GroupLoad:
 
     @property
     def num_ids(self) -> int:
-        """Number of ids of all features."""
         return math.ceil(sum(self.num_ids_per_feature))
 
     @property
@@ -175,10 +173,7 @@ def expected_distinct(possible: int, draws: float) -> float:
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
-    """Returns the bytes that composing reads and writes, forward and backward; 0 for a single partition.
-
-    Forward reads each partition's vectors and writes one; backward moves twice as many bytes.
-    """
+    """Returns the bytes that composing moves: forward each partition's vectors and the result, backward twice that."""
     if len(table_slice.table.scheme.num_rows) == 1:
         return 0.0
     dims = sum(part.num_columns for part in table_slice.partitions)
