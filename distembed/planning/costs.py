@@ -1,7 +1,7 @@
 """Cost of each placement of a table to each rank, in time and memory, piece by piece; estimates are sums of pieces.
 
-A search adds the pieces of many plans, :func:`step_times` the pieces of one. Times are milliseconds of a training step,
-forward and backward::
+A search adds up the pieces of many plans, :func:`step_times` the pieces of a finished plan. Times are milliseconds of a
+training step, forward and backward::
 
     rank = sum of its shards' lookups                     + work of every rank for each table
         + start of each group of lookups that it has      + start of each exchange that any table takes part in
@@ -72,16 +72,16 @@ _ID_COPIES = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table is divided, wherever its shards lie."""
+    """How a table is divided into shards, apart from the ranks that hold them."""
 
     sharding_type: str
     compute_kernel: str
-    # first column and last column + 1 of each range of columns of the output; one range where columns are not divided;
-    # two-level types have a shard on every rank of a node for each
+    # first column and last column + 1 of each range of the output's columns, all of one width; one range where columns
+    # are not divided. Two-level types have a shard on every rank of a node for each range
     columns: tuple[tuple[int, int], ...]
 
     def lies_on_one_node(self, cluster: Cluster) -> bool:
-        """Returns whether the ranges of columns go to one of several nodes together."""
+        """Returns whether all ranges of columns must go to the same node, and there is more than one node."""
         is_on_node = self.sharding_type == ShardingType.TABLE_COLUMN_WISE.value and cluster.nodes > 1
         return is_on_node and len(self.columns) > 1
 
@@ -91,9 +91,9 @@ class ShardCost:
     """Cost of a shard to the rank that has it."""
 
     lookup_ms: float  # of lookups, composing, their gradients and their update, without starting kernels
-    group: Hashable  # group of lookups, whose kernels a rank starts once; None for no lookup
+    group: Hashable  # lookups of one group share kernels, which a rank starts once a step; None for no lookup
     transfers: Mapping[Phase, Transfer]  # by phase
-    storage: TableStorage  # of the shard; of the fullest where several are alike
+    storage: TableStorage  # of the shard; shards of equal rows all count as the first, which has the most
     buffer_bytes: float  # a guess of the buffers of its lookups
 
     @property
@@ -102,7 +102,7 @@ class ShardCost:
         return self.storage.total + self.buffer_bytes
 
     def exchange_ms(self, num_others: int) -> float:
-        """Returns the milliseconds of exchanges of a rank that has its share of the other ranks' work too."""
+        """Returns the sum over phases of the owner's milliseconds, or of all ``num_others`` ranks' if it has none."""
         return sum((own.owner_ms or num_others * own.other_ms for own in self.transfers.values()), 0.0)
 
 
@@ -110,18 +110,19 @@ class ShardCost:
 class PlacementCost:
     """Cost of one placement of a table."""
 
-    # cost of each shard, range of columns after range, in one rank of a node after the other where rows are divided
-    # within nodes; none of a table that is on every rank
+    # cost of each shard, sorted by range of columns and then, where rows are divided within nodes, by rank of the node;
+    # empty for a table on every rank
     shards: Sequence[ShardCost]
-    # cost to every rank: of a table on all ranks, or of the replicated partitions of a sharded table
+    # cost to every rank: all of a table on every rank; of a sharded table, its replicated partitions, and the copies of
+    # vectors for the rank's own rows
     everywhere: ShardCost
     all_reduce_ms: float  # in which the gradients of replicated weights are averaged
-    exchange: ExchangeKey | None  # that the table takes part in; None where nothing is exchanged
-    sent_bytes: float  # that all ranks together send in a step for the table
+    exchange: ExchangeKey | None  # the exchange that the table takes part in; None where nothing is exchanged
+    sent_bytes: float  # bytes that all ranks together send in a step for the table
 
 
 class PlacementCosts:
-    """Costs of placements on one cluster, for one workload; similar tables are computed once."""
+    """Costs of placements on one cluster, for one workload; cached by :meth:`table_class` and layout."""
 
     def __init__(self, request: PlanRequest) -> None:
         cluster, workload = request.cluster, request.workload
@@ -157,7 +158,7 @@ class PlacementCosts:
         return 0.0 if self._cluster.world_size == 1 else _MS * self._cluster.device.collective_seconds
 
     def group_start_ms(self, group: Hashable) -> float:
-        """Returns the milliseconds in which a rank starts a group's kernels, once a step."""
+        """Returns the milliseconds in which a rank starts a group's kernels; :meth:`cost` has to name it before."""
         return self._group_starts[group]
 
     def exchange_start_ms(self, exchange: ExchangeKey) -> float:
@@ -197,6 +198,7 @@ class PlacementCosts:
         return self._known[key]
 
     def _cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
+        # slices of equal shape have equal costs, and so have the row shards of one slice
         exchange, device = (collection, layout.sharding_type), self._cluster.device
         slices, replicated = divided_table(table, layout)
         traffic = self._table_traffic(table, collection)
@@ -229,7 +231,7 @@ class PlacementCosts:
         return PlacementCost(shards, everywhere, all_reduce_ms, exchange if is_sent else None, sent_bytes)
 
     def _num_row_shards(self, sharding_type: str) -> int:
-        """Returns over how many ranks the rows of a table's largest partition are divided."""
+        """Returns the number of ranks over which a sharding type divides rows; 1 where it divides none."""
         if sharding_type == ShardingType.ROW_WISE.value:
             return self._cluster.world_size
         return self._cluster.ranks_per_node if sharding_type in WITHIN_NODES else 1
@@ -239,6 +241,8 @@ class PlacementCosts:
         return _MS * traffic.rounding_bytes(num_columns) / self._cluster.device.memory_bandwidth
 
     def _shard(self, own: TableSlice, exchange: ExchangeKey, traffic: TableTraffic, is_grid: bool) -> ShardCost:
+        """Returns the cost of one row shard of a slice, and records the start of its group in ``_group_starts``."""
+        # ids spread evenly over the shards that have rows: a small table divided over many ranks leaves some without
         sharding_type, world_size, features = exchange[1], self._cluster.world_size, own.table.feature_names
         num_shards = self._num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == _DATA_PARALLEL else world_size
@@ -271,7 +275,7 @@ class PlacementCosts:
     def _buffer_bytes(
         self, table: CompositionalEmbeddingConfig, num_columns: int, num_rows: int, num_shards: int
     ) -> float:
-        """Returns a guess of the bytes in which a rank looks up some columns of ``num_rows`` rows."""
+        """Returns a guess of a rank's buffer bytes to look up some columns for ``num_rows`` rows of a batch."""
         num_ids = num_rows * self._workload.mean_ids(table.feature_names) / num_shards
         num_vectors = num_rows * len(table.feature_names) if is_pooled(table) else num_ids
         return num_vectors * num_columns * FLOAT_BYTES * _VECTOR_COPIES + num_ids * LONG_BYTES * _ID_COPIES
@@ -282,12 +286,15 @@ class PlacementCosts:
 
 
 def _num_with_rows(num_rows: int, num_shards: int) -> int:
-    """Returns how many of the shards have rows, where all but the last have equally many."""
+    """Returns how many shards have rows, where each takes ceil(num_rows / num_shards) until no row is left."""
     return -(-num_rows // -(-num_rows // num_shards))
 
 
 def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[list[TableSlice], list[PartitionTable]]:
-    """Returns a table's ranges of columns, with kernels for sharded partitions, and its replicated partitions."""
+    """Returns a slice of the table for each range of columns, and the partitions that every rank holds.
+
+    Sharded partitions of a slice have a kernel, replicated ones None. By rows only the largest partition is sharded.
+    """
     parts, sharded = table.partition_tables(), table.lookup_tables()
     if layout.sharding_type == _DATA_PARALLEL:
         sharded = []
@@ -300,7 +307,7 @@ def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[
 
 
 def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]]:
-    """Returns the layout of a placed table of so many columns, and the rank of each shard."""
+    """Returns the layout of a placed table, and the rank of each shard; no ranks of a table on every rank."""
     columns, ranks = [(0, num_columns)], list[int]()
     if not is_on_every_rank(unit.sharding_type):
         shards = column_shards(unit)
@@ -309,7 +316,7 @@ def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]
 
 
 def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
-    """Returns the times of every rank for placements of all tables; TorchRec's own count as full tables."""
+    """Returns the times of every rank under the placements of all tables; TorchRec's own tables count as full."""
     common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
     all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
     exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are equal in every run
@@ -329,6 +336,7 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
     for own in ranks:
         starts_ms = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
         exchange_ms = 0.0
+        # of each phase the longer: the rank's own shards, or all other ranks' shards (others has all ranks' work)
         for phase in others | common.owner_ms:
             own_ms = own.owner_ms[phase] + common.owner_ms[phase]
             exchange_ms += max(own_ms, others[phase] - own.other_ms[phase])
@@ -339,7 +347,7 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
 
 
 class _Shards:
-    """Sum over shards: lookups, groups, and transfers by phase."""
+    """Sums over the shards of one rank: lookups, distinct groups, and transfers by phase."""
 
     def __init__(self) -> None:
         self.lookup_ms = 0.0
@@ -356,7 +364,10 @@ class _Shards:
 
 
 def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime]:
-    """Adds the time in which ranks wait for cores: a node takes at least the time that its cores take for all."""
+    """Returns the times with waiting added where a node's cores run only some of its ranks at once.
+
+    Each rank of the node then takes at least the sum of its ranks' times over the number of ranks that run at once.
+    """
     shared: list[StepTime] = []
     size = cluster.ranks_per_node
     for first in range(0, len(times), size):

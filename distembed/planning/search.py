@@ -1,9 +1,9 @@
 """Finds the fastest plan that fits the memory of a cluster and of a training step.
 
-The tables become a problem in numbers (:mod:`distembed.planning.table_problem`), which the estimate of time solves
-(:mod:`distembed.planning.fastest`). That search adds up the bytes of shards, but a step's fullest moment is not a sum.
-So each solution's memory is counted exactly (:mod:`distembed.planning.buffers`); where a rank has too much, the search
-continues with less capacity.
+The tables become a problem in numbers (:mod:`distembed.planning.table_problem`). A search minimises the estimated time
+(:mod:`distembed.planning.fastest`) and adds up the bytes of shards, but a step's fullest moment is no sum over shards.
+So each solution's memory is counted exactly (:mod:`distembed.planning.buffers`), and where a rank has too much, the
+search runs again with less capacity.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ from distembed.planning.table_problem import TableProblem
 from distembed.sharding.placement import Placement, place_table, place_tables
 
 _TRIES = 6
-"""Capacities that are tried where the exact count of a solution exceeds the memory."""
+"""Most capacities tried in turn where the exact count of a solution exceeds the memory."""
 
 
 @dataclass(frozen=True)
 class EstimatedPlan:
-    """The fastest plan found that fits; where none fits, a plan with few bytes on the fullest rank."""
+    """The fastest plan found that fits; where none was found, the counted plan that exceeds the memory least."""
 
     plan: ShardingPlan
-    placements: Sequence[Placement]  # of all tables, TorchRec's own as the full tables that they are
+    placements: Sequence[Placement]  # of all tables; tables of TorchRec's own collections as full tables
     ranks: Sequence[PlannedRank]
     why: Mapping[str, str]  # the reason of each table's place, by name
     alternatives: Mapping[str, Sequence[Alternative]]  # the best other places of each table, the best first
@@ -90,13 +90,14 @@ def make_plan(
 
 
 def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
-    """Returns the cluster of this process, as if all its machines were like this one.
+    """Returns the cluster of the running ranks, assuming that all machines are like this one.
 
-    Ranks compute like the named device, or like the most similar catalogue device, with their own memory.
+    Speeds are the named device's, or the most similar catalogue device's; memory is this machine's. Refuses a named
+    device of another kind than the ranks' (``UserError``).
     """
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
-    # TorchRec knows machines with equally many ranks alone
+    # TorchRec plans for equally many ranks on each machine; otherwise each rank counts as a machine of its own
     ranks_per_node = ranks.local_world_size if ranks.world_size % ranks.local_world_size == 0 else 1
     own_memory = memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node)
     device = device_here(ranks.device, own_memory)
@@ -112,19 +113,20 @@ def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
 
 
 def find_plan(request: PlanRequest) -> EstimatedPlan:
-    """Plans for any cluster, without its devices and without other ranks.
+    """Plans for any cluster, in this process alone and without the cluster's devices.
 
-    Where no plan fits, returns one that does not, with few bytes on the fullest rank.
+    Where no plan is found to fit, the returned plan has ``fits`` False and exceeds the memory least.
 
     Raises:
-        InsufficientMemory: The tables do not fit, or a rank has no room besides them.
+        InsufficientMemory: Weights and optimizer states do not fit however they are placed, or a step of the networks
+            does not fit even without tables.
         UserError: The config names an unknown table, or allows no way for a table.
     """
     return _Search(request).best()
 
 
 def some_plan_fits(request: PlanRequest) -> bool:
-    """Returns whether :func:`find_plan` finds a plan that fits, sooner; raises its ``UserError`` as well."""
+    """Returns whether :func:`find_plan` finds a plan that fits, mostly without its search; raises ``UserError``."""
     try:
         return _Search(request).fits()
     except InsufficientMemory:
@@ -137,7 +139,7 @@ def require_room(request: PlanRequest) -> None:
 
 
 def require_fitting_plan(estimated: EstimatedPlan) -> ShardingPlan:
-    """Returns the plan; raises an ``InsufficientMemory`` where the tables fit and their step does not."""
+    """Returns the plan if it fits; else raises an ``InsufficientMemory`` that names the fullest rank's items."""
     if estimated.fits:
         return estimated.plan
     fullest = max(estimated.ranks, key=lambda rank: rank.total_bytes)
@@ -154,7 +156,7 @@ def require_fitting_plan(estimated: EstimatedPlan) -> ShardingPlan:
 
 
 def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
-    """Returns where the parameters of a model's tables go, collection by collection."""
+    """Returns the placement of each table of the model's collections that the plan names."""
     return [
         placement
         for path, module in embedding_modules(model).items()
@@ -164,7 +166,7 @@ def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> li
 
 
 class _Search:
-    """Looks for a plan; raises an ``InsufficientMemory`` where a step has no room even without tables."""
+    """The search for one request; construction raises ``InsufficientMemory`` if a step has no room without tables."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, world_size = request, request.cluster.world_size
@@ -181,8 +183,9 @@ class _Search:
         self._capacity = self._counted.capacity
         tolerance = request.config.time_tolerance
         self._solver = Solver(self._tables.problem, request.host_bytes, self._capacity, tolerance)
-        self._excess = np.inf  # bytes that the fullest rank of the next solution lacks
-        self._least_excess: Solution  # of all that were counted
+        # the counted solution whose fullest rank lacks the fewest bytes, and these bytes
+        self._excess = np.inf
+        self._least_excess: Solution
 
     def best(self) -> EstimatedPlan:
         self.require_room()
@@ -204,9 +207,8 @@ class _Search:
     def fits(self) -> bool:
         """Returns whether :meth:`best` finds a plan that fits, mostly without its search for the fastest.
 
-        No plan fits where weights, states and a step's networks exceed the memory; this raises ``InsufficientMemory``.
-        A few tables are searched completely. Of more tables, the emptiest solution is tried, on which :meth:`best`
-        falls back.
+        Raises ``InsufficientMemory`` where weights, states and a step's networks alone exceed the memory. A few tables
+        are searched completely. For more, the emptiest solution is counted, on which :meth:`best` falls back.
         """
         request = self._request
         beside = sum(request.workload.bytes_beside_tables(request.cluster.world_size).values())
@@ -217,9 +219,11 @@ class _Search:
         return self._fits(self._solver.emptiest(self._capacity).assignment) or self._fitting() is not None
 
     def require_room(self, num_bytes: Floats | None = None) -> None:
-        """Raises an ``InsufficientMemory`` where weights and states alone do not fit, however they are placed.
+        """Raises an ``InsufficientMemory`` where weights and optimizer states do not fit, however they are placed.
 
-        Each rank has ``num_bytes`` for them; unless given, all memory except the networks' weights and states.
+        Each rank has ``num_bytes`` for them; unless given, all memory except the bytes that a rank keeps between steps.
+        Two checks, with each table in its smallest option: one rank has room for each table's largest shard, and the
+        tables pinned to a set of ranks, or to subsets of it, fit these ranks together.
         """
         problem, capacity = self._tables.problem, np.maximum(self._capacity if num_bytes is None else num_bytes, 0)
         world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
@@ -250,7 +254,7 @@ class _Search:
                 )
 
     def _fitting(self) -> Solution | None:
-        """Returns the fastest fitting solution that was found, or None."""
+        """Returns the fastest solution found whose exact count fits, or None; keeps the one that exceeds it least."""
         first, capacity, fitting = self._solver.fastest(self._capacity), self._capacity, None
         if self._fits(first.assignment):
             fitting = first
@@ -269,7 +273,7 @@ class _Search:
             fastest = self._solver.polished(fastest, capacity, seconds, self._counted.excess)
         if fastest is None:
             return self._emptiest(capacity)
-        # one that is nearly as fast, with fewer bytes on the fullest rank
+        # a solution nearly as fast with fewer bytes on the fullest rank, if the exact count confirms the fewer bytes
         emptier = self._solver.emptier(fastest, capacity)
         is_emptier = self._counted.excess(emptier.assignment)[0] <= self._counted.excess(fastest.assignment)[0]
         return emptier if is_emptier else fastest
@@ -277,7 +281,10 @@ class _Search:
     def _tightened(
         self, solution: Solution, again: Callable[[Solution, Floats], Solution]
     ) -> tuple[Solution, Floats] | None:
-        """Returns the first solution that fits with less and less capacity, and its capacity; or None."""
+        """Counts a solution, and calls ``again`` with less and less capacity until the count fits.
+
+        Returns the first solution that fits and its capacity; None after 6 tries, or where less capacity cannot help.
+        """
         capacity = self._capacity
         for _ in range(_TRIES):
             excess, lower = self._counted.excess(solution.assignment)
@@ -291,7 +298,7 @@ class _Search:
         return None
 
     def _improved(self, solution: Solution, capacity: Floats) -> Solution:
-        """Returns a faster fitting solution in tight memory, where one is found; else the given one."""
+        """Returns a faster solution whose exact count fits, or the given one, which fits at this capacity."""
         for _ in range(_TRIES):
             faster = self._solver.improved(solution.assignment, capacity)
             excess, lower = self._counted.excess(faster.assignment)
@@ -310,6 +317,7 @@ class _Search:
         return self._improved(solution, capacity) if excess <= 0 else None
 
     def _keep(self, solution: Solution, excess: float) -> None:
+        """Remembers a counted solution if it lacks fewer bytes than all before."""
         if excess < self._excess:
             self._excess, self._least_excess = excess, solution
 
@@ -317,7 +325,7 @@ class _Search:
         return self._counted.excess(assignment)[0] <= 0
 
     def _timed_ranks(self, placements: Sequence[Placement], counted: Sequence[PlannedRank]) -> list[PlannedRank]:
-        """Adds times, the allocator's share and capacities to ranks with counted memory."""
+        """Returns ranks with counted memory, completed by their times, the allocator's share and their capacities."""
         request, cluster = self._request, self._request.cluster
         times = step_times(placements, self._costs, cluster)
         memory, host, plannable = cluster.bytes_by_rank, cluster.host_bytes_by_rank, request.plannable_bytes.tolist()
@@ -334,7 +342,7 @@ class _Search:
 
 
 class CountedMemory:
-    """Counts the memory of a whole step under an assignment."""
+    """Counts the memory of a whole step on each rank under an assignment, exactly."""
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
         self._request, self._tables = request, tables
@@ -350,11 +358,12 @@ class CountedMemory:
         return Step.of(self._request, placements).ranks()
 
     def excess(self, assignment: Assignment) -> tuple[float, Floats]:
-        """Returns the bytes that the fullest rank lacks, and the capacities by rank at which it would fit.
+        """Returns the bytes that the fullest rank lacks, and the capacities by rank with which to search again.
 
-        Bytes, on the device or in host memory, are negative where there is room. Capacities are for the sums of
-        shards' bytes that a search adds up, infinite where there is room.
+        The bytes are the larger lack of device and host memory; negative where all ranks have room. Capacities limit
+        the sums of shards' bytes in a search; they are infinite where all devices have room.
         """
+        # an overfull rank's exact total exceeds the search's sum; the largest difference is kept free on all ranks
         request, ranks = self._request, self.ranks(assignment)
         totals: Floats = np.array([rank.total_bytes for rank in ranks], np.float64)
         host = max(np.array([rank.storage.host for rank in ranks]) - request.host_bytes)

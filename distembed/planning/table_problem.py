@@ -1,6 +1,7 @@
 """The tables of a request as a problem in numbers, and the plan of the problem's solution.
 
-Tables that differ in names only form one class, whose options are costed once (:mod:`distembed.planning.costs`).
+A *unit* is one table, or several tables that the config keeps on the same ranks (``plan.together``): the search places
+units. Units that differ in names only form one class, whose options are costed once (:mod:`distembed.planning.costs`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,13 +36,14 @@ class PlannedTable:
 
     table: CompositionalEmbeddingConfig
     collection: str  # path of the collection within the model
-    layouts: Sequence[Layout]  # ways in which the table may be divided, in the order of the problem's options
+    layouts: Sequence[Layout]  # the n-th layout is the table's part of its unit's n-th option
 
 
 class TableProblem:
-    """The tables of a request as a problem, in which each unit of tables that lie together is one table.
+    """The tables of a request as a :class:`Problem`, whose tables are the request's units.
 
-    ``unit_of`` has the number of each table's unit, ``tables_of`` the numbers of each unit's tables.
+    ``unit_of[table]`` is the unit of a table of the request, ``tables_of[unit]`` the numbers of a unit's tables.
+    Raises a ``UserError`` where the config allows no layout for a table or for a unit.
     """
 
     def __init__(self, request: PlanRequest, costs: PlacementCosts) -> None:
@@ -56,6 +58,7 @@ class TableProblem:
         self.tables_of: list[list[int]] = [[] for _ in units]
         for number, unit in enumerate(self.unit_of):
             self.tables_of[unit].append(number)
+        # units with equal keys share the layouts of the first unit of their class, table by table
         layouts: dict[int, Sequence[Layout]] = {}
         self._first_of_class: dict[Hashable, list[int]] = {}
         keys = []
@@ -72,6 +75,7 @@ class TableProblem:
 
     @cached_property
     def problem(self) -> Problem:
+        """The problem; its groups, exchanges and phases are numbered in the order in which costs name them."""
         cluster, costs = self._request.cluster, self._costs
         classes = [[self.tables[number] for number in numbers] for numbers in self._first_of_class.values()]
         for cost in (self._cost(own, layout) for members in classes for own in members for layout in own.layouts):
@@ -102,6 +106,7 @@ class TableProblem:
         )
 
     def layout(self, table: int, option: int) -> Layout:
+        """Returns a table's layout under an option of its unit, given by its number in the whole problem."""
         return self.tables[table].layouts[option - self.problem.options_of(self.unit_of[table]).start]
 
     def cost(self, table: int, option: int) -> PlacementCost:
@@ -116,6 +121,7 @@ class TableProblem:
 
     def sharding(self, assignment: Assignment, table: int) -> ParameterSharding:
         """Returns TorchRec's form of one table's place in an assignment."""
+        # ranks by range of columns, one for each place; a place that is a node stands for all of its ranks
         unit, cluster = self.unit_of[table], self._request.cluster
         option = int(assignment.option[unit])
         layout, blocks = self.layout(table, option), self.problem.options[option].blocks
@@ -130,7 +136,8 @@ class TableProblem:
 
     def _option(self, planned: PlannedTable, layout: Layout) -> Option:
         cost, cluster = self._cost(planned, layout), self._request.cluster
-        # the first shard of each range of columns stands for all shards of its rows, and of the ranges of a node
+        # cost.shards has `size` equal row shards for each range of columns: the first stands for the block of a range.
+        # With table_column_wise on one of several nodes, the first shard stands for the ranges of all the node's ranks
         size, is_on_node = len(cost.shards) // len(layout.columns) or 1, layout.lies_on_one_node(cluster)
         shards = cost.shards[:1] if is_on_node else cost.shards[::size]
         return Option(
@@ -158,10 +165,10 @@ class TableProblem:
 def unit_sharding(
     table: CompositionalEmbeddingConfig, layout: Layout, ranks: Sequence[int], cluster: Cluster
 ) -> ParameterSharding:
-    """Returns TorchRec's sharding of a table's unit.
+    """Returns TorchRec's sharding of one table, with shard sizes and offsets as TorchRec divides it.
 
-    ``ranks`` has the rank of each shard, by range of columns and then by block of rows; or all ranks, of a table that
-    every rank has.
+    ``ranks`` has the rank of each shard, sorted by range of columns and then by block of rows. Of a table on every rank
+    it has all ranks.
     """
     if layout.sharding_type == ShardingType.DATA_PARALLEL.value:
         return ParameterSharding(layout.sharding_type, layout.compute_kernel, list(ranks), None)

@@ -97,7 +97,7 @@ class LowerBound:
         return upper if best == almost else best
 
     def _restrictions(self) -> Iterator[_Restriction]:
-        """Yields restrictions of which every assignment satisfies one: the sets of exchanges that it may use."""
+        """Yields restrictions, one for each set of exchanges in use, that together cover every assignment."""
         every = np.ones(len(self._exchanges), bool)
         needed = self._common_to_options(self._exchanges, every)
         if len(needed) > _MAX_EXCHANGES:
