@@ -181,14 +181,17 @@ class LoadedModel:
         return self._answer(self._score(batches), decoded.is_good)
 
     def _score(self, batches: Iterable[Batch]) -> list[Mapping[str, npt.NDArray[Any]]]:
-        """Returns the task's predictions of batches of the dataset's columns."""
+        """Returns the task's predictions of each batch, by column; a batch has the dataset's columns, not prepared."""
         task = self._model.task
         return [task.predictions(self._model.outputs(task.prediction_batch(batch))) for batch in batches]
 
     def _answer(
         self, found: Sequence[Mapping[str, npt.NDArray[Any]]], is_good: npt.NDArray[np.bool_] | None
     ) -> Predictions:
-        """Returns predictions as users get them, with NaN or null for malformed rows."""
+        """Joins predictions of the good rows into an array or a table with NaN or null for malformed rows.
+
+        ``is_good`` says which rows are well-formed; None if all are.
+        """
         if not self._model.task.id_columns:
             numbers = np.concatenate([np.empty(0, np.float32), *(each["prediction"] for each in found)])
             if is_good is None or is_good.all():
@@ -200,7 +203,7 @@ class LoadedModel:
         table = pa.concat_tables([columns.schema.empty_table(), *(columns.table(each) for each in found)])
         if is_good is None:
             return table
-        places = np.cumsum(is_good) - 1
+        places = np.cumsum(is_good) - 1  # the prediction's place of each good row
         return table.take(pa.array(places, mask=~is_good))
 
     @cached_property
@@ -247,7 +250,7 @@ class LoadedModel:
         return found
 
     def _table(self, name: str) -> tuple[CompositionalTables[Any], Any]:
-        """Returns a table and the collection that has it."""
+        """Returns the collection of a table and the table's config; an unknown name is a :class:`UserError`."""
         collections = embedding_modules(self._model.module.model).values()
         tables = {table.name: (module, table) for module in collections for table in table_configs(module)}
         module, table = tables[one_of("table", name, tables)]
@@ -298,7 +301,7 @@ class LoadedModel:
 
     @staticmethod
     def _rows_of(model: WholeModel, batches: Iterable[Batch]) -> dict[str, npt.NDArray[Any]]:
-        """Returns the task's outputs of all rows of its batches."""
+        """Returns the model's outputs for all rows of prepared batches, joined by the output's name."""
         outputs = [model.outputs(batch) for batch in batches]
         names = model.task.outputs
         return {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
@@ -342,7 +345,7 @@ class LoadedModel:
         return _Source.load, (dataclasses.replace(self._source, checkpoint=self.checkpoint),)
 
     def _require_usable(self) -> None:
-        """Raises a :class:`RunError` in a fork with a model on a GPU, which a fork cannot use."""
+        """Adapts to a fork: refuses a model on a GPU by a :class:`RunError`, and sets torch to one thread."""
         if os.getpid() == self._process:
             return
         if self.device.type != "cpu":
@@ -355,7 +358,7 @@ class LoadedModel:
 
 
 def _looks_like_file(text: str, splits: Mapping[str, object]) -> bool:
-    """Returns whether a text is the path of a file rather than the name of a split, which may be unknown."""
+    """Returns whether a text that names no split has a folder or a suffix, and so is meant as a file."""
     return text not in splits and (os.sep in text or bool(Path(text).suffix))
 
 
@@ -364,7 +367,7 @@ def _html_row(cell: str, values: Sequence[Any]) -> str:
 
 
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:
-    """Yields the batches of an evaluation: the task's own, or the rows of the split."""
+    """Yields prepared batches of an evaluation: those that the task itself makes, else the split's rows in order."""
     own = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
     if own is not None:
         yield from own

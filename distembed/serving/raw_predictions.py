@@ -58,13 +58,13 @@ _STEPS_AHEAD = 2
 
 @dataclass(frozen=True, eq=False)
 class ScoredPiece:
-    """Some lines of an input.
+    """Consecutive lines of an input, decoded; each line gets a prediction, null if it is malformed.
 
     Attributes:
-        num_lines: Number of the lines.
-        rows: The line of each well-formed row, in order.
-        keys: The key columns of all lines, null for a line that is no row.
-        block: The well-formed rows.
+        num_lines: Number of the lines, malformed ones included.
+        rows: The line, from 0 within this piece, of each well-formed row, in order.
+        keys: The key columns of all lines, null for a line that cannot be split into columns.
+        block: The well-formed rows as columns of the dataset.
     """
 
     num_lines: int
@@ -74,10 +74,10 @@ class ScoredPiece:
 
 
 class RawInputs:
-    """Reads inputs of raw rows once, on one process, and keeps their ``keys`` columns as they are.
+    """Reads inputs of raw rows once, on one process, with the columns ``keys``, which are copied to the predictions.
 
-    ``max_rejected`` is the largest share of malformed rows that is no error; ``rejected`` counts them by reason at the
-    end.
+    ``max_rejected`` is the largest share of malformed rows that is no error; ``rejected`` counts malformed rows by
+    reason once :meth:`pieces` has ended.
     """
 
     def __init__(
@@ -89,7 +89,10 @@ class RawInputs:
         self._key_types: dict[str, pa.DataType] = {}
 
     def pieces(self) -> Iterator[ScoredPiece]:
-        """Yields the lines of all inputs, in order."""
+        """Yields the lines of all inputs, in order.
+
+        Raises a :class:`UserError` early where most rows so far are malformed, and at the end where too many are.
+        """
         source = self._source
         with tempfile.TemporaryDirectory() as folder:
             rejected = RejectedRows(
@@ -113,8 +116,9 @@ class RawInputs:
                 rejected.require_few(num_lines)
 
     def _piece(self, raw: RawRows) -> tuple[ScoredPiece, Sequence[RejectedRow]]:
-        """Returns a block's lines, and the malformed ones."""
+        """Returns the decoded lines of a block, and the malformed lines with their problems."""
         decoded = decode_rows(self._decoder.decode, raw)
+        # keys of lines that are no rows: taking a null index gives null
         places = np.full(raw.num_lines, -1, np.int64)
         places[raw.lines] = np.arange(len(raw.lines))
         index = pa.array(places, mask=places < 0)
@@ -122,7 +126,7 @@ class RawInputs:
         return ScoredPiece(raw.num_lines, np.flatnonzero(decoded.is_good), keys, decoded.block), decoded.rejected
 
     def _key(self, name: str, column: pa.ChunkedArray) -> Any:
-        """Returns a key column in the type of its first values, since JSON may give each block another type."""
+        """Casts a block's key column to its type in the first block, since JSON may give each block another type."""
         wanted = self._key_types.setdefault(name, pa.string() if pa.types.is_null(column.type) else column.type)
         try:
             return column.cast(wanted)
@@ -211,7 +215,10 @@ def predict_rows(
 def _own_blocks(
     collectives: Collectives, next_blocks: Callable[[], Sequence[RecordBlock] | None]
 ) -> Iterator[RecordBlock]:
-    """Yields this rank's block of each step that ``next_blocks`` returns on rank 0; all ranks raise its errors."""
+    """Yields this rank's block of each step; all ranks call it.
+
+    ``next_blocks``, called on rank 0, returns a block for each rank, or None at the end. All ranks raise its error.
+    """
     while True:
         messages: Sequence[RecordBlock | Exception | None] | None = None
         if collectives.rank == 0:
@@ -228,9 +235,15 @@ def _own_blocks(
 
 
 def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[tuple[Sequence[RecordBlock], Sequence[ScoredPiece]]]:
-    """Yields a block for each rank, and the pieces whose first rows are in these blocks.
+    """Cuts the rows of all pieces into steps; yields a block for each rank, and the pieces read for the step.
 
-    In the last step blocks may have no rows, or there may be no blocks at all.
+    ::
+
+        pieces   | piece 0 | piece 1 |  piece 2  |        their well-formed rows, one after another
+        steps    | rank 0 | rank 1 || rank 0 | rank 1 |   blocks of EVALUATION_BATCH_SIZE rows until the last step
+
+    A piece comes with the step of its first rows. In the last step some blocks may be empty; without rows there are
+    no blocks.
     """
     size = EVALUATION_BATCH_SIZE * num_ranks
     waiting: list[RecordBlock] = []
@@ -254,12 +267,15 @@ def _cut(rows: RecordBlock, num_ranks: int) -> list[RecordBlock]:
 
 
 def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
-    """Returns some rows of a block, fewer where it has no more."""
+    """Returns the rows from ``start`` to ``stop`` - 1 of a block, as far as it has them."""
     return rows.gather(np.arange(start, max(start, min(stop, len(rows.records)))))
 
 
 class _Lines:
-    """The lines of the file of predictions, written once all predictions of a piece are there."""
+    """Writes the lines of the file of predictions: a piece at a time, once its last row's prediction has arrived.
+
+    Predictions arrive for well-formed rows alone, in the order of the rows; steps and pieces end at different rows.
+    """
 
     def __init__(
         self, open_writer: Callable[[pa.Schema], Any], columns: PredictionColumns, keys: Sequence[str]
@@ -290,7 +306,10 @@ class _Lines:
             yield cls(open_writer, columns, keys)
 
     def add_pieces(self, pieces: Sequence[ScoredPiece]) -> None:
-        """Takes the lines of a step, before its predictions; a file may refuse the types of keys."""
+        """Takes the pieces of a step, before its predictions; the first piece opens the file.
+
+        A file format that cannot hold the types of the keys is a :class:`UserError`.
+        """
         self._pieces.extend(pieces)
         if self._writer is None and self._pieces:
             self._open(self._pieces[0].keys.schema)
@@ -304,7 +323,7 @@ class _Lines:
             self._predicted = self._predicted.slice(len(piece.rows))
 
     def finish(self) -> None:
-        """Writes the last lines, which may be none."""
+        """Writes the last pieces, which may have no rows; an input without lines gives a file with a header alone."""
         self.add_predictions([])
         assert not self._pieces and not len(self._predicted), "each row has a prediction"
         if self._writer is None:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
-    """Finds a run to score raw rows with; it needs no more than the parts of its dataset that the run keeps.
+    """Finds a run to score raw rows with; the run's copy of its dataset's vocabularies is enough.
 
-    A run that ranks items for users takes its dataset where it is still there, to leave out items that users have.
-    ``data`` is another dataset, whose ids must stand for the same values.
+    A run that ranks items for users reads its dataset if it still exists, to leave out items that users have. ``data``
+    is the folder of another dataset, whose ids must stand for the same values.
     """
     if data is None:
         config = load_run_config(folder)
@@ -37,7 +37,7 @@ def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = N
 
 
 def seen_items_note(run: TrainedRun) -> str | None:
-    """Returns a note where the items that users have should be left out of their recommendations, but are not known."""
+    """Returns a warning if ``task.exclude_seen`` is set but the dataset with users' items is gone; otherwise None."""
     task = run.config.task
     if not (isinstance(task, RankingConfig) and task.excludes_seen and run.manifest.is_without_rows):
         return None
@@ -75,7 +75,7 @@ class RawRequest:
             raise UserError(f"--max-rejected is {self.max_rejected}: it is a share of the rows, between 0 and 1")
 
     def require_usable(self, manifest: Manifest, output: Path) -> None:
-        """Makes sure, on the first rank, that the inputs are there and that ``output`` is none of them."""
+        """Checks, on rank 0, that raw rows fit the dataset, the inputs exist, and ``output`` replaces none of them."""
         if os.environ.get("RANK", "0") == "0":
             raw_schema(manifest)
             for each in find_inputs(self.inputs):
@@ -83,7 +83,7 @@ class RawRequest:
                     raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
     def open(self, run: TrainedRun) -> RawInputs:
-        """Opens the inputs."""
+        """Opens the inputs; their rows may lack the label, which predictions do not need."""
         from distembed.serving.raw_predictions import RawInputs
 
         decoder = row_decoder(run)

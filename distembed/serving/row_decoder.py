@@ -55,12 +55,18 @@ _KINDS = (
 _MOST_NAMES = 1000
 """Columns that an error about a missing column compares it with."""
 Extra = Literal["label", "weight"]
-"""Columns of raw rows that a model is not shown."""
+"""Columns of raw rows that evaluations need and models are not given."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedRows:
-    """Rows of a table: which are well-formed, these rows as the columns of the dataset, and the malformed rows."""
+    """Decoded rows of a table.
+
+    Attributes:
+        is_good: Whether each row of the table is well-formed.
+        block: The well-formed rows alone, in order, as columns of the dataset.
+        rejected: The malformed rows, each with its number in the table.
+    """
 
     is_good: NDArray[np.bool_]
     block: RecordBlock
@@ -68,16 +74,16 @@ class DecodedRows:
 
 
 class RowDecoder(Protocol):
-    """Makes the dataset's columns of raw rows; any number of threads may use it.
+    """Turns raw rows into the dataset's columns; any number of threads may use it.
 
-    ``schema`` has the columns of the tables, and ``columns`` the types that each may have.
+    ``schema`` describes the columns of raw tables, and ``columns`` has the types that each may have.
     """
 
     schema: TableSchema
     columns: TableColumns
 
     def decode(self, table: pa.Table) -> DecodedRows:
-        """Returns the rows of a table; a missing column or a wrong type is a :class:`UserError`."""
+        """Decodes a table; malformed rows are in the result, a missing or mistyped column is a :class:`UserError`."""
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
         """Returns the ids of raw values of a feature; None is a missing value."""
@@ -93,12 +99,11 @@ class _Decoder:
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature, as :meth:`RowDecoder.ids_of` says."""
         return self._encoder.ids_of(feature, values)
 
 
 class TableRowDecoder(_Decoder):
-    """Decodes rows of a table, of Criteo's, or of ratings; ``extras`` are further columns that the rows must have."""
+    """Decodes rows of clicks and ratings; ``extras`` are columns for metrics, which rows must then have."""
 
     def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
         schema = raw_schema(manifest)
@@ -121,7 +126,11 @@ class TableRowDecoder(_Decoder):
 
 
 class _FeatureRows(_Decoder):
-    """Decodes rows of some features of a dataset of users and items; the first feature decides which rows are good."""
+    """Decodes rows of some features of a dataset of users and items.
+
+    A row is good if its value of the first feature is in the dataset; subclasses decide this. ``_reason`` is the key
+    in ``_REASONS`` of the problem that is reported for other rows.
+    """
 
     _reason: str
 
@@ -132,13 +141,13 @@ class _FeatureRows(_Decoder):
         self._feature = features[0]
 
     def _encoded(self, table: pa.Table) -> RecordBlock:
-        """Returns the rows of a table, with unknown items left out of its lists."""
+        """Returns all rows of a table as the dataset's columns, without the missing and unknown items of lists."""
         parsed = self._parser.parse(table)
         assert not parsed.rejected, "every text is a value"
         block = self._encoder.encode(parsed)
         lists = {}
         for name, items in block.jagged.items():
-            is_known = items.values >= FIRST_ID
+            is_known = items.values >= FIRST_ID  # lower ids are reserved for missing and unknown values
             rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
             lengths = np.bincount(rows, minlength=len(items.lengths))
             lists[name] = Jagged.from_lengths(items.values[is_known], lengths)
@@ -169,7 +178,10 @@ class UserRowDecoder(_FeatureRows):
 
 
 class UserItemsRowDecoder(UserRowDecoder):
-    """Decodes rows with a user each, and an optional list of items that are not to be recommended."""
+    """Decodes rows with a user each and, optionally, a list of items to leave out of the user's recommendations.
+
+    ``batch_schema`` is the schema of the decoded rows: the dataset's user and item, with the item as a list.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         features = {each.name: each for each in manifest.schema.categorical}
@@ -210,7 +222,7 @@ class SequenceRowDecoder(_FeatureRows):
 
 
 def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[Batch]:
-    """Yields decoded rows of a dataset's schema as batches, in order; the last one may have fewer rows."""
+    """Yields decoded rows as batches of ``batch_size`` rows, in order; the last one may have fewer rows."""
     assembler = BatchAssembler(schema)
     num_rows = len(block.records)
     for start in range(0, num_rows, batch_size):
@@ -220,7 +232,10 @@ def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[
 
 
 def decode_rows(decode: Callable[[pa.Table], DecodedRows], raw: RawRows) -> DecodedRows:
-    """Returns rows as the columns of the dataset, by :meth:`RowDecoder.decode`; ``raw.bad`` are among the rejected."""
+    """Decodes rows by :meth:`RowDecoder.decode`, and numbers them as the lines of ``raw`` in place of its table's rows.
+
+    The table lacks the lines in ``raw.bad``, which are malformed in the result too; rejected lines are in order.
+    """
     decoded = decode(raw.table)
     is_good = np.zeros(raw.num_lines, bool)
     is_good[raw.lines[decoded.is_good]] = True
@@ -238,19 +253,22 @@ class BadRow:
 
 
 def bad_rows(raw: RawRows, rejected: Sequence[RejectedRow], columns: TableColumns) -> list[BadRow]:
-    """Describes rejected rows; a value is shown as its text, which does not depend on other rows."""
+    """Describes the rows that :func:`decode_rows` rejected, with the text of the bad value.
+
+    The text is that of the value in a table of this row alone, so that it does not depend on the other rows.
+    """
     found = []
     for row in rejected:
         value = row.text.decode(errors="replace")
         if row.reason != "value":
-            place = int(np.searchsorted(raw.lines, row.line))
+            place = int(np.searchsorted(raw.lines, row.line))  # row of the table; lines are in ascending order
             value = _shown_text(raw.table[row.column].slice(place, 1), row.column, columns)
         found.append(BadRow(row.line, row.column, f"{value} {_REASONS[row.reason]}"))
     return found
 
 
 def bad_rows_text(bad: Sequence[BadRow], most: int = 5) -> str:
-    """Returns the problems of rows in a sentence."""
+    """Lists the problems of the first ``most`` rows, for an error message."""
     listed = "; ".join(f"row {each.row}, column {each.field!r}: {each.reason}" for each in bad[:most])
     return listed + (f"; and {len(bad) - most} more" if len(bad) > most else "")
 
@@ -265,7 +283,9 @@ def _shown_text(column: pa.ChunkedArray, name: str, columns: TableColumns) -> st
 
 
 def given_rows(rows: Any, columns: TableColumns) -> RawRows:
-    """Returns rows of Python as a table of the needed columns, and apart from it the rows that no table can hold.
+    """Turns rows of Python into a table; rows with a value that no table can hold are apart, in ``RawRows.bad``.
+
+    Columns that are not needed become null. An Arrow table is taken as it is.
 
     Args:
         rows: Dictionaries, one a row, which may lack values; a dictionary of columns; a pandas DataFrame; an
@@ -273,7 +293,7 @@ def given_rows(rows: Any, columns: TableColumns) -> RawRows:
         columns: The needed columns, with the types that each may have.
 
     Raises:
-        UserError: They are none of these, or lack a column.
+        UserError: ``rows`` is none of these, has columns of unequal lengths, or rows without any column.
     """
     if isinstance(rows, pa.Table | pa.RecordBatch):
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
@@ -292,7 +312,7 @@ def given_rows(rows: Any, columns: TableColumns) -> RawRows:
 
 
 def missing_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
-    """Returns the columns that none of the rows has."""
+    """Returns the columns that none of the rows has; a row may lack a value that another row has."""
     first = rows[0] if rows else {}
     return [name for name in columns if name not in first and not any(name in row for row in rows)]
 
@@ -303,7 +323,7 @@ def _of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
             raise UserError(f"row {number} is {_described(row)}; give {_KINDS}.")
     missing = missing_columns(rows, columns.names)
     names = [name for name in columns.names if name not in missing]
-    if missing:  # an error names the columns that are there
+    if missing:  # the decoder refuses the table later, and its error names the columns that are there
         names = list(dict.fromkeys((*names, *islice((name for row in rows for name in row), _MOST_NAMES))))
     _require_columns(rows, names)
     return _of_columns({name: [row.get(name) for row in rows] for name in names}, columns)

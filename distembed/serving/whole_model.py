@@ -33,8 +33,8 @@ from distembed.training.trained_run import TrainedRun
 class WholeModel:
     """A model with its task, ready to score batches; any number of threads may use it.
 
-    The module is in evaluation mode, with weights of the checkpoint after ``step`` steps. The task is started on a
-    dataset, or on the parts that the run keeps of one.
+    The module is in evaluation mode, with the weights of ``checkpoint``, written after ``step`` steps. The task is
+    started on a dataset, or on the run's copy of the dataset's vocabularies and statistics.
     """
 
     blueprint: Blueprint
@@ -49,14 +49,14 @@ class WholeModel:
         return Ranks(0, 1, 1, self.blueprint.device)
 
     def outputs(self, batch: Batch) -> dict[str, npt.NDArray[Any]]:
-        """Returns the task's outputs of a batch that it has prepared."""
+        """Returns the outputs, by name, for a batch that the task has prepared."""
         with torch.inference_mode():
             _, (_, outputs) = self.module(batch.to(self.blueprint.device))
             return {name: values.cpu().numpy() for name, values in outputs.items()}
 
     def on_dataset(self, dataset: str) -> WholeModel:
-        """Returns this model's weights with a task that is started on another dataset."""
-        blueprint = dataclasses.replace(self.blueprint)  # with a task of its own
+        """Returns a model that shares this one's weights, with a new task that is started on another dataset."""
+        blueprint = dataclasses.replace(self.blueprint)  # a new blueprint makes a new task: this model's stays as it is
         module = _task_model(blueprint, self.module.model)
         blueprint.task.start(blueprint.task_context(dataset, self.ranks))
         return dataclasses.replace(self, blueprint=blueprint, module=module, task=blueprint.task)
@@ -69,7 +69,8 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
     """
     ranks = Ranks(0, 1, 1, device)
     blueprint = Blueprint.for_ranks(_on_kept_dataset(run), run.manifest.schema, ranks, {})
-    with torch.random.fork_rng(devices=[]):  # networks draw first weights that are read over
+    # building initialises networks with random numbers, which must not change the caller's random state
+    with torch.random.fork_rng(devices=[]):
         module = _task_model(blueprint, blueprint.build_unsharded())
     _allocate(module, device)
     task = blueprint.task
@@ -86,7 +87,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
 
 
 def _on_kept_dataset(run: TrainedRun) -> Config:
-    """Returns the run's config with the kept parts of its dataset in place of the dataset."""
+    """Returns the run's config with its ``data.path`` set to the run's copy of the dataset's parts, if it has one."""
     kept = kept_dataset(run.folder)
     data = run.config.data if kept is None else dataclasses.replace(run.config.data, path=str(kept))
     return dataclasses.replace(run.config, data=data)
@@ -97,7 +98,7 @@ def _task_model(blueprint: Blueprint, model: Any) -> TaskModel:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Moves a module to its device; weights on the meta device get uninitialised memory."""
+    """Moves a module to its device, in place, without gradients; weights on the meta device become uninitialised."""
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             memory = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)

@@ -65,7 +65,10 @@ Exportable = ScoredModel | RecommendingModel
 
 
 def exportable(whole: WholeModel, manifest: Manifest, num_best: int) -> Exportable:
-    """Returns a trained model in the form from which its programs are made."""
+    """Returns a trained model in the form from which its programs are made, by the kind of its task.
+
+    ``num_best`` items are recommended to a row; other tasks do not use it. Models without programs are refused.
+    """
     model, task = whole.module.model, whole.blueprint.config.task
     if not isinstance(task, NextItemConfig | RankingConfig):
         return ScoredModel.of(model, whole.task, manifest.schema)
@@ -177,7 +180,10 @@ def _in_float32(run: TrainedRun) -> TrainedRun:
 
 
 def _shards(model: Exportable, storage: ExportStorage, server_bytes: int | None) -> list[list[str]]:
-    """Returns the tables of each shard; no shards where one server has room for all tables."""
+    """Returns the names of the tables of each shard; no shards where one server has room for all tables.
+
+    Tables of models that recommend items cannot be divided: a :class:`UserError` where they exceed ``server_bytes``.
+    """
     sizes = {table.name: storage.bytes(table) for table in model.tables}
     if server_bytes is None or sum(sizes.values()) <= server_bytes:
         return []
@@ -192,7 +198,7 @@ def _shards(model: Exportable, storage: ExportStorage, server_bytes: int | None)
 def _save_programs(
     folder: Path, model: Exportable, storage: ExportStorage, shards: Sequence[Sequence[str]], whole: WholeModel
 ) -> list[ExportedProgram]:
-    """Writes the programs, and returns the network's and the shards' programs."""
+    """Saves the programs in ``folder`` and returns their descriptions: the network's first, then each shard's."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
     inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
     if not shards:
@@ -246,7 +252,7 @@ def _tables(
 
 
 def _compare(check: ParityCheck[Any], rows: SplitRows | None, metric_rows: int) -> tuple[Batch, Parity]:
-    """Compares a program's outputs with the trained model's; returns the sample, and the differences."""
+    """Compares a program with the trained model on a sample, random without ``rows``, and by a metric on ``rows``."""
     batch = check.sample(rows, SAMPLE_ROWS)
     parity = check.on_sample(batch)
     if rows is None:

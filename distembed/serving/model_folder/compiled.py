@@ -62,8 +62,8 @@ def load_compiled(folder: Path, manifest: ExportManifest) -> Any:
 class CompiledNetwork:
     """A compiled program, called like one that is not compiled.
 
-    Machine code does not check its memory accesses, so inputs are checked first. ``sizes`` has the number of features
-    or numbers of each input by its name, in their order; None for ``values``.
+    Machine code does not check its memory accesses, so inputs are checked first. ``sizes`` has the inputs in order: the
+    number of features of ``lengths``, of columns of ``dense``, and None for ``values``, which may have any size.
     """
 
     def __init__(self, file: Path, sizes: Mapping[str, int | None]) -> None:
@@ -110,14 +110,14 @@ def require_same_rows(names: Sequence[str], inputs: Sequence[Tensor]) -> None:
 
 
 def _of_one_row(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Returns an input of one row, with the id 1 of each feature."""
+    """Returns an input that is valid for one row: each feature has the one id 1, and each number is 1."""
     num_features = len(inputs["lengths"])
     shape = {"values": (num_features,), "lengths": (num_features, 1)}.get(name)
     return torch.ones(shape or (1, inputs[name].shape[1]), dtype=_DTYPES[name])
 
 
 def _try(file: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
-    """Runs a compiled program on some rows, on the first of them, and on none."""
+    """Runs a compiled program on the given rows, on the first row alone, and on none; faults end this process."""
     inputs = {name: torch.tensor(own, dtype=_DTYPES[name]).view(shapes[name]) for name, own in values.items()}
     program = CompiledNetwork(file, {name: None for name in inputs})
     lengths, rows = inputs["lengths"], range(inputs["lengths"].shape[1])

@@ -92,7 +92,11 @@ class _Foreign(Exception):
 
 
 def _check(record: str, value: Any, key: str) -> None:
-    """Compares a value of a JSON record, and all values within, with the rule of its key; raises :class:`_Foreign`."""
+    """Raises :class:`_Foreign` unless a value of a JSON record, and all values within, are allowed.
+
+    A key with a rule (:data:`_RULES`) decides on the whole value. Otherwise names and texts have to be plain words, no
+    key may be in :data:`_CODE`, and the entries of a list are checked under the list's key.
+    """
     rule = _RULES.get(key)
     if rule is not None:
         if not rule(value):
@@ -118,7 +122,7 @@ def _is_expression(value: Any) -> bool:
 
 
 def _is_operator(value: Any) -> bool:
-    """Returns whether a target is an operator of ATen with kernels, or one on numbers."""
+    """Returns whether a target is an ATen operator with a kernel, which reads no files, or an operator on numbers."""
     if not isinstance(value, str):
         return False
     if _ON_NUMBERS.fullmatch(value):
@@ -135,7 +139,7 @@ def _is_operator(value: Any) -> bool:
 
 
 def _is_tree(value: Any) -> bool:
-    """Returns whether a text describes tuples, lists and dictionaries by names, the types of inputs and outputs."""
+    """Returns whether a text is torch's JSON of nested tuples, lists and dictionaries of inputs or outputs."""
     try:
         protocol, tree = json.loads(value)
     except (TypeError, ValueError):
@@ -154,7 +158,7 @@ def _is_plain_tree(tree: Any) -> bool:
 
 
 def _is_ranges(value: Any) -> bool:
-    """Returns whether a value is the least and the largest number of each expression."""
+    """Returns whether a value maps size expressions to their bounds, for example ``{"s0": {"min_val": 2}}``."""
     bounds = [number for own in value.values() for number in own.values()] if isinstance(value, dict) else [""]
     return all(number is None or isinstance(number, int) for number in bounds) and all(map(_is_expression, value))
 

@@ -21,7 +21,7 @@ Program = Callable[..., Any]
 
 
 def load_program(file: Path) -> Program:
-    """Returns the program of a file, without running any code of the file; it refuses inputs of unequal rows.
+    """Loads the program of a file without running code of the file; when called it refuses inputs of unequal rows.
 
     Raises:
         UserError: It is damaged, or holds more than plain tensors and operators of PyTorch.
@@ -38,7 +38,7 @@ def load_program(file: Path) -> Program:
 
 
 def read_program(file: Path) -> torch.export.ExportedProgram:
-    """Returns the operations of a program; errors as of :func:`load_program`."""
+    """Checks that a file holds a plain program, and reads it; raises the errors of :func:`load_program`."""
     require_plain_program(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -68,7 +68,7 @@ _COLUMNS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
 class QuantizedTables(nn.Module, Generic[TableT]):
-    """Base of the quantised collections; the ``qconfig`` of the float collection gives dtypes of weights and outputs.
+    """Base of the quantised collections, made from a float collection, whose ``qconfig`` gives the dtypes.
 
     Attributes:
         lookups: The quantised partitions, in a collection of TorchRec for each dimension.
@@ -94,7 +94,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return cls(module)
 
     def embed(self, features: KeyedJaggedTensor, is_weighted: bool = False) -> Iterator[EmbeddedFeature[TableT]]:
-        """Yields every feature of every table, looked up and composed in float32, in the tables' order.
+        """Yields every feature of every table, looked up and composed in float32 but not pooled, in the tables' order.
 
         Raises:
             UserError: The batch lacks a feature, an id lies outside of its table, features have batch sizes of their
@@ -127,7 +127,11 @@ class QuantizedTables(nn.Module, Generic[TableT]):
     def _look_up(
         self, rows: Mapping[str, Int64[Tensor, "k ids"]], lengths: Mapping[str, Int[Tensor, " batch"]]
     ) -> dict[str, Float[Tensor, "ids dim"]]:
-        """Returns the vectors of every feature's rows in each partition that holds vectors, by the lookup's key."""
+        """Looks up every feature's rows in each partition that holds vectors; returns the vectors by lookup key.
+
+        ``rows`` and ``lengths`` are by feature; row j of ``rows`` is for partition j.
+        """
+        # a feature is one key for each of its table's partitions, and each dimension has its own stock collection
         batches: dict[str, list[tuple[str, Tensor, Tensor]]] = {name: [] for name in self.lookups}
         for table in self._tables:
             for name in table.feature_names:
@@ -163,7 +167,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return self._output_dtype
 
     def memory_bytes(self) -> int:
-        """Returns the bytes of quantised rows, with FBGEMM's padding, and of functions."""
+        """Returns the bytes of quantised rows, including FBGEMM's padding of rows, and of the functions of paths."""
         functions = sum(function.nbytes for function in self.functions.values())
         return functions + sum(_quantized_bytes(lookups) for lookups in self.lookups.values())
 
@@ -193,17 +197,20 @@ def _require_place(name: str, table: CompositionalEmbeddingConfig, places: Mappi
 
 
 def _lookup_key(part: PartitionTable, feature_name: str) -> str:
-    """Returns the key of a feature's rows in one partition."""
+    """Returns the feature name under which a feature's rows of one partition are given to the stock collection."""
     return f"{part.name}:{feature_name}"
 
 
 def _dim_name(dim: int) -> str:
-    """Returns the name of the collection with the partitions of a dimension."""
+    """Returns the name in ``lookups`` of the stock collection of partitions with ``dim`` columns."""
     return f"dim_{dim}"
 
 
 def _quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
-    """Returns the partitions of a collection that hold vectors, quantised as its ``qconfig`` says, by dimension."""
+    """Returns a quantised stock collection for each dimension, of the partitions that hold vectors.
+
+    Refuses pruned tables, and dtypes that would share a byte between rows.
+    """
     _require_unpruned(module)
     weights = {
         part.name: weight
@@ -254,7 +261,7 @@ def _quantized_bytes(lookups: nn.Module) -> int:
 
 
 def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
-    """Returns a collection's ``qconfig`` with each table's dtype for its partitions, and float32 outputs."""
+    """Returns the ``qconfig`` of stock collections: a dtype for each partition, and float32 outputs to compose."""
     qconfig: Any = module.qconfig
     dtypes = getattr(qconfig, "per_table_weight_dtype", None) or {}
     by_partition = {

@@ -106,13 +106,13 @@ def make_app(scorer: Scorer, settings: ServerSettings) -> FastAPI:
 
 
 class _Predictor:
-    """Answers requests for scores."""
+    """Answers POST /predict: reads and checks the body, has it scored, and writes scores in the body's format."""
 
     def __init__(self, batcher: Batcher, metrics: _Metrics, settings: ServerSettings) -> None:
         self._batcher, self._metrics, self._settings = batcher, metrics, settings
 
     async def respond(self, request: Request) -> Response:
-        """Returns the answer to a request; an unforeseen error becomes status 500."""
+        """Returns the answer to a request; raises nothing: an unforeseen error is logged and becomes status 500."""
         try:
             return await self._scores(request)
         except HTTPException as error:
@@ -146,7 +146,7 @@ class _Predictor:
         return Response(write(answer.outputs), media_type=content_type)
 
     async def _answer(self, request: Request, content_type: str) -> Scores:
-        """Reads the rows of a request and returns their answer, within the time of a request."""
+        """Reads a request's rows and returns their scores; gives up at the timeout, or if the client disconnects."""
         settings, body = self._settings, None
         try:
             async with asyncio.timeout(settings.timeout_seconds):
@@ -195,7 +195,7 @@ def _json(status: int, values: dict[str, Any], headers: Any = None) -> Response:
 
 
 def _request_rows(body: bytes, content_type: str, most_rows: int) -> RowRequest:
-    """Returns the rows of a body; errors are 400 for one that is not of its type, and 413 for too many rows."""
+    """Parses a body; an HTTPException has status 400 for a body that is not of its type, and 413 for too many rows."""
     request = _arrow_rows(body, most_rows) if content_type == ARROW_TYPE else _json_rows(body)
     _require_rows(request.num_rows, most_rows)
     return request

@@ -40,12 +40,17 @@ class ServerSettings:
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
+    """A request in the queue and the future of its answer, which is done early where the request is cancelled."""
+
     request: RowRequest
     answer: asyncio.Future[Scores]
 
 
 class Batcher:
-    """Scores requests in batches; all of its methods are called within one event loop."""
+    """Scores requests in batches, in a pool of threads; all of its methods are called within one event loop.
+
+    ``score`` returns the scores of each request of a batch; ``on_batch`` is given the number of rows of each batch.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Batcher:
         return len(self._queue)
 
     async def answer(self, request: RowRequest) -> Scores:
-        """Returns the scores of a request; raises asyncio.QueueFull. A cancelled request leaves the queue."""
+        """Queues a request and returns its scores; a full queue raises asyncio.QueueFull; cancelling dequeues it."""
         if len(self._queue) >= self._settings.most_waiting:
             raise asyncio.QueueFull
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
@@ -83,11 +88,11 @@ class Batcher:
             raise
 
     def close(self) -> None:
-        """Ends the threads after the batches that they have."""
+        """Waits for the batches that are being scored, and ends the threads."""
         self._pool.shutdown()
 
     async def _score_queue(self) -> None:
-        """Scores batch after batch, in one thread, until the queue is empty."""
+        """Scores batch after batch, with one thread of the pool at a time, until the queue is empty."""
         try:
             while self._queue:
                 rows = sum(waiting.request.num_rows for waiting in self._queue)
@@ -100,7 +105,7 @@ class Batcher:
             self._free += 1
 
     def _take(self) -> list[_Waiting]:
-        """Takes the requests of the next batch: at least one, of any size."""
+        """Takes the oldest requests of together at most ``most_batch_rows`` rows; the first one may be larger."""
         batch: list[_Waiting] = []
         rows = 0
         while self._queue and (not batch or rows + self._queue[0].request.num_rows <= self._settings.most_batch_rows):

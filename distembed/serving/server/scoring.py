@@ -43,7 +43,7 @@ _ITEMS = "items"
 
 @dataclass(frozen=True)
 class RowRequest:
-    """The rows of a request: JSON's rows, each with its values by column, or a table."""
+    """The rows of a request: of JSON, each with its values by column, or else an Arrow table."""
 
     rows: Sequence[dict[str, Any]] = ()
     table: pa.Table | None = None
@@ -107,14 +107,14 @@ class Scorer:
             return Scores(problem=str(error))
 
     def _score_rows(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Scores:
-        """Returns the scores of rows; a :class:`UserError` names a column that is missing or of a wrong type."""
+        """Decodes and scores rows; a :class:`UserError` names a column that is missing or of a wrong type."""
         raw = given_rows(rows, self._decoder.columns)
         decoded = decode_rows(self._decoder.decode, raw)
         outputs = self._run(decoded.block)
         return Scores(self._columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._decoder.columns))
 
     def _run(self, block: RecordBlock) -> dict[str, NDArray[Any]]:
-        """Returns the program's outputs for decoded rows; nothing where there are no rows."""
+        """Returns the program's outputs by name for decoded rows; an empty dictionary where there are no rows."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches_of(self._schema, block, self._most_rows):
@@ -126,7 +126,7 @@ class Scorer:
         }
 
     def _columns(self, outputs: Mapping[str, NDArray[Any]], is_good: NDArray[np.bool_]) -> Outputs:
-        """Returns a column for each output, from the outputs ``[good]`` or ``[good, k]`` of the good rows."""
+        """Returns a column of all rows for each output; ``outputs`` have the good rows alone: [good] or [good, k]."""
         column = self._list_column if self._recommends else _number_column
         return {name: column(name, outputs.get(name), is_good) for name in self.manifest.network.outputs}
 
@@ -139,6 +139,7 @@ class Scorer:
         flat = pa.array(values.reshape(-1), mask=is_none.reshape(-1))
         if name == _ITEMS and self._items is not None:
             flat = self._items.take(flat)
+        # a good row's list has k entries and a bad row's none: rows good, bad, good have the offsets 0, k, k, 2k
         offsets = np.concatenate([[0], np.cumsum(is_good)]).astype(np.int32) * np.int32(values.shape[1])
         return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pa.array(~is_good))
 
@@ -160,13 +161,13 @@ def _number_column(_: str, values: NDArray[Any] | None, is_good: NDArray[np.bool
 
 
 def _part(answer: Scores, start: int, num_rows: int) -> Scores:
-    """Returns the scores of one of the requests whose rows were scored together."""
+    """Returns the scores of one request out of ``answer`` for joined requests: ``num_rows`` rows from ``start``."""
     rows = range(start, start + num_rows)
     bad = [BadRow(each.row - start, each.field, each.reason) for each in answer.bad if each.row in rows]
     return Scores({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
 
 
 def _raw_values(file: Path) -> pa.Array:
-    """Returns raw values by their ids; null for ids of missing and unknown values."""
+    """Reads a vocabulary file; returns the raw value, as text, at the place of each id, null for the reserved ids."""
     with file.open(encoding="utf-8") as lines:
         return pa.array([*[None] * FIRST_ID, *(str(json.loads(line)) for line in lines)], pa.string())

@@ -28,7 +28,7 @@ _MOST_PENDING = 1024
 def serve(
     folder: Path, host: str, port: int, settings: ServerSettings, say: Callable[[str], None], compiled: bool = False
 ) -> None:
-    """Loads a model, makes sure that its sample scores as it did at the export, and serves it.
+    """Loads a model, checks its files and the scores of its sample against the export, and serves it.
 
     SIGTERM and Ctrl-C end the server after it has answered the waiting requests; a second one ends it at once.
 
@@ -73,7 +73,7 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a socket with an address that does not listen yet: clients connect after the model is loaded."""
+    """Returns a socket that holds the address but does not listen yet: clients connect after the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets made with IPPROTO_TCP; without it answers wait for 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
