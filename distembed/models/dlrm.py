@@ -48,7 +48,10 @@ class PairwiseDots(nn.Module):
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """Computes products in ``in_dtype`` and gathers in the vectors' dtype, as bf16 gathers are slow on a CPU."""
+    """Computes products in ``in_dtype`` and gathers in the vectors' dtype, as bf16 gathers are slow on a CPU.
+
+    In backward, each cell (i, j) of the symmetric ``G + G^T`` takes its pair's gradient; the diagonal takes 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype) -> Tensor:
@@ -136,6 +139,7 @@ class DLRM(Model):
         self.stack = StackFeatures(vector_names, embedding_dim)
         self.bottom = MLP(num_dense, [*bottom, embedding_dim]) if num_dense else None
         self.soft_one_hot = soft_one_hot
+        # dot products go into the top network together with the dense vector; cross layers contain it
         self.interactions = cross or PairwiseDots(num_vectors)
         self._has_dense_beside = has_dense and cross is None
         top_in = (embedding_dim if self._has_dense_beside else 0) + self.interactions.num_outputs

@@ -52,6 +52,7 @@ class MFConfig:
             )
         several = {feature.name for feature in inputs.schema.categorical if feature.multi_hot}
         looked_up = {*inputs.tables[USER].feature_names, *inputs.tables[ITEM].feature_names}
-        is_pooled = not several & looked_up  # of one id a row the lookup that pools has less to do
+        # with one id a row a pooled lookup gives the same vectors, and does less
+        is_pooled = not several & looked_up
         embeddings, _ = (inputs.pooled_embeddings if is_pooled else inputs.sequence_embeddings)([USER, ITEM])
         return MF(embeddings, is_pooled, inputs.tables[ITEM], self.biases, self.dropout)

@@ -87,6 +87,7 @@ class Queries:
             return self.known_scores[feature]
         items = self.items[feature]
         dim = self.vectors.shape[1]
+        # without queries, view could not infer the number of items of each
         vectors = items.vectors.view(len(self.vectors), -1, dim) if len(self.vectors) else items.vectors.view(0, 1, dim)
         scores = (self.vectors.unsqueeze(1) * vectors).sum(2)
         if self.catalogue.bias is not None:

@@ -161,6 +161,7 @@ class _Shares(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, Tensor, Tensor]:
         (gradient,) = gradients
         values, shares, weights = ctx.saved_tensors
+        # missing numbers have shares of 0, so the softmax's gradient s * (g - sum(g s)) is 0 too
         of_sums = torch.ops.aten._softmax_backward_data(gradient, shares, 1, shares.dtype)
         of_values = torch.bmm(weights.unsqueeze(1), of_sums).squeeze(1) if ctx.needs_input_grad[0] else None
         of_weights = torch.bmm(of_sums, values.unsqueeze(2)).squeeze(2)

@@ -51,6 +51,7 @@ class BinaryMetrics:
         rows = len(labels)
         if rows == 0 or (weights is not None and not weights.sum() > 0):
             return cls(rows, *[math.nan] * 5)
+        # -y log p - (1 - y) log(1 - p) = log(1 + exp(x)) - y x
         logloss = float(np.average(np.logaddexp(0.0, logits) - labels * logits, weights=weights))
         entropy = binary_entropy(float(np.average(labels, weights=weights)))
         positives = _sum(labels, weights)
@@ -101,7 +102,7 @@ Integers = npt.NDArray[np.integer]
 
 NUM_BINS = 8192
 _SCALE, _BINS_PER_UNIT = 8.0, 64.0
-"""The outer bins begin at a logit of about 11,900, and hold all that is beyond too."""
+"""Bins are 1 / 64 wide around a logit of 0 and ever wider beyond; the outer ones begin at about 11,900."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def grouped_auc(scores: Floats, labels: Floats, groups: Integers, weights: Float
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The weights of positive rows, negative rows ordered pairs (ties half), and the number of rows ``[groups]``."""
+    """Of each group: the weights of its positive rows, negative rows and ordered pairs (ties half), and its rows."""
 
     positive: Floats
     negative: Floats
@@ -162,10 +163,11 @@ class _Pairs:
 def _count_pairs(
     order: Integers, scores: Floats, labels: Floats, weights: Floats | None, groups: Integers | None
 ) -> _Pairs:
-    """Returns the pairs of at least one row; ``order`` sorts rows by group, then by score.
+    """Returns the pairs by group, of one row or more; ``order`` sorts rows by group, then by score.
 
-    Rows of one group and score form a run. The negative rows ahead of a run are the negative rows of all runs before
-    it, less the negative rows of earlier groups. Without weights all sums are whole and half numbers, and exact.
+    Rows of one group and score form a run. The negative rows below a run (``behind``) are the negative rows of all
+    earlier runs, less those of earlier groups. Each positive row is ordered with them, and half with the negative rows
+    of its own run. Without weights all sums are whole and half numbers, and exact.
     """
     scores, is_positive = scores[order], labels[order] > 0.5
     begins_group = np.zeros(len(order), dtype=bool)
@@ -217,7 +219,10 @@ def binned_auc(counts: npt.NDArray[Any]) -> float:
 
 
 def most_error(counts: npt.NDArray[Any]) -> float:
-    """Returns by how much :func:`binned_auc` may differ from the exact area; NaN without both classes."""
+    """Returns by how much :func:`binned_auc` may differ from the exact area; NaN without both classes.
+
+    Only pairs within a bin may be miscounted: as a half each, where the exact area counts 0 to 1.
+    """
     negative, positive = counts.astype(np.float64)
     num_pairs = float(negative.sum()) * float(positive.sum())
     return float(positive @ negative) / 2 / num_pairs if num_pairs else math.nan

@@ -91,6 +91,7 @@ class ClickTask(Task):
         found |= total_weight(rows)
         if GROUPS not in rows:
             return found
+        # a reserved id, of missing or unknown values, stands for no single group: its rows are left out of the GAUC
         is_grouped = ~np.isin(rows[GROUPS], self._no_groups)
         own = None if weights is None else weights[is_grouped]
         logits, labels, groups = (rows[name][is_grouped] for name in ("logits", "labels", GROUPS))

@@ -98,7 +98,11 @@ class NextItemConfig:
         return task
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the dataset's columns, targets and negatives; refuses one without sequences, or with weights."""
+        """Returns the dataset's columns with lists cut to ``max_length``, and columns of targets and drawn negatives.
+
+        Raises:
+            UserError: The dataset has no sequences of items, or has weights, or a cutoff exceeds its items.
+        """
         require_no_weights(self.name, schema)
         items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
         if items is None:

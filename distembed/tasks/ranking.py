@@ -111,6 +111,10 @@ class RankingTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+        """Returns the BPR loss, and each row's share ``ordered`` of negatives that score below the row's item.
+
+        A row whose user has no negatives has the loss 0 and the share NaN.
+        """
         margins = (outputs.scores(ITEM) - outputs.scores(ITEM_NEGATIVE)).float()
         ordered = (margins > 0).sum(1) / self._config.num_negatives
         losses = nn.functional.logsigmoid(margins)

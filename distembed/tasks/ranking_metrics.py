@@ -80,7 +80,7 @@ class RankingMetrics:
         return values.masked_fill((lengths == 0).unsqueeze(1), torch.nan).float()
 
     def num_known(self, values: npt.NDArray[np.float32]) -> int:
-        """Returns the number of queries ``[queries, metrics]`` that :meth:`means` are of."""
+        """Returns the number of queries that :meth:`means` averages: rows of ``[queries, metrics]`` without NaN."""
         return int(np.count_nonzero(~np.isnan(values[:, 0]))) if values.size else 0
 
     def means(self, values: npt.NDArray[np.float32]) -> dict[str, float]:
@@ -115,7 +115,7 @@ def coverage_metric(k: int) -> ReportedMetric:
 
 
 def _most_gain(k: int, lengths: Int64[Tensor, " queries"]) -> Float[Tensor, " queries"]:
-    """Returns the highest sum of the gains of k items, with so many relevant ones."""
+    """Returns the DCG of a perfect ranking: the sum of ``1 / log2(rank + 2)`` over the first min(k, length) ranks."""
     gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=lengths.device).log2()
     return torch.cat([gains.new_zeros(1), gains.cumsum(0)])[lengths.clamp(max=k)]
 

@@ -27,7 +27,10 @@ _MOST_NAMED = 3
 
 
 def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: RankedItems) -> Outputs:
-    """Returns the users of queries with their best items and these items' scores, offsets of the queries added."""
+    """Returns the user of each query, its best items, and their scores.
+
+    A ranking leaves out the offset of a query, which changes no order; the scores returned include it.
+    """
     scores = ranked.best_scores
     if queries.offsets is not None:
         scores = scores + queries.offsets.float().unsqueeze(1)
@@ -35,7 +38,7 @@ def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: 
 
 
 def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
-    """Returns the number of ranked rows, whether seen items are left out, and the number of targets among these."""
+    """Returns the metrics ``rows``, ``exclude_seen``, and ``excluded_targets``: unranked, since seen, targets."""
     excluded_targets = int(rows["excluded_targets"].sum())
     return {"rows": len(rows["users"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
 

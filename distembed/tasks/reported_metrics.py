@@ -43,7 +43,7 @@ GROUPED_METRICS = (
 
 
 def headline_first(metrics: Sequence[ReportedMetric], headline: str | None) -> tuple[ReportedMetric, ...]:
-    """Returns metrics with the headline metric in front; unchanged for None."""
+    """Returns metrics with the headline metric first, and the rest in their order; unchanged for None."""
     return tuple(sorted(metrics, key=lambda metric: headline is not None and metric.name != headline))
 
 
@@ -58,12 +58,13 @@ def ranking_metric_names(kinds: Sequence[str], cutoffs: Sequence[int], among: in
 
 
 def parse_metrics(values: Any) -> tuple[ReportedMetric, ...]:
-    """Returns the metrics that a run recorded as plain values; the click metrics where no record is whole."""
+    """Returns the metrics that a run recorded as plain values, without damaged ones; click metrics if none is left."""
     listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
     return tuple(ReportedMetric(**each) for each in listed if _is_whole(each)) or CLICK_METRICS
 
 
 def _is_whole(values: Any) -> bool:
+    """Returns whether plain values have every field of a ReportedMetric, and a format that formats a number."""
     if not isinstance(values, Mapping) or set(values) != set(ReportedMetric.__dataclass_fields__):
         return False
     texts = values["name"], values["heading"], values["number_format"]

@@ -178,7 +178,9 @@ class Description:
 
 
 def describe(config: Config) -> Description:
-    """Counts the parameters and bytes of a config's model.
+    """Counts the parameters and bytes of a config's model, by its section's formulas or by building it.
+
+    A model that is built has its tables on the meta device, where they take no memory.
 
     Raises:
         UserError: The dataset cannot be read, or a table cannot be made as it is set.

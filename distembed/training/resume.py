@@ -109,7 +109,7 @@ def _is_of_same_ids(run: Path, dataset: str, kept: Path | None) -> bool:
     trained_on, manifest = read_json_object(run / "run.json").get("id_fingerprint"), Manifest.load(dataset)
     if trained_on is None or id_fingerprint(dataset, manifest) == trained_on:
         return True
-    # a fingerprint covers the mean lengths of lists too, which are others on other days
+    # the fingerprint also covers mean list lengths, which other rows change: compare the dataset that the run keeps
     return kept is not None and has_same_ids(kept, Manifest.load(kept), dataset, manifest)
 
 

@@ -291,7 +291,7 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
             try:
                 labels = pc.cast(group.read([label]).column(0), pa.float64()).to_numpy()
             except (UserError, RunError):
-                continue  # the reader says so, or takes other rows
+                continue  # the reader refuses or skips this row group in training
             task.check_labels(labels.astype(np.float32), f"the column {label!r} of {group}")
 
 

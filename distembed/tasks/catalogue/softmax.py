@@ -230,6 +230,7 @@ class _Tiles:
             yield read, self._tiles(read)
 
     def _tiles(self, read: ReadChunk) -> "Iterator[_Tile]":
+        """Yields the tiles of a chunk, one for each block of queries; none for a chunk without ids."""
         ids = read.chunk_ids.ids
         if not len(ids):
             return

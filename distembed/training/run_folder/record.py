@@ -209,6 +209,7 @@ class RunSummary:
 
     @classmethod
     def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
+        """Returns the summary of a run; the ``seconds`` of its metrics are cumulative, so the largest is the total."""
         speeds = [line.metrics["samples_per_second"] for line in record.train if "samples_per_second" in line.metrics]
         return cls(
             name=name,
