@@ -123,6 +123,7 @@ def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
 
 
 def _require_at_least(least: int, **numbers: int) -> None:
+    """Refuses arguments, given by their names for the error, below ``least``."""
     for field, value in numbers.items():
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
@@ -134,7 +135,7 @@ def _quoted(word: object) -> str:
 
 
 def log_dir(run_dir: str) -> str:
-    """Returns the folder of a node's logs within the run folder, for the shell; a requeued job keeps it."""
+    """Returns a shell word: the folder of a node's logs, ``RUN/launch/logs/JOB/node-N``; a requeued job keeps it."""
     return f'{_quoted(PurePosixPath(run_dir) / "launch" / "logs")}/"{macros.app_id}"/node-"{macros.replica_id}"'
 
 

@@ -25,7 +25,7 @@ _LONGEST_NAME = 32
 
 @dataclass
 class NodeRole(specs.Role):
-    """A role that is checked once more when its scheduler is known."""
+    """A role that refuses a scheduler without an ability that it needs; TorchX calls ``pre_proc`` once it is chosen."""
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         elastic = self.min_replicas is not None and self.min_replicas < self.num_replicas

@@ -33,7 +33,7 @@ def require_package(scheduler: str, *, dry_run: bool) -> None:
 
 @contextmanager
 def asking(scheduler: str) -> Iterator[None]:
-    """Names the scheduler in errors that its client raises in the block: each client has types of its own."""
+    """Turns errors of a scheduler's client in the block into UserError (refused job) or RunError (any other)."""
     try:
         yield
     except (UserError, RunError):

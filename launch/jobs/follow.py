@@ -40,7 +40,12 @@ _IS_CONSEQUENCE = re.compile(
 
 
 def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
-    """Submits a job to its scheduler, and follows it unless ``detach`` is set."""
+    """Submits a job to its scheduler, and prints its log until its end unless ``detach`` is set.
+
+    Raises:
+        Interrupted: Ctrl-C, which ends a job on this machine but not on a cluster; or an interrupted job has saved.
+        UserError, InsufficientMemory, RunError: The job has failed, by the exit code of the first rank to fail.
+    """
     started = time.time()
     earlier = _run_status(job)
     job = job.submit(runner)
@@ -82,7 +87,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
 
 
 def _run_status(job: Job) -> tuple[int, str]:
-    """Returns the time and the status of the run's own record: few schedulers hand on exit codes."""
+    """Returns the time of modification and the status of ``run.json``; (0, "") without a readable one."""
     record = Path(job.run_dir) / "run.json"
     try:
         return record.stat().st_mtime_ns, RunInfo.read(record).status
@@ -123,7 +128,7 @@ def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
 
 
 class Watch:
-    """The state of a job, for many threads that ask; a scheduler that does not answer is asked again for minutes."""
+    """The state of a job, shared by threads: the scheduler is asked once a second, and again for minutes if silent."""
 
     def __init__(self, runner: Runner, handle: str, say: Say) -> None:
         self._runner = runner
@@ -167,8 +172,10 @@ def node_lines(
 ) -> Iterator[str]:
     """Yields the lines of several nodes' logs as they come, each with its node's number where there are several.
 
-    It reads until ``has_ended`` returns True; only the present lines without it.
+    It reads until ``has_ended`` returns True; without ``has_ended``, the lines that exist. A node whose log cannot be
+    read yields its error as a line; RunError if that is so for all nodes, and without ``has_ended``.
     """
+    # one thread reads each node's log into the queue; None is the end of a log
     lines = queue.Queue[tuple[str, str] | None]()
 
     def read(node: int) -> None:
@@ -196,13 +203,17 @@ def node_lines(
 
 
 def _node_log_lines(job: Job, runner: Runner, node: int, has_ended: Callable[[], bool] | None) -> Iterator[str]:
-    """Yields the lines of one node's log, each once; a stream that breaks off is read again from its start."""
+    """Yields the lines of one node's log, each once.
+
+    A stream that breaks off is read again from its start, without the lines that were seen. Another first line shows
+    that the job has started again: then all lines are new. Without ``has_ended``, the log is read once.
+    """
     first, seen, reported = "", 0, ""
     while True:
         try:
             for number, line in enumerate(_log(job, runner, node, should_tail=has_ended is not None)):
                 if number == 0 and line != first:
-                    first, seen = line, 0  # of another start
+                    first, seen = line, 0
                 if number >= seen:
                     seen = number + 1
                     yield line.rstrip("\n")
@@ -257,7 +268,7 @@ def job_log_lines(job: Job, node: int | None, *, follow: bool, say: Say) -> Iter
 
 
 def cancel_job(job: Job) -> None:
-    """Asks the scheduler to end a job."""
+    """Asks the scheduler to end a job; refuses jobs on this machine, and jobs that do not run."""
     if job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
     with get_runner() as runner:
@@ -269,7 +280,7 @@ def cancel_job(job: Job) -> None:
 
 
 def require_ended(job: Job) -> None:
-    """Makes sure that a job does not run, so that it may be submitted again."""
+    """Refuses to submit a job again whose newest submission has not ended on its cluster."""
     if not job.submissions or job.scheduler in LOCAL_SCHEDULERS:
         return
     with get_runner() as runner:
@@ -292,7 +303,8 @@ class Failure:
 def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
     """Returns the first error after ``since`` in the last start of a job, whose nodes log into ``logs``; or None.
 
-    Consequences of the death of another rank come last, not by their time: clocks of machines differ.
+    Errors that follow from another rank's death, such as a lost connection, come after all others, whatever their time:
+    clocks of machines differ.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
     found = [failure for file in files if (failure := _read(file)) and failure.time >= since]

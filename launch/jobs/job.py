@@ -129,7 +129,7 @@ class Job:
         )
 
     def require_new(self) -> None:
-        """Makes sure that the run folder is free for a new run."""
+        """Refuses a run folder that holds a run, launched or trained in place; see ``require_new_or_resume``."""
         if self._file.exists() and _read(self._file).submissions:
             raise UserError(
                 f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
@@ -145,7 +145,10 @@ class Job:
         require_new_or_resume(Path(self.run_dir), resume=False)
 
     def app(self) -> specs.AppDef:
-        """Returns the application that TorchX submits; each process has a GPU where only the kind of GPU is given."""
+        """Returns the application that TorchX submits.
+
+        With a kind of GPU but neither a number of GPUs nor a named resource, a node gets a GPU for each process.
+        """
         folder, request = self.folder.absolute(), self.component
         if self.gpu is not None and not self.gpu.startswith("cpu") and request.h is None and request.gpu is None:
             request = replace(request, gpu=parse_shape(self.j).processes)
@@ -182,7 +185,7 @@ class Job:
         with self._locked():
             self._require_unchanged()
             _keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
-            # Noted before: this process may die before the scheduler has answered.
+            # Saved before the scheduler is called: if this process dies, `settled` finds the job by its name.
             now = datetime.now(UTC).isoformat(timespec="seconds")
             submission = Submission("", now, self.j, planned_name(self.scheduler, request) or "")
             pending = replace(self, submissions=(*self.submissions, submission))
@@ -208,7 +211,7 @@ class Job:
             return find_handle(self.scheduler, self.submissions[-1].name, runner)
 
     def _with_outcome(self, handle: str | None) -> "Job":
-        """Notes the handle of the newest submission, or removes the submission where its job does not exist."""
+        """Saves the job with the handle of its newest submission, or without the submission if the handle is None."""
         *earlier, last = self.submissions
         newest = [] if handle is None else [replace(last, handle=handle, name="")]
         job = replace(self, submissions=(*earlier, *newest))
@@ -220,7 +223,10 @@ class Job:
         return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
     def _recovered(self, runner: Runner, error: RunError) -> "Job":
-        """Returns the submitted job where its scheduler has it in spite of an error; else raises the error."""
+        """Looks for the job after an error of its submission; returns it with its handle if the scheduler has it.
+
+        Else raises the error, and removes the submission, unless the job may still be on its way.
+        """
         if not self.submissions[-1].name:
             raise error
         try:
@@ -236,7 +242,7 @@ class Job:
         return job
 
     def _require_unchanged(self) -> None:
-        """Makes sure that no other process has submitted the job."""
+        """Raises a UserError if ``job.json`` has other submissions than this value: another process has submitted."""
         there = _read(self._file).submissions
         if len(there) != len(self.submissions):
             handle = there[-1].handle if there else ""
@@ -299,7 +305,11 @@ def load_job(run: str) -> Job:
 
 
 def settled(job: Job) -> Job:
-    """Returns the job, with the outcome of a submission whose process died before it noted the outcome."""
+    """Returns the job after finding the outcome of a submission whose process died before it saved a handle.
+
+    The submission gets its handle, or is removed where the scheduler has no such job; RunError within the first minute,
+    in which the job may still appear.
+    """
     if not job.submissions or job.submissions[-1].handle:
         return job
     with job._locked():

@@ -76,7 +76,7 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
 def check_dataset(config: "Config", is_new: bool = True) -> Finding:
     """Checks that the dataset has all files of its manifest, and that the config can be trained on it.
 
-    A run that was submitted before, not ``is_new``, may resume without evaluations that cannot be compared.
+    The checks of a resumed run apply unless ``is_new``. Files of a remote dataset are not looked at.
     """
     from distembed.data.dataset.manifest import Manifest
     from distembed.data.dataset.mirror import mirror_of

@@ -59,7 +59,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         _require_resource(job)
         cluster = _cluster(job)
         config.data.load_schema()
-        # a job that was submitted may have begun, and then needs no files of train.init_from
+        # a job that was submitted before may have begun: it continues from its checkpoints and not train.init_from
         planned = config if job.submissions else begun_config(config)
         # loads torch, so only now
         from distembed.reports.plan.assessment import assess_capacity
@@ -82,7 +82,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
 
 
 def _require_resource(job: Job) -> None:
-    """Refuses a job on a cluster without the resources of its nodes."""
+    """Refuses a job on a cluster whose node size is not given: TorchX's default would be too small for it."""
     if (
         job.scheduler not in LOCAL_SCHEDULERS
         and job.component.h is None
@@ -95,7 +95,10 @@ def _require_resource(job: Job) -> None:
 
 
 def _cluster(job: Job) -> Cluster:
-    """Returns the cluster to plan for: the most nodes that the job takes."""
+    """Returns the cluster to plan for: the most nodes that the job takes, their device and memory.
+
+    A UserError refuses a device that is unknown, or that contradicts the resources or options of the job.
+    """
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
     named = gpu_name(resource)
     given = job.gpu.partition(",")[0] if job.gpu else None

@@ -49,7 +49,8 @@ Say = Callable[[str], None]
 def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
     """Runs the ranks of this node by ``arguments`` of ``torch.distributed.run``, and returns the node's exit code.
 
-    The ranks have ``grace_seconds`` to save their state when they are told to end.
+    Told to end, the ranks have ``grace_seconds`` to save their state. ``say`` prints a line for the user. Two variables
+    are set in this process's environment.
 
     Raises:
         ToldToEnd: A signal has asked this process to end, and the ranks have ended.
@@ -70,6 +71,7 @@ def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
 
 
 def _end_of(agent: "NodeAgent", say: Say) -> int:
+    """Runs the agent and returns the node's exit code; prints the error of failed ranks or of a lost meeting."""
     try:
         return _run(agent) or 0
     except ChildFailedError as error:
@@ -173,7 +175,7 @@ class NodeAgent(LocalElasticAgent):
             raise
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        # torch 2.11's agent waits for 30 s in any case, and 2.13's for the time of an option.
+        # waits for the grace period first: torch 2.11's agent waits for 30 s, and 2.13's for an option's time
         self._end_ranks(death_sig, self._grace_seconds)
         super()._shutdown(death_sig)
 
@@ -231,7 +233,10 @@ class NodeAgent(LocalElasticAgent):
         return self.others_verdict()
 
     def _may_be_a_consequence(self, codes: Sequence[int | None]) -> bool:
-        """Returns whether the ends of other ranks have to be awaited before a failure is judged."""
+        """Returns whether a failure on this node may follow from another rank's, which may still show itself.
+
+        Other ranks are waited for :data:`JUDGE_SECONDS`, or for the grace period where all ends are interruptions.
+        """
         assert self._failed_at is not None
         is_saving = all(code in (None, 0, INTERRUPTED) for code in codes)
         patience = float(self._grace_seconds) if is_saving else JUDGE_SECONDS
@@ -239,7 +244,10 @@ class NodeAgent(LocalElasticAgent):
         return has_others and time.monotonic() - self._failed_at < patience
 
     def _agree(self, code: int) -> None:
-        """Tells the other nodes the exit code, and the user the reason, if no other node has; waits for all nodes."""
+        """Writes the exit code to the store, unless another node has; the first writer tells the user the reason.
+
+        Then waits for all nodes (:meth:`leave`). An interruption is not written: every node's ranks show it.
+        """
         mine = f"{code} {self._worker_group.group_rank}"
         is_first = True
         # an interruption shows in the ranks of every node
@@ -252,7 +260,7 @@ class NodeAgent(LocalElasticAgent):
         self.leave()
 
     def leave(self) -> None:
-        """Waits until all nodes end: the first node holds the store, which the other nodes need until then."""
+        """Waits up to :data:`LEAVE_SECONDS` for all nodes to get here: other nodes need the first node's store."""
         group = self._worker_group
         if group.group_world_size == 1 or self._store is None:
             return

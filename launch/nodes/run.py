@@ -64,11 +64,14 @@ class Starts:
         return True
 
     def join(self) -> None:
-        """Takes part in the newest start, on the other nodes, once the first node listens."""
+        """Takes the number of the newest start, on nodes other than the first, after the first node has begun it."""
         self._number = self._newest()
 
     def end(self, code: int) -> int:
-        """Notes the end of this start on this node; returns its code, or :data:`RETRIES_USED` for the last failure."""
+        """Notes how this start ended on this node, and returns the exit code for the scheduler.
+
+        It is ``code``, or :data:`RETRIES_USED` after one failure more than the retries.
+        """
         if code == 0 or code in MISTAKES:
             return code
         (self._folder / f"{self._number}.{_INTERRUPTED if code == INTERRUPTED else _FAILED}").touch()
@@ -114,7 +117,10 @@ def main() -> int:
 
 
 def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
-    """Waits for the first node, unless this is it; returns the exit code where the ranks cannot start, else None."""
+    """Waits until the first node is reachable, then joins its start; the first node itself begins a start.
+
+    Returns None where the ranks may start, else the exit code: the first node stayed away, or all retries are used.
+    """
     if given.node > 0:
         reason = await_host(given.host, given.port, given.seconds)
         if reason:

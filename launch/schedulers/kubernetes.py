@@ -67,7 +67,7 @@ def create_scheduler(session_name: str, client: Any = None, docker_client: Any =
 
 
 def _correct(app: AppDef, spec: dict[str, Any]) -> None:
-    """Corrects the specification of a Volcano job, whose tasks are the replicas of all roles in their order."""
+    """Changes the specification of a Volcano job in place; its tasks are the replicas of all roles, in order."""
     spec["minAvailable"] = sum(_fewest(role) for role in app.roles)
     tasks = iter(spec["tasks"])
     for role in app.roles:
@@ -81,7 +81,7 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
                 if replica == 0 or not _is_elastic(role):
                     task["maxRetry"] = _MOST_STARTS
     if any(map(_is_elastic, app.roles)):
-        # Nodes end together: the launcher of each waits for all others.
+        # One completed node completes the job: the launchers end together, and pods that never started never would.
         spec["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]
 
 

@@ -101,7 +101,10 @@ def without_prefixes(stderr: str) -> str:
 
 
 def retry(ask: Callable[[], _Answer], patience_seconds: float | None = None) -> _Answer:
-    """Returns the answer of ``ask``, which is called again while it raises RunError, for a limited time."""
+    """Calls ``ask`` every :data:`RETRY_SECONDS` until it raises no RunError, and returns its answer.
+
+    After ``patience_seconds`` (:data:`PATIENCE_SECONDS` unless given) the error is raised.
+    """
     end = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
     while True:
         try:
@@ -121,10 +124,10 @@ def list_nodes() -> list[NodeRecord]:
 
 
 def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
-    """Returns the record of a job; None where Slurm knows no job of this number.
+    """Returns the record of a job; None for text that is no job's number, and for a job that Slurm does not know.
 
     After ``patience_seconds`` without an answer of the controller, accounting is asked, which may call a requeued job
-    failed; RunError where it does not know the job either.
+    failed: its record has ``is_certain=False``. RunError where accounting does not know the job either.
     """
     if not _JOB_ID.fullmatch(job_id):
         return None
@@ -138,7 +141,10 @@ def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord |
 
 
 def list_jobs() -> list[JobRecord]:
-    """Returns this user's jobs of two weeks; without accounting, the jobs that the controller remembers."""
+    """Returns this user's jobs of the last two weeks, from accounting and the controller.
+
+    Where one of the two does not answer, the other's jobs are returned; RunError where neither answers.
+    """
     queue = run_command(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
     past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID,State,JobName")
     if queue.returncode and not past:
@@ -150,7 +156,10 @@ def list_jobs() -> list[JobRecord]:
 
 
 def find_job(name: str) -> str | None:
-    """Returns the number of this user's job of a unique name; None where there is none."""
+    """Returns the number of the job of a unique name, from the controller or else accounting; None without one.
+
+    RunError where the controller does not answer and accounting does not know the job.
+    """
     queue = run_command(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i"])
     if not queue.returncode and queue.stdout.split():
         return queue.stdout.split()[0]
@@ -169,7 +178,7 @@ def host_names(nodes: str) -> list[str]:
 
 
 def ask_controller(job_id: str) -> JobRecord | None:
-    """Returns the controller's record of a job; None where it does not know the job, or has forgotten it."""
+    """Returns the controller's record of a job; None where it has no such job (any longer); RunError without answer."""
     answer = run_command(["scontrol", "show", "job", job_id])
     if not answer.returncode and "JobState=" in answer.stdout:
         return _parse_job(answer.stdout)
@@ -206,6 +215,7 @@ def _accounting(selection: Sequence[str], fields: str) -> list[list[str]]:
     if answer.returncode:
         return []
     last = fields.count(",")
+    # the last field may contain the separator; lines with too few fields are dropped
     rows = [line.split("|", last) for line in answer.stdout.splitlines()]
     return [row for row in rows if len(row) == last + 1]
 

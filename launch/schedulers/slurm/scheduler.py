@@ -258,7 +258,10 @@ def _message(record: JobRecord, has_ended: bool) -> str:
 
 
 def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
-    """Returns how long before its time limit the job is sent SIGUSR1; 0 for never."""
+    """Returns how long before its time limit the job is sent SIGUSR1; 0 for never.
+
+    A UserError refuses a warning within the grace period, and one with which a job would be interrupted at its start.
+    """
     seconds = cfg.get("signal_seconds")
     if seconds is None:
         # the end of a step that is killed after its grace is counted before Slurm ends the job for good

@@ -121,6 +121,7 @@ class SlurmJob:
     def script(self) -> str:
         """Returns the batch script."""
         task = self._task()
+        # the end of a here-document must be no line of the task
         mark = "END_OF_TASK"
         while mark in task:
             mark += "_"
@@ -191,9 +192,10 @@ def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
 
 
 def further_options(text: str, known: Collection[str] = ()) -> list[str]:
-    """Returns options of sbatch one by one from a text like ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
+    """Splits a text of sbatch options, such as ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
 
-    ``known`` are refused: they are given as ``-o NAME=VALUE``.
+    A UserError refuses words that are no option, options in ``known``, which are given as ``-o NAME=VALUE``, and
+    :data:`OWN_OPTIONS`.
     """
     try:
         words = shlex.split(text)
@@ -213,7 +215,7 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Returns the seconds of a time limit of sbatch, like 90, 1:30:00 or 2-12; None for no limit."""
+    """Returns the seconds of sbatch's time limit: 90 is minutes, 1:30:00 hours, 2-12 days and hours; None: no limit."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -239,7 +241,7 @@ def _quoted(value: str) -> str:
 
 
 def _shell_text(text: str) -> str:
-    """Returns a word that the shell reads as ``text``, with variables in place of macros."""
+    """Returns a shell word for ``text``: quoted literally, with Slurm's variables in place of the two macros."""
     variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
     parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
     # an empty part next to a macro is left out; an empty text is a word

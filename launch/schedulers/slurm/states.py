@@ -72,7 +72,10 @@ class Answer:
 
     @property
     def state(self) -> AppState:
-        """TorchX's state of the job; UNKNOWN for an end that only accounting reports, until it is believed."""
+        """TorchX's state of the job; UNKNOWN for an end that accounting alone reports while the controller is silent.
+
+        After :data:`FOLLOW_PATIENCE_SECONDS` of silence such an end counts.
+        """
         if self.record is None:
             return AppState.UNKNOWN
         state = app_state(self.record.state)
@@ -99,7 +102,7 @@ class FollowedJobs:
         self._host_names: dict[str, list[str]] = {}
 
     def answer(self, job_id: str) -> Answer:
-        """Returns Slurm's answer about a job, which may be some seconds old."""
+        """Returns Slurm's answer about a job, or raises its RunError, from at most :data:`ASK_SECONDS` ago."""
         with self._lock:
             now = time.monotonic()
             failed, failure = self._failures.get(job_id, (-math.inf, None))
@@ -127,7 +130,11 @@ class FollowedJobs:
 
 
 def _ask(job_id: str, last: Answer | None) -> Answer:
-    """Asks Slurm about a job, after the answer ``last`` if there is one."""
+    """Returns a new answer of Slurm about a job, given the ``last`` one, None at the first question.
+
+    A silent controller leaves the last record, marked as uncertain; RunError after :data:`FOLLOW_PATIENCE_SECONDS` of
+    silence, unless the controller has reported the job's end before.
+    """
     if last is None:
         record = query_job(job_id)
         now = time.monotonic()
@@ -164,7 +171,7 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
     # newline: the carriage returns of a progress bar are kept
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         begun = ""
-        # Asked before the log is read: so the lines before the job's end are read after its end.
+        # the end is asked for before each reading: after the end, the log is read once more
         for more in running:
             for text in file:
                 begun += text
@@ -179,7 +186,10 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
 
 
 def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
-    """Yields True until the job has ended, then False; it asks only now and then, to spare the scheduler."""
+    """Yields True until the job has ended, then False; calls ``has_ended`` every :data:`ASK_SECONDS` at most.
+
+    Before the first False it waits :data:`LATE_SECONDS`, in which the last lines of a log reach this machine.
+    """
     asked = None
     while True:
         if asked is None or time.monotonic() - asked >= ASK_SECONDS:

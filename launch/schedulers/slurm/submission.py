@@ -50,9 +50,9 @@ def expected_start(command: Sequence[str], script: str) -> str:
 def cancel(job_id: str) -> int:
     """Cancels a job, unless it has ended; returns the seconds within which it ends, 0 for at once.
 
-    A running job of :mod:`launch.schedulers.slurm.script` that needs time to save its state is only sent a signal:
-    Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script cancels it when it has
-    saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
+    A running job of :mod:`launch.schedulers.slurm.script` that needs time to save its state is only sent a signal: by
+    ``scancel`` Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script cancels it when
+    it has saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
     """
     try:
         seconds = retry(lambda: _request_end(job_id))
@@ -75,7 +75,10 @@ def is_being_cancelled(record: JobRecord) -> bool:
 
 
 def _request_end(job_id: str) -> int:
-    """Signals a running job to save its state; returns the seconds that it has, 0 if it takes no signal or had one."""
+    """Signals a running job to save its state, and returns the seconds that it has.
+
+    0 means that nothing was sent: the job does not run, has nothing to save, or was signalled before.
+    """
     record = ask_controller(job_id)
     if record is None or record.state not in _RUNNING or record.output is None:
         return 0
@@ -96,8 +99,8 @@ def _grace_seconds(job_id: str) -> int:
 def _signal(job_id: str, output: Path) -> bool:
     """Signals a batch script to end its job; returns False where it was signalled before, or a file cannot be written.
 
-    The file is for a script that has not begun yet, which the signal does not reach. It is removed where Slurm does not
-    deliver the signal.
+    The file ``slurm-JOB.cancelled`` records the request: it reaches a script that has not begun yet, and makes a second
+    call return False. It is removed where Slurm does not deliver the signal.
     """
     cancelled = _cancelled_file(output)
     try:
