@@ -367,7 +367,7 @@ def _html_row(cell: str, values: Sequence[Any]) -> str:
 
 
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:
-    """Yields prepared batches of an evaluation: those that the task itself makes, else the split's rows in order."""
+    """Yields prepared batches of an evaluation: made by the task, if it makes any, else the split's rows in order."""
     own = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
     if own is not None:
         yield from own

@@ -62,8 +62,8 @@ class RunAsStock(Mapping[str, Tensor]):
     def optimizer_state(self, name: str, state: str) -> Tensor | None:
         """Returns the optimizer state of a stock weight, in the order of ids for a table.
 
-        None where the checkpoint has no such state, or the table's ids have no rows of their own: several partitions,
-        or ids that share a row, mix the states of ids.
+        None where the checkpoint lacks the state, or no row belongs to one id alone: several partitions, or ids that
+        share a row, mix the states of ids.
         """
         weight, rows = _PREFIX + name, None
         if name in self._composed:

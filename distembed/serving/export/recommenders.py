@@ -141,7 +141,7 @@ class _Vectors:
 class NextItemProgram(nn.Module):
     """Maps histories to the best next items and their scores.
 
-    ``lookups`` has the group of each feature's table, in the order of ``features``, the first of which is ``item``.
+    ``lookups`` has the group of each feature's table, in the order of ``features``; the first feature is ``item``.
     """
 
     def __init__(

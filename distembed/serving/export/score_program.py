@@ -188,6 +188,6 @@ class ScoredModel:
 
     def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
         """Returns a copy of the model with these modules in place of its collections, by their paths."""
-        # deepcopy takes an object with a known id from its memo: the collections are replaced and never copied
+        # deepcopy returns memo[id(object)] where there is one, so that collections are replaced and never copied
         places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
         return copy.deepcopy(self.model, places).eval()

@@ -176,7 +176,8 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
     if form == "compositional":
         return StoredTable(table, weights)
     width = table.num_vectors * table.embedding_dim
-    # hashing and the id policy map raw ids into the table before the lookup; they stay with the materialised table
+    # composes all ids within the table as they are; raw ids are hashed or mapped into the table before the lookup, by
+    # the settings that `full` keeps
     plain = replace(table, pre_hash=None, id_policy="error")
     vectors = torch.empty(table.num_embeddings, width)
     for ids, chunk in composed_chunks(plain, weights, None, _IDS_AT_ONCE):
@@ -188,9 +189,9 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
 class TableGroup(nn.Module):
     """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
-    An id outside of its table is hashed, taken modulo, or replaced by the id of unknown values (0 where there is none),
-    as the tables' settings say. Where training would raise an error, it is replaced too: a program never reads outside
-    of its weights.
+    Tables that hash ids hash all of them. Otherwise an id outside of its table is taken modulo, or replaced by the
+    id of unknown values (0 without one), as the tables' settings say. Where training would raise an error, the id is
+    replaced too: a program never reads outside of its weights.
     """
 
     def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
