@@ -13,8 +13,8 @@ table gradients     saved tensors, gradients of replicated weights, in one piece
 optimizer           gradients, and the temporaries of torch's row-wise Adagrad for a replicated table
 =================== =============================================================================================
 
-Counted from TorchRec's ``comm_ops`` and pipelines; B is the rows of a step on all ranks, b on one. Temporaries within
-an operator are not counted, except for the sorting of ids in FBGEMM's CUDA backward.
+Counted from TorchRec's ``comm_ops`` and pipelines. Temporaries within an operator are not counted, except for the
+sorting of ids in FBGEMM's CUDA backward.
 """
 
 import math
@@ -58,8 +58,8 @@ class StepBuffers:
     outputs: int = 0  # composed vectors, or their gradients, on the way between the ranks
     lookups: int = 0  # rows, vectors of partitions, and temporaries of composing
     activations: int = 0  # of the networks, and their gradients; with one rank also weights' gradients, as they come
-    # of the networks' weights and of tables that are not updated within the backward pass; on several ranks, averaged
-    # gradients lie in buckets of DistributedDataParallel all the time
+    # of the networks' weights and of tables that torch updates after the backward pass. On several ranks the averaged
+    # ones lie in buckets of DistributedDataParallel throughout the step
     gradients: int = 0
 
     @property
@@ -69,13 +69,13 @@ class StepBuffers:
 
 @dataclass
 class _Sum:
-    """Bytes of a step that all tables, wherever they lie, and the networks add up to."""
+    """Bytes of a step summed over all tables and the networks, which every rank's moments start from."""
 
     replicated: int  # weights, and their gradients, that every rank has
-    largest_replicated: int = 0  # numbers (not bytes) of the largest replicated weight, functions left out
+    largest_replicated: int = 0  # numbers (not bytes) of the largest replicated partition; no functions
     ranks_per_node: int = 1  # ranks of a node that share the rows of a table; 1 where no rows are divided
-    sent_ids: int = 0  # ids in a rank's batch, sorted by the rank that receives them
-    sent: SentBytes = SentBytes()  # by a rank without shards
+    sent_ids: int = 0  # copy of a rank's ids, sorted by the rank that receives them
+    sent: SentBytes = SentBytes()  # bytes that a rank without shards sends
     received: Counter[ExchangeKey] = field(default_factory=Counter)  # vectors of a rank's rows
     # by rank: gradients of shards that are not updated within the backward pass
     unfused: Counter[int] = field(default_factory=Counter)
@@ -86,11 +86,11 @@ class _Sum:
 
 
 class _RankLookups:
-    """The lookups of each rank under the placements of all tables."""
+    """The lookups of each rank under the placements of all tables, in groups that share kernels."""
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
-        # slices with their groups' keys by rank, in the order of the tables; rank None for tables on every rank
+        # slices with their groups' keys by rank, in the order of the tables; the key None has tables on every rank
         self._slices = defaultdict[int | None, list[tuple[_PlacedSlice, Hashable]]](list)
         for placement in placements:
             everywhere: list[tuple[int, int, int | None]] = [(0, width(placement.table), None)]
@@ -100,17 +100,18 @@ class _RankLookups:
                 self._slices[rank].append(((placement, own), group_key(own)))
 
     def column_slices(self, rank: int) -> list[_PlacedSlice]:
-        """Returns the slices of tables with a range of columns, or all columns, on one rank alone."""
+        """Returns a rank's slices of tables that are not on every rank: a range of columns each, or all columns."""
         return [placed for placed, _ in self._slices[rank]]
 
     def loads(self, rank: int | None) -> dict[ExchangeKey, list[GroupLoad]]:
-        """Returns a rank's own lookups; for None, the lookups that all ranks do alike."""
+        """Returns a rank's own lookup groups by exchange; for rank None, the groups that every rank looks up."""
         groups: dict[ExchangeKey, dict[Hashable, list[_PlacedSlice]]] = {}
         for placed, key in self._slices[rank]:
             groups.setdefault(exchange_key(placed[0]), {}).setdefault(key, []).append(placed)
         return {key: [self._load(group) for group in own_groups.values()] for key, own_groups in groups.items()}
 
     def _load(self, group: Sequence[_PlacedSlice]) -> GroupLoad:
+        """Returns one group's work in a step: for the rank's own rows if replicated, else for all ranks' rows."""
         first, _ = group[0]
         is_local = first.unit.sharding_type == ShardingType.DATA_PARALLEL.value
         num_rows = self._workload.rows_of_rank(self._world_size) if is_local else self._workload.batch_size
@@ -130,19 +131,19 @@ class _RankLookups:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Tables of one collection and sharding type on a rank; vectors count as float32 unless stated otherwise."""
+    """Tables of one collection and sharding type on a rank; bytes of vectors are of float32 unless stated otherwise."""
 
-    output: int  # bytes of all vectors that the lookups compose
-    sent: int  # bytes of a copy of these that is sent
+    output: int  # bytes of all vectors that the rank's lookups compose, for all ranks
+    sent: int  # bytes of a copy of the output for sending; 0 where the output itself is sent
     received: int  # bytes of the vectors of this rank's rows
     arriving_ids: int  # bytes of the ids that arrive, with their lengths
-    lookups: list[LookupMemory]
+    lookups: list[LookupMemory]  # of each group, in forward order
     is_sent: bool  # whether the vectors are for other ranks too
-    numbers: VectorExchange = VectorExchange()  # precision in which they are sent
+    numbers: VectorExchange = VectorExchange()  # precision in which vectors and gradients are sent
 
     @property
     def is_rounded(self) -> bool:
-        """Whether lookups round vectors, so that they are not float32 until they are widened."""
+        """Whether the lookups themselves return vectors of half precision, which are widened after the exchange."""
         return self.numbers.output_itemsize < FLOAT_BYTES
 
     def rounded(self, num_bytes: int) -> int:
@@ -155,14 +156,14 @@ class _Exchange:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of this rank's received vectors while they are joined into one tensor."""
-        if self.numbers.comms.is_used:  # and as decoded
+        """Bytes at the moment when this rank joins its received vectors into one float32 tensor."""
+        if self.numbers.comms.is_used:  # as received, decoded, and joined
             return self.travelling(self.received) + 2 * self.received
         return self.rounded(self.received) + (self.received if self.is_rounded else self.rounded(self.received))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes in which this rank's gradients are prepared for sending, besides the gradients."""
+        """Bytes of copies in which this rank's gradients are prepared for sending, without the gradients themselves."""
         if not self.is_sent:
             return 0
         if self.numbers.comms.is_used:  # put in the ranks' order, and encoded
@@ -171,7 +172,8 @@ class _Exchange:
 
 
 def _fullest_lookup(exchanges: Sequence[_Exchange]) -> int:
-    """Returns the most bytes that the lookups hold at once, one exchange after the other."""
+    """Returns the most bytes that the lookups hold at once, one exchange after the other in forward order."""
+    # `waiting`: vectors of earlier exchanges, which stay until all are there; `saved`: tensors kept for the gradients
     waiting, fullest, saved = 0, 0, 0
     for exchange in exchanges:
         saved += sum(lookup.saved_bytes for lookup in exchange.lookups)
@@ -192,9 +194,12 @@ def _fullest_lookup(exchanges: Sequence[_Exchange]) -> int:
 
 
 class Step:
-    """One training step on any rank of a plan.
+    """Memory and sent bytes of one training step, on any rank of a plan.
 
-    TorchRec's own tables are placed as full tables. Collections whose path is missing in ``exchanges`` send float32.
+    Args:
+        placements: All tables; TorchRec's own are placed as full tables.
+        exchanges: Precision of sent vectors by collection path; float32 for missing paths.
+        cache_ratio: Cached rows per row of a table in host memory.
     """
 
     def __init__(
@@ -234,6 +239,7 @@ class Step:
         return [self.rank(rank) for rank in range(self._world_size)]
 
     def rank(self, rank: int) -> PlannedRank:
+        """Returns one rank at its fullest moment; times and capacities are left at their defaults."""
         held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
         tables, step = total_storage(held.values()), self.buffers(rank)
         memory = {
@@ -255,7 +261,7 @@ class Step:
 
     def sent_bytes(self, rank: int) -> SentBytes:
         """Returns the bytes that a rank sends in a step."""
-        # as a rank without shards, and the difference that its own shards make
+        # bytes of a rank without shards + the difference that each of this rank's shards makes
         sent = self._sum.sent
         for placement, table_slice in self._lookups.column_slices(rank):
             sent += self._sent_by_owner(placement, table_slice.num_columns)
@@ -268,7 +274,7 @@ class Step:
         return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
 
     def _add(self, placement: Placement) -> None:
-        """Adds the part of a step that depends on one table's placement only."""
+        """Adds one table to ``_sum``, the bytes that do not depend on other tables' placements."""
         own, itemsize, ranks = self._sum, placement.table.bytes_per_number, range(self._world_size)
         functions = sum(part.num_parameters for part in placement.replicated if part.is_function)
         vectors = [part.num_parameters for part in placement.replicated if not part.is_function]
@@ -286,6 +292,7 @@ class Step:
         own.sent += self._sent(placement)
         num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
         own.received[exchange_key(placement)] += num_received * FLOAT_BYTES
+        # torch updates half-precision weights through float32 copies of the weights and of their gradients
         for rank in ranks if itemsize < FLOAT_BYTES else ():
             own.widened[rank] += 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize)
         for rank in ranks if placement.table.dense_gradient else ():
@@ -295,7 +302,7 @@ class Step:
         """Returns the bytes that a rank without shards of a table sends for it."""
         sharding_type = placement.unit.sharding_type
         if not is_on_every_rank(sharding_type):
-            # where rows are divided within a node, gradients go to one of its ranks
+            # ids go to every row block's rank; gradients go to one rank of the node, counted at the first block
             return sum(
                 (
                     self._sent_to_shard(placement, stop - start if rank % placement.num_row_blocks == 0 else 0)
@@ -307,7 +314,7 @@ class Step:
             return SentBytes()
         batch, others = self._traffic(placement), self._world_size - 1
         ids = round(batch.num_ids * (1 - 1 / self._world_size))
-        # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
+        # row_wise: each rank gets the ids of its rows, and returns a partial sum of every bag, or a vector for each id
         numbers = width(placement.table) * (batch.num_bags * others if batch.is_pooled else ids)
         return SentBytes(
             ids * batch.itemsize + batch.num_bags * LENGTH_BYTES * others,
@@ -316,17 +323,17 @@ class Step:
         )
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
-        """Returns the bytes sent to the owner of some columns: ids of own rows, gradients of their vectors."""
+        """Returns the bytes that a rank sends to a shard's owner: its batch's ids, and gradients of ``columns``."""
         batch = self._traffic(placement)
         ids = math.ceil(batch.num_ids / placement.num_row_blocks) * batch.itemsize + batch.num_bags * LENGTH_BYTES
         gradients = batch.exchange.gradient_bytes(math.ceil(batch.num_vectors) * columns)
         return SentBytes(ids, gradients=math.ceil(gradients))
 
     def _sent_by_owner(self, placement: Placement, columns: int) -> SentBytes:
-        """Returns the bytes that an owner of columns sends on top of a rank without any.
+        """Returns the bytes that a shard's owner sends, minus the bytes that a rank without the shard sends for it.
 
-        The owner sends vectors, and nothing to itself. Where rows are divided within a node, its ranks reduce their
-        sums among them and send the results to the other nodes; gradients take the reverse way.
+        The owner sends vectors, and no ids or gradients to itself. Where rows are divided within a node, its ranks
+        reduce their sums among them and send the results to the other nodes; gradients take the reverse way.
         """
         own, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
         vectors = math.ceil(batch.exchange.vector_bytes(math.ceil(batch.num_vectors) * columns))
@@ -335,14 +342,15 @@ class Step:
         return SentBytes(-own.ids, (summed + nodes - 1) * vectors, (summed - 1) * own.gradients)
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> _Exchange:
+        """Returns a rank's part of an exchange; ``loads`` is empty where the rank only receives vectors."""
         output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent, device_kind = is_exchanged(sharding_type, self._world_size), self._device_kind
         optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
         groups = [group_type(load.slices[0], device_kind, own) for load, own in zip(loads, optimizers, strict=True)]
-        # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
+        # an all-to-all sends a copy, and so does gloo's reduce-scatter; NCCL's reduce-scatter sends the output itself
         sent = output if is_sent else 0
         if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
-            # within a node, whose sums are sent to the other nodes
+            # two levels: the sums after the node's reduce-scatter are sent to the other nodes
             sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
         return _Exchange(
             output=output,
@@ -357,7 +365,7 @@ class Step:
         )
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
-        """Yields all moments of a step on one rank, in order."""
+        """Yields the moments of a step on one rank in order, as the module's table lists them."""
         totals, loads = self._sum, self._lookups.loads(rank)
         # also of tables without a part on this rank: it receives their vectors
         exchanges = [
@@ -368,9 +376,9 @@ class Step:
         arriving = sum(exchange.arriving_ids for exchange in exchanges)
         received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
-        # gradients of replicated weights lie in buckets all the time, on several ranks
+        # gradients of shards with dense kernels, apart from the replicated weights' gradients
         unfused = totals.unfused[rank]
-        # networks that read all vectors of a table have their gradients early, and add them to the lookups' gradients
+        # tables that networks read as a whole have gradients of all rows before the lookups' gradients come
         early = totals.scanned[rank]
         buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
         # the task's outputs of the step before are still there
@@ -389,7 +397,8 @@ class Step:
         returned = received + back + sum(exchange.gradient_bytes for exchange in exchanges)
         returned += sum(exchange.received for exchange in exchanges if not exchange.is_sent) * is_any_sent
         yield StepBuffers("output gradients", inputs, returned, saved, 0, gradients - own - unfused + early)
-        # lookups have their gradients one by one, the last first; tables after all that their vectors go through
+        # lookups have their gradients one by one, the last first. `left`: saved tensors that are still needed; `done`:
+        # gradients made so far; `to_come`: one lookup's share of the gradients of shards with dense kernels
         left, done, to_come = saved, gradients - own + early, unfused // max(1, len(lookups))
         for lookup in reversed(lookups):
             yield StepBuffers("lookup gradients", inputs, back, left + lookup.backward_bytes, 0, done - to_come)
@@ -422,14 +431,14 @@ class Step:
         return math.ceil(ids) + len(seen) * self._num_rows * LENGTH_BYTES + numbers * FLOAT_BYTES
 
     def _sent_id_bytes(self, placement: Placement) -> int:
-        """Returns the bytes of the next batch's ids, sorted by rank; each column shard takes a copy."""
+        """Returns the bytes of a table's ids sorted by the receiving rank; each range of columns has a copy."""
         if not is_exchanged(placement.unit.sharding_type, self._world_size):
             return 0
         batch, weight_bytes = self._traffic(placement), self._workload.weight_bytes(placement.table.feature_names)
         ids, bags = batch.num_ids * (LONG_BYTES + weight_bytes), batch.num_bags * LENGTH_BYTES
         if is_on_every_rank(placement.unit.sharding_type):
-            # where each goes is kept as well, and there is a length for each rank
+            # each id's destination is kept as well, and each bag has a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)
-        # of ids that are divided between the ranks of a node each has a length
+        # for each range of columns: every id once, to the row block that has its row; each bag's length to every block
         shards = len(column_shards(placement.unit))
         return shards // placement.num_row_blocks * math.ceil(ids) + shards * bags

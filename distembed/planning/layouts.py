@@ -43,7 +43,11 @@ _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 
 class Layouts:
-    """Layouts of the tables of a request; raises a ``UserError`` where the config allows none."""
+    """Layouts of the tables of a request.
+
+    Construction and methods raise a ``UserError`` for a name in the config that no table has, a table in two groups of
+    ``plan.together``, pins that contradict each other, and a table without any allowed layout.
+    """
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._config, self._cluster = request, request.config, request.cluster
@@ -64,9 +68,9 @@ class Layouts:
         }
 
     def of_unit(self, members: Sequence[tuple[CompositionalEmbeddingConfig, str]]) -> list[list[Layout]]:
-        """Returns the layouts of each table of a unit, one or several tables that lie together.
+        """Returns the layouts of each member of a unit, a table with its collection's path; all lists are equally long.
 
-        The n-th layouts of all tables go together. Each member is a table with its collection's path within the model.
+        The n-th layouts of all members are chosen together: they have one sharding type and equally many ranges.
         """
         ranks = self.ranks(table for table, _ in members)
         by_key = [{_shape(layout): layout for layout in self._of(table, path, ranks)} for table, path in members]
@@ -83,7 +87,7 @@ class Layouts:
         return [[own[key] for key in common] for own in by_key]
 
     def ranks(self, tables: Iterable[CompositionalEmbeddingConfig]) -> tuple[int, ...]:
-        """Returns the sorted ranks that tables of one unit are pinned to; none where they may lie anywhere."""
+        """Returns the sorted ranks to which all pinned ``tables`` of a unit agree; empty where no table is pinned."""
         pinned = {table.name: own for table in tables if (own := self.own(table).ranks) is not None}
         for name, own in pinned.items():
             if max(own) >= self._cluster.world_size:
@@ -101,14 +105,14 @@ class Layouts:
         return tuple(sorted(common))
 
     def together_with(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        """Returns the names of the tables of a table's unit, itself included."""
+        """Returns the names of all tables of this table's unit; a table outside ``plan.together`` is its own unit."""
         return self._together.get(table.name, [table.name])
 
     def own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
         return self._config.tables.get(table.name, TablePlanConfig())
 
     def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
-        """Returns why a table had one sharding type only; empty where it had several."""
+        """Returns the setting, or the lone rank, that limits a table's sharding types; empty where nothing does."""
         own = self.own(table).sharding_types
         for name, allowed in ((f"plan.tables.{table.name}", own), ("plan", self._config.sharding_types)):
             if allowed:
@@ -116,7 +120,10 @@ class Layouts:
         return "there is one rank" if self._cluster.world_size == 1 else ""
 
     def in_one_pass(self, table: CompositionalEmbeddingConfig, layouts: Sequence[Layout]) -> Sequence[Layout]:
-        """Returns the layouts that every rank can look up in one pass, where the table requires it."""
+        """Returns the layouts that the one-pass lookup can do, if the table requires it (``kernel="fused"``).
+
+        Returns all layouts for other tables; raises a ``UserError`` with the first reason where none is left.
+        """
         if table.kernel != "fused":
             return layouts
         kind, optimizer = self._cluster.device.kind, self._request.table_optimizers.for_table(table).sparse
@@ -131,7 +138,7 @@ class Layouts:
         return possible
 
     def _of(self, table: CompositionalEmbeddingConfig, collection: str, ranks: Sequence[int]) -> list[Layout]:
-        """Returns all layouts of a table on some ranks; on all ranks where none are named."""
+        """Returns all layouts of a table that have places on the pinned ``ranks``; empty ``ranks`` are all ranks."""
         types, columns, own = self._allowed_types(table, collection), width(table), f"plan.tables.{table.name}"
         layouts = [
             Layout(name, kernel, tuple((start, start + wide) for start in range(0, columns, wide)))
@@ -159,7 +166,7 @@ class Layouts:
         return possible
 
     def _has_places(self, layout: Layout, ranks: Sequence[int]) -> bool:
-        """Returns whether some ranks have places for all shards of a layout."""
+        """Returns whether the pinned ``ranks`` hold all shards of a layout, each on a rank or node of its own."""
         cluster, num_places = self._cluster, len(layout.columns)
         if not ranks or len(ranks) == cluster.world_size:
             return True
@@ -172,10 +179,11 @@ class Layouts:
         return num_full_nodes > 0 if layout.lies_on_one_node(cluster) else len(ranks) >= num_places
 
     def _chosen_types(self, table: CompositionalEmbeddingConfig) -> Sequence[str]:
-        """Returns the sharding types that the config names for a table; none where it leaves them open."""
+        """Returns the sharding types that the config names for a table, else for all tables; else none."""
         return self.own(table).sharding_types or self._config.sharding_types or ()
 
     def _allowed_types(self, table: CompositionalEmbeddingConfig, collection: str) -> list[str]:
+        """Returns the chosen or default types that composition, device and int8 vectors permit; else ``UserError``."""
         chosen = self._chosen_types(table)
         allowed = chosen or self._default_types(table)
         possible = [name for name in allowed if can_be_placed(table, name)]
@@ -194,7 +202,7 @@ class Layouts:
             )
         if not self._request.exchanges[collection].has_int8 or self._cluster.world_size == 1:
             return possible
-        # int8 is not added up, and tables whose rows are divided send sums
+        # int8 numbers cannot be summed, and pooled tables whose rows are divided send partial sums
         sent = [name for name in possible if name not in BY_ROWS or not is_pooled(table)]
         if not sent or (width(table) % INT8_NUMBERS and sent != [_DATA_PARALLEL]):
             lacking = "sums of several ranks are no int8" if not sent else f"it has {width(table)} columns"
@@ -206,14 +214,15 @@ class Layouts:
         return sent
 
     def _default_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        """Returns the sharding types of a table without settings."""
+        """Returns the sharding types of a table for which the config names none."""
         if self._cluster.world_size == 1:
-            # one that FBGEMM cannot look up is left to torch
+            # torch looks up a table for which FBGEMM has no kernel
             return ["table_wise"] if can_be_placed(table, "table_wise") else [_DATA_PARALLEL]
         types = ["table_wise", *(["column_wise"] if is_pooled(table) else []), "row_wise", _DATA_PARALLEL]
         return types + [*WITHIN_NODES] * (min(self._cluster.nodes, self._cluster.ranks_per_node) > 1)
 
     def _kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> list[str]:
+        """Returns the compute kernels that the optimizer, the device and the config allow; may be empty."""
         own, is_cuda = self.own(table).compute_kernels, self._cluster.device.kind == "cuda"
         if sharding_type == _DATA_PARALLEL or not self._request.table_optimizers.for_table(table).is_fused:
             possible = [EmbeddingComputeKernel.DENSE.value]
@@ -225,7 +234,10 @@ class Layouts:
     def _widths_of_ranges(
         self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str
     ) -> Sequence[int]:
-        """Returns the widths of column ranges that a table may have, the widest first."""
+        """Returns the widths of column ranges for a sharding type, the widest first; the whole width if undivided.
+
+        Empty where the type divides columns and no width gives enough ranges.
+        """
         cluster, columns = self._cluster, width(table)
         most_ranges = {
             ShardingType.COLUMN_WISE.value: cluster.world_size,
@@ -248,13 +260,13 @@ class Layouts:
             if wide >= narrowest and 2 <= columns // wide <= most
         ]
         if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and cluster.nodes > 1:
-            # the ranks of a node have a range each, alike
+            # each rank of a node has exactly one range, and all ranges cut the partitions into equal shapes
             widths = [wide for wide in widths if wide * most == columns and len({*_range_shapes(table, wide)}) == 1]
-        # a single range, which is table_wise, where the config allows the table nothing else
+        # without a width, a single range (as table_wise) if the config names this type
         return widths or ([columns] if sharding_type in chosen else [])
 
     def _possible_widths(self, table: CompositionalEmbeddingConfig, collection: str) -> list[int]:
-        """Returns the widths of equal ranges that kernels read and codecs send, the widest first."""
+        """Returns the widths that divide the columns evenly and suit FBGEMM's kernels and int8, the widest first."""
         columns, sent_together = width(table), INT8_NUMBERS if self._request.exchanges[collection].has_int8 else 1
         widths = [columns // number for number in range(1, columns // _VECTOR + 1) if columns % number == 0]
         return [
@@ -265,32 +277,36 @@ class Layouts:
         ]
 
     def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig], collection: str) -> int:
-        """Returns the width of the column ranges of all sequences of a collection."""
+        """Returns one width of column ranges for all sequence tables of a collection, as TorchRec requires.
+
+        Prefers the widest that divides some table into at most as many ranges as ranks; else the widest possible.
+        """
         allowed = [table for table in tables if "column_wise" in self._allowed_types(table, collection)]
         if not allowed:
             return 1
         narrowest = max(self.own(table).min_partition or self._config.min_partition or _VECTOR for table in allowed)
         first, *others = [self._possible_widths(table, collection) for table in allowed]
         widths = [wide for wide in first if wide >= narrowest and all(wide in own for own in others)]
-        # divided if it can be, in as few ranges as all of them may have
+        # by width, the number of ranges of the table with the most columns
         num_ranges = {wide: max(width(table) // wide for table in allowed) for wide in widths}
         divided = [wide for wide in widths if 1 < num_ranges[wide] <= self._cluster.world_size]
         return next(iter(divided or widths), gcd(*(width(table) for table in allowed)))
 
 
 def _shape(layout: Layout) -> tuple[str, int, str]:
-    """Returns the part of a layout that tables of a unit share."""
+    """Returns the part of a layout in which tables of a unit agree: type, number of ranges, kernel in host memory."""
     in_host_memory = layout.compute_kernel if layout.compute_kernel in IN_HOST_MEMORY else ""
     return layout.sharding_type, len(layout.columns), in_host_memory
 
 
 def _range_shapes(table: CompositionalEmbeddingConfig, wide: int) -> list[tuple[tuple[int, int], ...]]:
-    """Returns number and columns of each partition that takes part, by range of so many columns."""
+    """Returns, for each range of ``wide`` columns, the partitions within it as (number, columns of the partition)."""
     slices = [partition_slices(table, start, start + wide) for start in range(0, width(table), wide)]
     return [tuple((own.partition, own.num_columns) for own in in_range) for in_range in slices]
 
 
 def _hindrance(table: CompositionalEmbeddingConfig, allowed: Sequence[str]) -> str:
+    """Returns the reason, for an error message, why a table can have none of the allowed types."""
     if any(part.dim % _VECTOR for part in table.lookup_tables()):
         return "FBGEMM has vectors of a multiple of 4 numbers only"
     if not can_be_placed(table, "column_wise"):

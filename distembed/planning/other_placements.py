@@ -1,4 +1,4 @@
-"""Why each table lies where it does: the cost of its other placements, with all other tables in place."""
+"""Reasons for each table's place: the cost of the table's other placements while all other tables stay in place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from distembed.sharding.placement import IN_HOST_MEMORY, WITHIN_NODES
 
 _PER_TABLE = 2
 _TRIED = 4
-"""Options of a table that are tried, with the least work of all ranks together; besides the whole table."""
+"""Other options tried for each table, with the least work of all ranks; options that leave it whole are added."""
 _ROUNDING_MS = 1e-9
 """Milliseconds up to which two times count as equal."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another placement of one table, and the cost that it would add; negative numbers are savings."""
+    """Another placement of one table, and the cost that it adds to the plan's; negative numbers are savings."""
 
     sharding_type: str
     compute_kernel: str
@@ -42,13 +42,13 @@ class _Tried:
     layout: Layout
     cost: PlacementCost
     alternative: Alternative
-    is_slowest: bool  # whether a rank with one of its shards would be the slowest
+    is_slowest: bool  # whether the slowest rank would then hold one of the table's shards
 
 
 def explain(
     request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim
 ) -> tuple[dict[str, str], Mapping[str, Sequence[Alternative]]]:
-    """Returns the reason of each table's place in a plan, and its best other placements, best first; by table."""
+    """Returns, by table name, the reason for the table's place, and its two best other placements, the best first."""
     others = _OtherPlacements(request, tables, assignment, aim)
     why, alternatives = {}, {}
     for number, planned in enumerate(tables.tables):
@@ -59,7 +59,7 @@ def explain(
 
 
 class _OtherPlacements:
-    """Moves one table of a plan at a time."""
+    """Moves one unit of tables of a plan at a time, and puts it back; a unit's tables move together."""
 
     def __init__(self, request: PlanRequest, tables: TableProblem, assignment: Assignment, aim: Aim) -> None:
         self._request, self._tables, self._problem, self._aim = request, tables, tables.problem, aim
@@ -76,13 +76,13 @@ class _OtherPlacements:
         return f"{_in_words(self._tables.layout(table, self._option(table)))}: {self._because(table, tried)}"
 
     def _exchange_ms(self, cost: PlacementCost) -> float:
-        """Returns the milliseconds of exchanges of a rank with a shard of the table."""
+        """Returns the milliseconds of exchanges that the table costs the rank with its most expensive shard."""
         return max(own.exchange_ms(self._problem.world_size - 1) for own in (*cost.shards, cost.everywhere))
 
     def _because(self, table: int, tried: Sequence[_Tried]) -> str:
-        """Returns a reason that the tried placements support.
+        """Returns the first reason that the tried placements support, from the most to the least telling.
 
-        The plan may be slower within its tolerance, to use fewer bytes on the fullest rank.
+        A faster alternative that fits may exist: the plan gives up time within its tolerance for fewer bytes.
         """
         layout, cost = self._tables.layout(table, self._option(table)), self._tables.cost(table, self._option(table))
         if not tried:
@@ -113,7 +113,7 @@ class _OtherPlacements:
         return "no other is faster"
 
     def note(self, table: int) -> str:
-        """Returns how FBGEMM or memory decides a table's kernel, and the config's pins and groups."""
+        """Returns remarks, each after ``; ``: a dense kernel, host memory, pinned ranks, and tables kept together."""
         optimizers, own = self._request.table_optimizers, self._tables.tables[table].table
         layout = self._tables.layout(table, self._option(table))
         members = [self._tables.tables[each].table for each in self._tables.tables_of[self._tables.unit_of[table]]]
@@ -126,7 +126,7 @@ class _OtherPlacements:
         return note + (f"; together with {names}" if names else "")
 
     def tried(self, table: int) -> list[_Tried]:
-        """Returns other placements, the best first; the whole table is among them."""
+        """Returns other placements of a table (with its unit), the best first; some leave it whole."""
         loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
         others = (option for option in self._problem.options_of(unit) if option != own)
         options = sorted(others, key=lambda option: self._problem.mean_ms[option])
@@ -169,6 +169,7 @@ class _OtherPlacements:
 
 
 def _is_whole(layout: Layout) -> bool:
+    """Returns whether one rank has all rows and columns, and no other rank has a copy."""
     is_in_rows = is_on_every_rank(layout.sharding_type) or layout.sharding_type in WITHIN_NODES
     return len(layout.columns) == 1 and not is_in_rows
 

@@ -56,12 +56,12 @@ class Workload:
         return sum(self.ids_per_row.get(feature, 1.0) for feature in features)
 
     def weight_bytes(self, features: Iterable[str]) -> int:
-        """Returns the bytes of each id's weight, by which the features' ids are scaled; 0 without weights."""
+        """Returns the bytes of each id's weight: 4 if one of the features has weights, else 0."""
         return 4 if not self.weighted.isdisjoint(features) else 0
 
     @property
     def resting_bytes(self) -> dict[str, int]:
-        """Bytes of a rank between steps, without tables, by item."""
+        """Bytes that every rank holds between steps besides its tables, by item."""
         network = self.network or NetworkEstimate()
         return {
             "sse_graphs": sum(self.graph_bytes.values()),
@@ -70,9 +70,9 @@ class Workload:
         }
 
     def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
-        """Returns the bytes of a rank without tables and exchanges, by item, at the networks' fullest moment.
+        """Returns the bytes of a rank at the networks' fullest moment, by item, without tables and exchanges.
 
-        On one rank gradients are part of the activations, as they arise.
+        On one rank gradients are 0: the activations' peak has them as they arise.
         """
         network = self.network or NetworkEstimate()
         gradients = network.gradients if world_size > 1 else 0
@@ -93,7 +93,7 @@ def pipeline_depth(device_kind: str, world_size: int) -> int:
 
 
 def overlaps(device_kind: str, world_size: int) -> bool:
-    """Returns whether sending ids is worth overlapping with the previous step."""
+    """Returns whether the next batch's ids are sent during a step: with several ranks, or on CUDA."""
     return world_size > 1 or device_kind == "cuda"
 
 
@@ -162,14 +162,14 @@ class PlanRequest:
 
     @cached_property
     def table_optimizers(self) -> TableOptimizers:
-        """The given optimizers, else the declared one with the largest states."""
+        """The given optimizers; else, for all tables, the declared optimizer with the largest states."""
         if self.optimizers is not None:
             return self.optimizers
         return TableOptimizers(largest_optimizer(declared_optimizers(self.model, self.sharders).values()))
 
     @property
     def reserved_share(self) -> float:
-        """Share of each device's memory that stays unplanned."""
+        """Share of each device's memory that a plan leaves free: ``plan.reserve``, and 10% if the step is unknown."""
         network = self.workload.network
         is_known = network is not None and network.is_step_known
         return min(self.config.reserve + (0.0 if is_known else _UNKNOWN_NETWORKS), 1.0)
@@ -187,7 +187,7 @@ class PlanRequest:
 
     @property
     def cache_ratio(self) -> float:
-        """Cached rows of a table in host memory per row: as given, or the first sharder's setting."""
+        """Cached rows per row of a table in host memory: given, else the first sharder's setting, else the default."""
         settings = (getattr(sharder, "fused_params", None) or {} for sharder in self.sharders)
         ratios = [self.cache_load_factor, *(own.get("cache_load_factor") for own in settings), DEFAULT_CACHE_RATIO]
         return next(ratio for ratio in ratios if ratio is not None)
@@ -196,7 +196,10 @@ class PlanRequest:
 def _sharded_modules(
     model: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
-    """Yields path, module and sharder of each planned module; like TorchRec, enters no sharded module."""
+    """Yields path, module and sharder of each module that a sharder takes, breadth first, each module once.
+
+    Like TorchRec, does not look for further modules within a sharded module.
+    """
     sharder_of_type = {sharder.module_type: sharder for sharder in sharders}
     waiting, seen = [("", model)], set[int]()
     while waiting:

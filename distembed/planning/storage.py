@@ -33,17 +33,17 @@ DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache per row of its table unless set: the default of TorchRec and FBGEMM."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _Part = tuple[str, tuple[tuple[int, int], ...]]
-"""Compute kernel of a partition, and rows and columns of each of its shards that one rank has."""
+"""Compute kernel of a partition, and (rows, columns) of each of the partition's shards on one rank."""
 
 
 @dataclass(frozen=True)
 class TableStorage:
-    """Bytes of one table on one rank: on its device, except for the last two."""
+    """Bytes of one table on one rank; ``host_`` fields are in host memory, all others on the device."""
 
     weights: int = 0  # vectors and functions
     optimizer_state: int = 0
-    gradients: int = 0  # of all that is not updated within the backward pass
-    cache: int = 0  # of vectors that lie in host memory
+    gradients: int = 0  # of parameters that torch updates after the backward pass
+    cache: int = 0  # device cache of vectors in host memory
     host_weights: int = 0  # vectors that lie in host memory
     host_optimizer_state: int = 0
 
@@ -54,7 +54,7 @@ class TableStorage:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory, besides the device's."""
+        """Bytes in host memory, apart from the device."""
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
@@ -69,13 +69,16 @@ def total_storage(storage: Iterable[TableStorage]) -> TableStorage:
 def storage_by_rank(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> dict[int, TableStorage]:
-    """Returns a table's storage on each rank that has a part of it; ranks with equal parts share a value."""
+    """Returns a table's storage on each rank that holds a part of the table, by rank.
+
+    Replicated partitions are on every rank. Ranks with equal parts share one value, computed once.
+    """
     table, replicated = placement.table, replicated_storage(placement.table, placement.replicated, optimizers)
     parts: dict[int, list[_Part]] = {}
     for sharding in placement.sharded.values():
         shards: dict[int, list[tuple[int, int]]] = {}
         for shard in sharding.sharding_spec.shards:
-            if all(shard.shard_sizes):
+            if all(shard.shard_sizes):  # a rank beyond the last rows has an empty shard
                 shards.setdefault(shard.placement.rank(), []).append(tuple(shard.shard_sizes))
         for rank, own in shards.items():
             parts.setdefault(rank, []).append((sharding.compute_kernel, tuple(own)))
@@ -92,7 +95,7 @@ def slice_storage(
 ) -> TableStorage:
     """Returns the storage of a rank's columns of a table, without replicated partitions.
 
-    Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the first rank, with the most rows, counts.
+    Rows of sharded partitions are divided over ``num_row_blocks`` ranks; the result is the first rank's, with most.
     """
     parts = [
         (part.kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
@@ -105,7 +108,7 @@ def slice_storage(
 def replicated_storage(
     table: CompositionalEmbeddingConfig, parts: Iterable[PartitionTable], optimizers: TableOptimizers
 ) -> TableStorage:
-    """Returns the storage of a table's partitions and functions that every rank has."""
+    """Returns the storage of the given partitions and functions of a table on one rank, if torch trains them there."""
     optimizers = optimizers.for_table(table)
     return total_storage(
         _parameter([(part.num_rows, part.dim)], FLOAT_BYTES, optimizers.dense, is_fused=False)
@@ -116,7 +119,7 @@ def replicated_storage(
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
-    """Returns the storage of a table that one rank holds whole, without allocating it."""
+    """Returns the storage of a table that one rank holds whole: FBGEMM's if it has the optimizer, else torch's."""
     functions, own = replicated_storage(table, table.function_tables(), optimizers), optimizers.for_table(table)
     vectors = [
         _parameter([(part.num_rows, part.dim)], table.bytes_per_number, own.sparse, own.is_fused)
@@ -128,6 +131,7 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
 def _sharded_storage(
     table: CompositionalEmbeddingConfig, part: _Part, optimizers: TableOptimizers, cache_ratio: float
 ) -> TableStorage:
+    """Returns a partition's storage on one rank; with a kernel in host memory, states per row stay on the device."""
     kernel, shards = part
     optimizer = optimizers.for_table(table).sparse
     storage = _parameter(shards, table.bytes_per_number, optimizer, kernel != EmbeddingComputeKernel.DENSE.value)
@@ -146,7 +150,7 @@ def _sharded_storage(
 
 
 def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
-    """Returns the storage of one parameter, in shards of these rows and columns."""
+    """Returns one parameter's bytes, in shards of (rows, columns); torch has a gradient, FBGEMM (fused) has none."""
     rows, numbers = sum(rows for rows, _ in shards), sum(rows * columns for rows, columns in shards)
     kind, num_bytes = OPTIMIZERS[optimizer], numbers * itemsize
     if is_fused:
@@ -158,9 +162,9 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
 class SentBytes:
     """Bytes that a rank sends to other ranks in a step."""
 
-    ids: int = 0  # with the number of them in each row
-    vectors: int = 0  # composed, to the ranks that have the rows
-    gradients: int = 0  # of these vectors, back again
+    ids: int = 0  # with the number of ids in each row of the batch
+    vectors: int = 0  # composed vectors, to the ranks whose batches need them
+    gradients: int = 0  # of the vectors, back to the ranks that looked them up
     all_reduce: int = 0  # gradients of weights that every rank has, around a ring
 
     @property
@@ -194,7 +198,7 @@ class PlannedRank:
 
     rank: int
     tables: Mapping[str, TableStorage]  # of all tables with a part on the rank, by name
-    memory: Mapping[str, int]  # bytes on the device by item; a CPU's are in the machine's memory
+    memory: Mapping[str, int]  # bytes on the device by item; on a CPU, bytes of the machine's memory
     moment: str  # name of the fullest moment
     sent: SentBytes
     times: StepTime = StepTime()

@@ -48,9 +48,10 @@ LENGTH_BYTES = 4
 ExchangeKey = tuple[str, str]
 """Collection path and sharding type: tables with equal keys are sent together."""
 Phase = tuple[ExchangeKey, str]
-"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with gradients.
+"""An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with their gradients.
 
-CPU ranks that are not the owner have parts of their own: ``ids of others`` and ``vectors of others``.
+On CPUs, the work for other ranks' shards adds to the rank's own, so it has phases:
+``ids of others`` and ``vectors of others``.
 """
 
 
@@ -60,7 +61,7 @@ def exchange_key(placement: Placement) -> ExchangeKey:
 
 
 def is_on_every_rank(sharding_type: str) -> bool:
-    """Returns whether every rank looks up the tables of a sharding type, in equal shares."""
+    """Returns whether every rank holds an equal part of a table of this type: all of it, or a block of its rows."""
     return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 
 
@@ -70,7 +71,7 @@ def is_exchanged(sharding_type: str, world_size: int) -> bool:
 
 
 def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
-    """Returns first column, last column + 1, and rank of each shard of a table divided by columns."""
+    """Returns first column, last column + 1, and rank of each shard of a table; row blocks repeat their columns."""
     spec: Any = unit.sharding_spec
     return [
         (shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1], shard.placement.rank())
@@ -79,7 +80,7 @@ def column_shards(unit: ParameterSharding) -> list[tuple[int, int, int]]:
 
 
 class Transfer(NamedTuple):
-    """Milliseconds that a shard is communicated in one phase.
+    """Milliseconds of communication for one shard in one phase.
 
     A rank's phase takes the longer of its work for its own shards and its work for shards of other ranks::
 
@@ -87,7 +88,7 @@ class Transfer(NamedTuple):
     """
 
     owner_ms: float  # milliseconds of the rank that has the shard, to or from all others
-    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner: the mean over all owners
+    other_ms: float = 0.0  # milliseconds of each other rank, to or from the owner; the mean over possible owners
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,11 @@ class TableTraffic:
         return cls(num_ids, num_rows * len(features), itemsize, is_pooled(table), exchange)
 
     def id_bytes(self, num_ranks: int) -> float:
-        """Returns the bytes of ids and lengths that go to one of the ranks that share the ids."""
+        """Returns the bytes of ids and lengths that one of ``num_ranks`` gets, if the ids are divided among them."""
         return self.num_ids * self.itemsize / num_ranks + self.num_bags * LENGTH_BYTES
 
     def vector_bytes(self, num_columns: int) -> float:
-        """Returns the bytes in which the batch's composed vectors and their gradients are sent."""
+        """Returns the bytes that the batch's vectors and their gradients have while they are sent."""
         numbers = self.num_vectors * num_columns
         return self.exchange.vector_bytes(numbers) + self.exchange.gradient_bytes(numbers)
 
@@ -128,9 +129,9 @@ class TableTraffic:
         return self.num_bags if self.is_pooled else self.num_ids
 
     def rounding_bytes(self, num_columns: int) -> float:
-        """Returns the bytes that codecs read and write for vectors and gradients, on one side of the way.
+        """Returns the bytes that codecs read and write on one side, sender or receiver; 0 without codecs.
 
-        Vectors that lookups round pass through no codec.
+        Each of vectors and gradients is read as float32 and written rounded, or the reverse.
         """
         if not self.exchange.comms.is_used:
             return 0.0
@@ -138,7 +139,7 @@ class TableTraffic:
 
 
 class Traffic:
-    """Times of sending on one cluster."""
+    """Times of sending on one cluster, from its bandwidths; each rank sends directly to all others."""
 
     def __init__(self, cluster: Cluster) -> None:
         device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
@@ -151,6 +152,7 @@ class Traffic:
         self._to_any = self._to_all / max(1, world_size - 1)
 
     def all_reduce_ms(self, num_bytes: float) -> float:
+        """Returns the milliseconds to average gradients over all ranks, by the module's formula of two rings."""
         within = (self._ranks_per_node - 1) / self._ranks_per_node * self._local
         between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
         return 2 * num_bytes * (within + between)
@@ -158,7 +160,10 @@ class Traffic:
     def transfers(
         self, table: TableTraffic, exchange: ExchangeKey, num_columns: int, num_with_rows: int
     ) -> Mapping[Phase, Transfer]:
-        """Returns the transfers of a rank that owns columns of a table, or a share of their rows."""
+        """Returns the transfers, by phase, for one shard: columns of a table, or a share of their rows.
+
+        ``num_with_rows`` is the number of shards among which the ids are divided. Empty where nothing is sent.
+        """
         sharding_type, share = exchange[1], self._ranks_per_node
         if not is_exchanged(sharding_type, self._world_size):
             return {}
@@ -174,6 +179,7 @@ class Traffic:
         sent_ids = self._phases(ids, id_bytes * self._to_all, id_bytes * self._to_any)
         if sharding_type not in WITHIN_NODES:
             return sent_ids | self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any)
+        # a node's ranks reduce-scatter the sums of all ranks' rows; then each sends its part to the other nodes
         summed = (share - 1) / share * self._world_size * vector_bytes
         between = vector_bytes * self._node
         return {
@@ -183,7 +189,7 @@ class Traffic:
         }
 
     def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> dict[Phase, Transfer]:
-        """Returns the phases of a shard's owner, which sends or receives, and of each other rank."""
+        """Returns one phase where ranks send while they receive; else two phases, which add up, of half the time."""
         if self._sends_while_receiving:
             return {phase: Transfer(owner_ms, other_ms)}
         exchange, part = phase
@@ -197,7 +203,7 @@ _REPEATED = 0.15
 _ONE_PASS_ROWS = 0.25
 """Share of FBGEMM's seconds of a row that a row takes in one pass."""
 _DENSE_COPIES = 3
-"""Numbers moved per weight that torch trains: its gradient is zeroed, and copied into a bucket."""
+"""Numbers moved per weight that torch trains: its gradient is zeroed, read, and written to a bucket."""
 _REPLICATED_LAUNCHES = 11
 """Further operations of a partition that torch looks up: stacking, sums and their gradients."""
 _FUNCTION_LAUNCHES = 60
@@ -207,6 +213,8 @@ _UPDATE_LAUNCHES = 10
 
 
 class _Rows(NamedTuple):
+    """The lookups of one partition on one rank in a step."""
+
     num_rows: int  # on the rank
     dim: int  # numbers of a row
     row_bytes: int
@@ -268,7 +276,10 @@ class LookupTimes:
         )
 
     def _fbgemm_seconds(self, rows: _Rows, compute_kernel: str, in_one_pass: bool) -> float:
-        """Returns the seconds of a lookup by FBGEMM or in one pass; the backward pass updates the rows."""
+        """Returns the seconds of a lookup, its gradients and its update, by FBGEMM or by the one-pass kernel.
+
+        The sum of seconds per row, bytes over the lookup bandwidth, and bytes of missed rows over the host bandwidth.
+        """
         device, slower = self._device, 1.0
         if device.kind == "cuda" and rows.dim < FULL_BLOCK_EMB_DIM:  # narrow rows leave threads of a GPU idle
             slower = HALF_BLOCK_PENALTY if 2 * rows.dim >= FULL_BLOCK_EMB_DIM else QUARTER_BLOCK_PENALTY
@@ -293,7 +304,7 @@ class LookupTimes:
         )
 
     def _torch_seconds(self, rows: _Rows, in_one_pass: bool) -> float:
-        """Returns the seconds of torch's lookup, or of one in one pass, and of a gradient of all rows."""
+        """Returns the seconds of a lookup by torch or in one pass, and of making the gradient of all rows."""
         if in_one_pass:
             seconds = self._fbgemm_seconds(rows, EmbeddingComputeKernel.FUSED.value, in_one_pass)
         else:
@@ -303,7 +314,7 @@ class LookupTimes:
         return seconds + _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES / self._device.memory_bandwidth
 
     def _row_seconds(self, rows: _Rows) -> float:
-        """Returns the seconds per distinct row and per lookup, besides the seconds of bytes."""
+        """Returns the seconds per distinct row and per lookup, apart from the time of moving bytes."""
         return (rows.num_distinct + _REPEATED * rows.num_ids) * self._device.row_seconds
 
     def _update_seconds(self, num_numbers: float, optimizer: str) -> float:
