@@ -39,10 +39,10 @@ def make_linear(fan_in: int, fan_out: int) -> nn.Linear:
 
 
 class StackFeatures(nn.Module):
-    """Stacks the vectors of features in a given order; the order of a KeyedTensor's keys follows the sharding plan.
+    """Stacks the vectors of a KeyedTensor in a given order of features, as its own order follows the sharding plan.
 
-    It is a module, not a function, since TorchRec's pipeline traces down to modules, and keys are known only at run
-    time.
+    It is a module, not a function: TorchRec's pipeline traces the code of a model down to modules without tables, and
+    in tracing a KeyedTensor has no keys to compare.
     """
 
     def __init__(self, vector_names: Sequence[str], embedding_dim: int) -> None:

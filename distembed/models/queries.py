@@ -14,8 +14,8 @@ from distembed.embedding.share import TableShare
 class Catalogue(nn.Module):
     """The items that a model chooses from: a table of one of its own collections, and a bias for each id.
 
-    It finds the collection whenever it needs it, since sharding replaces a model's collections. The model that owns the
-    collection does not become a child of the catalogue.
+    Sharding replaces a model's collections, so each call of :meth:`share` looks the collection up, by its name, in the
+    model that owns it. The model does not become a child module of the catalogue.
 
     Args:
         owner: The model.

@@ -47,7 +47,7 @@ class ClickTask(Task):
         self.reported_metrics = headline_first(reported, config.headline)
 
     def start(self, context: TaskContext) -> None:
-        """Takes whether rows have weights, and which ids stand for no single value of the group.
+        """Stores whether rows have weights, and the reserved ids of the group; adds weights and groups to ``outputs``.
 
         Raises:
             UserError: The dataset at hand cannot be read.

@@ -62,7 +62,7 @@ def decided_task(
     task.batch_schema(manifest.schema)
     if manifest.is_without_rows or split not in manifest.splits:
         return task, None
-    if manifest.preparation.get("duplicates") in _WITHOUT_DUPLICATES:  # no item is looked at, so none is counted
+    if manifest.preparation.get("duplicates") in _WITHOUT_DUPLICATES:  # no rows are read: no count of items
         return dataclasses.replace(task, exclude_seen=True), {"excluded": True, "decided_by": "auto", "repeats": 0}
     repeats, items = _count_repeats(dataset, manifest, split)
     excluded = repeats <= MOST_REPEATS * items
@@ -92,7 +92,7 @@ def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, i
     not among the items looked at; its reading stops after ``_MOST_ITEMS``.
     """
     item = next(each for each in manifest.schema.categorical if each.name == ITEM)
-    reserved = reserved_ids(manifest, ITEM)  # several missing or unknown items are not the same one
+    reserved = reserved_ids(manifest, ITEM)  # of missing or unknown items, which may differ: no repeats
 
     def repeats(owners: NDArray[np.int64], items: NDArray[np.int64]) -> int:
         keys = (owners * item.num_embeddings + items)[~np.isin(items, reserved)]

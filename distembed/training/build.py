@@ -252,7 +252,7 @@ def build_training_state(
     )
     for module in model.modules():
         if isinstance(module, Perturbation):
-            module.in_place = True  # only the model reads a batch of the reader, and only once
+            module.in_place = True  # a batch's ids may be overwritten: only the model reads them, once
     train = blueprint.config.train
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     pipeline = StepPipeline(model, optimizers.combined, ranks)
@@ -325,9 +325,9 @@ def _move_networks(module: nn.Module, collections: set[str], device: torch.devic
 def take_over(initial: InitialRun, blueprint: Blueprint, state: TrainingState) -> int:
     """Loads the checkpoint of an earlier run into a live model, and returns the optimizers' number of steps.
 
-    Known rows of tables keep their numbers and optimizer states; new rows have the numbers of a fresh start. Adam's
-    states keep their number of steps, which corrects their bias, as if a new row had not occurred yet. All ranks call
-    it.
+    Rows of the earlier run's tables get its weights and optimizer states; new rows keep their initial values. Adam
+    corrects the bias of all rows by the earlier run's number of steps, as if a new row had not occurred until now. All
+    ranks call it.
 
     Raises:
         UserError: The checkpoint is of another model or of other optimizers, or cannot be reached.

@@ -41,7 +41,7 @@ class Checked:
 
 
 def check(path: str) -> Iterator[Checked]:
-    """Yields the result of checking a thing; after a run come its kept dataset and its checkpoints.
+    """Checks a run, checkpoint, dataset or graph, and yields the result; a run's kept dataset and checkpoints follow.
 
     Args:
         path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint or a dataset.

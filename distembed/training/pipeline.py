@@ -70,7 +70,7 @@ class _TaskStep(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._task = task
-        self.perturbations = task.perturbations  # which are counted, and follow the step, as all of a model's are
+        self.perturbations = task.perturbations  # registered, so that set_step and take_counts find them
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
         if self.training:

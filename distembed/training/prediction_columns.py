@@ -66,8 +66,8 @@ def _feature(column: str) -> str:
 class RankOrder:
     """Writes tables that arrive a step at a time from all ranks, rank after rank.
 
-    Rank 0 uses it as a context. Tables of rank 0 are passed on at once. Tables of other ranks wait in unnamed files in
-    ``folder``, one a rank, so that memory stays that of a step.
+    Rank 0 uses it as a context manager. Tables of rank 0 are written at once. Tables of other ranks wait in unnamed
+    files in ``folder``, one for each rank, so that memory holds the tables of a single step.
     """
 
     def __init__(self, columns: pa.Schema, num_ranks: int, folder: Path) -> None:

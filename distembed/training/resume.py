@@ -228,7 +228,7 @@ def _may_change_on_resume(key: str, config: Config) -> bool:
     """Returns whether a setting, given by its dotted path, may differ; :func:`_changed_lengths` checks the lengths."""
     if config.train.compares_evaluations and key in _EVALUATIONS:
         return False
-    # graphs are compared by their contents, wherever they are
+    # require_same_graphs compares graphs by their contents, so their paths may change
     is_graph = key.startswith("sse.") and key.endswith(".graph")
     return key in _MAY_CHANGE or key in _LENGTHS or key.startswith("plan.") or is_graph
 

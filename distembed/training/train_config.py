@@ -81,7 +81,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DueSteps:
-    """The steps after which a run evaluates and saves: every so many, at the end of each epoch, and at its end.
+    """The steps after which a run evaluates and saves: at the intervals of ``train``, and after each epoch and the run.
 
     ``evaluates`` tells whether there is a split to evaluate on while training.
     """
@@ -98,7 +98,7 @@ class DueSteps:
         return self.evaluates and self._is_due(step, self.train.evaluate_every)
 
     def evaluation_before_checkpoint(self, step: int) -> bool:
-        """Whether the checkpoint after so many steps waits for an evaluation, which is part of its state."""
+        """Whether the checkpoint of ``step`` has to wait for the evaluation of ``step``, whose outcome it stores."""
         return self.train.compares_evaluations and self.evaluation(step)
 
     def next_step(self, step: int) -> int:

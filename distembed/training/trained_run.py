@@ -57,7 +57,7 @@ def find_trained_run(
 
 
 def require_prediction_file(output: Path, overwrite: bool) -> None:
-    """Refuses a file that predictions cannot be written to, before there are any.
+    """Refuses a file that predictions cannot be written to, before they are computed.
 
     Raises:
         UserError: The file's suffix is neither ``.parquet`` nor ``.csv``, it cannot be a file, or it exists.

@@ -141,7 +141,7 @@ class Trainer:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
 
         Raises:
-            Interrupted: Ctrl-C or a signal came; the checkpoint is written by then.
+            Interrupted: Ctrl-C or a signal came; raised after a checkpoint is written.
             RunError: The loss is not finite, or a checkpoint cannot be written.
             UserError: The place for checkpoints cannot be used.
         """
@@ -280,7 +280,7 @@ class Trainer:
                 self._progress.say(f"note: {metric.name} is not defined on {split}; the evaluation is not compared")
             self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
             if self.is_finished and self._window.loss is not None:
-                self._log()  # the line of the steps since the last one, which no further step completes
+                self._log()  # training stops here: no later step would log the steps since the last line
         if values and self._evaluated is not None:
             self._evaluated(self._step, float(values[self._state.task.headline.name]))
 

@@ -48,13 +48,13 @@ def item_weights(counts: Int64[Tensor, " items"], exponent: float, reserved: Seq
 
 
 class NegativeDraws:
-    """Draws negative items.
+    """Draws negative items by weight, with replacement, from the items that a row's user does not exclude.
 
     Args:
         weights: Weight of each item, as from :func:`item_weights`.
         excluded: Items that are not drawn for a user, on the device on which to draw; None to exclude none.
         seed: Seed of the run.
-        name: Name of the draws; another name gives other items.
+        name: Name of the stream of random numbers; streams of different names are independent.
 
     Attributes:
         users_without_items: The users who exclude every item that has a weight, ascending.

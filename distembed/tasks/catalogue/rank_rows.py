@@ -73,7 +73,7 @@ class RankRows:
         return rows
 
     def own_of_all(self, rows: Tensor) -> Tensor:
-        """Returns what each rank computed for this rank's rows, ``[ranks, own rows, ...]`` (all-to-all).
+        """Returns the numbers that each rank has for this rank's rows, ``[ranks, own rows, ...]`` (all-to-all).
 
         ``rows`` holds the numbers that this rank computed for all ranks' rows. All ranks call it.
         """

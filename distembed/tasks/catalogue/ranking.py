@@ -53,7 +53,7 @@ class RankedItems:
         ranks: Number of candidates ahead of each relevant item, in the order given; ``NOT_RANKED`` for an excluded
             item.
         best: The best items of each query, the best first; -1 where there are fewer.
-        best_scores: Their scores, -inf where there are fewer.
+        best_scores: The scores of ``best``; -inf where there are fewer.
     """
 
     ranks: Int64[Tensor, " relevant"]

@@ -93,9 +93,9 @@ def cross_entropy(
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each of this rank's queries; all ranks call it, also a rank without queries.
 
-    The loss of a rank is its share of the mean over all ranks' rows times the number of ranks, as in the trainer. So
-    sharded weights get the gradient of the mean; the bias and replicated weights get gradients whose mean over ranks is
-    that one.
+    The trainer scales a rank's loss to its share of the mean over all ranks' rows, times the number of ranks. With that
+    scale, sharded weights get the gradient of the mean loss. The bias and replicated weights get, on each rank,
+    gradients whose mean over ranks is the gradient of the mean loss.
 
     Args:
         vectors: This rank's queries, in the dtype of products; on a CPU these are in float32, which is faster there.
@@ -304,7 +304,8 @@ def _backward(
     of_queries = torch.zeros_like(queries.vectors, dtype=torch.float32)
     of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     of_weights = [torch.zeros_like(own.weight, dtype=torch.float32) for own in items.share.weights]
-    # g h for each query, and g in a last column: (p - target)^T times them gives the gradients of vectors and biases
+    # g h for each query, and g in a last column: (p - one-hot target)^T times them gives the gradients of vectors and,
+    # in the last column, of biases
     factors = torch.cat([queries.vectors.float(), torch.ones_like(gradients).unsqueeze(1)], 1) * gradients.unsqueeze(1)
     tiles_of_all = _Tiles(queries, log_sum.float(), bias, items)
     for read, tiles in tiles_of_all.chunks(with_gradients=True):

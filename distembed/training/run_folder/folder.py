@@ -88,7 +88,7 @@ class RunFolder:
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
             write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step, is_at_end)))
-            (self.path / "evaluation.json").unlink(missing_ok=True)  # that of fewer steps
+            (self.path / "evaluation.json").unlink(missing_ok=True)  # of an earlier end, after fewer steps
             self._info = {
                 "name": self.path.name,
                 **info,
@@ -108,7 +108,7 @@ class RunFolder:
                 try:
                     yield self
                 except BaseException as error:
-                    with suppress(RunError):  # a full disk is told by the error itself
+                    with suppress(RunError):  # run.json does not fit on a full disk; ``error`` is raised anyway
                         self.end(
                             "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed", error
                         )

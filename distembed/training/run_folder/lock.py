@@ -72,7 +72,7 @@ def owned(
                 has_said = True
             time.sleep(_POLL_SECONDS)
         os.ftruncate(descriptor, os.pwrite(descriptor, _this_process().encode(), 0))
-        os.fsync(descriptor)  # NFS shows other machines nothing before
+        os.fsync(descriptor)  # on NFS, other machines see the text only now
     except OSError as error:
         if error.errno in _NO_LOCKS:
             raise UserError(

@@ -127,7 +127,9 @@ class Sweep:
 def plan_sweep(
     config: Path, settings: Sequence[str], folder: Path, sampler: Sampler = "grid", trials: int | None = None
 ) -> list[PlannedRun]:
-    """Returns the runs of a sweep, in the order of the values; ``random`` draws ``trials`` of them, alike every time.
+    """Checks all runs of a sweep, and returns them in the order of the values; nothing is written.
+
+    ``random`` takes the first ``trials`` runs after a shuffle with a fixed seed.
 
     Raises:
         UserError: A run cannot be started; the error lists the mistakes of all runs. Or this process is one of several
@@ -187,7 +189,7 @@ def _state(config: Config, folder: Path) -> RunState:
         return "new"
     info = RunInfo.read(folder / "run.json")
     text = read_regular_file(folder / "config.yaml", MAX_BYTES).decode(errors="replace")
-    # a run that began with another run's weights has recorded its tables as they have grown
+    # the config in the folder has grown tables and decisions, which resumed_config gives this config too
     if text != resumed_config(config, folder).to_yaml():
         return "resumed"
     if PRUNED in (info.error or ""):
@@ -223,8 +225,8 @@ def require_sweep_folder(folder: Path) -> None:
 def given_runs(places: Sequence[Path]) -> list[Path]:
     """Returns folders of runs, with the folder of a sweep replaced by the folders of its runs.
 
-    A sweep's own files, which a shell's ``SWEEP/*`` lists too, are left out. Any other place is returned as it is; its
-    reader refuses it.
+    A sweep's own files, which a shell's ``SWEEP/*`` lists too, are left out. Any other path is returned
+    unchanged; reading it as a run refuses it.
 
     Raises:
         UserError: A sweep has no run that has begun.

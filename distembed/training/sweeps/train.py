@@ -58,7 +58,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
         UserError: The model of a run cannot be built, or another process trains this sweep; nothing is trained then.
         Interrupted: After a signal, once the runs that were being trained have saved a checkpoint.
     """
-    # a call to CUDA in this process would leave the forked ones without it
+    # torch then looks for GPUs by NVML: forked processes could not use CUDA if this process had initialised it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     metric = sweep.runs[0].config.task.build().headline
     if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
@@ -73,7 +73,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
         sweep.record(outcomes)
         for module in ("torch._dynamo", "torch.utils.tensorboard", "numba", "distembed.training.run"):
             importlib.import_module(module)  # once for all processes
-        if sweep.sampler != "tpe":  # it reaches few of its combinations
+        if sweep.sampler != "tpe":  # tpe trains few of the combinations
             processes.check(to_train, sweep.folder / LOGS / "check.log")
         study, space = _create_study(sweep, metric)
         choices = _choices(sweep, to_train, study, space)
@@ -195,7 +195,8 @@ class _Processes:
     def _start(self, function: Callable[..., None], *arguments: object) -> ForkProcess:
         """Starts a process to which :meth:`_receive` passes signals, also a signal that arrives during the start."""
         process = _CONTEXT.Process(target=function, args=arguments, daemon=True)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the new process would call this process's handler
+        # until it has set its own handlers, the forked process would call _receive, and signal its siblings
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             process.start()
             self._started.append(process)
