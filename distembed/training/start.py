@@ -136,7 +136,7 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     """Finds the start of a run, and refuses one that cannot be started; all ranks call it.
 
     A resumed run takes tables, decisions and id from its folder. A new run grows tables from ``train.init_from`` and
-    decides ``task.exclude_seen: auto``. Nothing is written.
+    decides ``task.exclude_seen: auto``. Nothing is written into the folder.
 
     Args:
         config: The whole config.

@@ -127,7 +127,7 @@ class Sweep:
 def plan_sweep(
     config: Path, settings: Sequence[str], folder: Path, sampler: Sampler = "grid", trials: int | None = None
 ) -> list[PlannedRun]:
-    """Checks all runs of a sweep, and returns them in the order of the values; nothing is written.
+    """Checks all runs of a sweep, and returns them in the order of the values; no run is started.
 
     ``random`` takes the first ``trials`` runs after a shuffle with a fixed seed.
 
