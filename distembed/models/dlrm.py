@@ -33,8 +33,8 @@ class PairwiseDots(nn.Module):
         super().__init__()
         first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.num_outputs = len(first)
-        # in the flattened V x V matrix: the cell i * V + j of each pair, and the pair of each cell; on the diagonal it is
-        # num_outputs, the index of a zero after the pairs
+        # in the flattened V x V matrix: the cell i * V + j of each pair, and the pair of each cell; on the diagonal the
+        # pair is num_outputs, the index of a zero after the pairs
         pair_of_cell = torch.full((num_vectors, num_vectors), self.num_outputs)
         pair_of_cell[first, second] = pair_of_cell[second, first] = torch.arange(self.num_outputs)
         self.register_buffer("_cell_of_pair", first * num_vectors + second, persistent=False)

@@ -153,10 +153,10 @@ def input_paths(config: Config) -> list[str]:
 
 
 def require_plugins(config: Config) -> None:
-    """Refuses names that this process alone registers, for example a script that calls distembed's ``main``.
+    """Refuses a model, task or other name that the ranks of a job will not know, as no plugin registers it.
 
-    A plugin registers the names that are added while its file runs: as it is imported, by the config or before, or as
-    the script of this process.
+    For example, a script registers a model and then calls distembed's ``main``: the ranks do not run that script. A
+    name is a plugin's if it was added while the plugin's file ran, be it as an import or as this process's script.
 
     Raises:
         UserError: The ranks would not know a name.
@@ -197,7 +197,7 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Sets the value of an override, making sections that are not there."""
+    """Sets the value of an override ``dotted.key=value`` in nested ``values``; makes missing or null sections."""
     key, separator, text = override.partition("=")
     path, source = key.split("."), f"override {shown(override)}"
     if not separator or not all(path):
@@ -216,9 +216,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _read_extended(path: Path, run: Path | None, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns the values of a file, and for missing keys the values of the file that it extends.
+    """Returns the values of a file, merged into the values of the file that its key ``extends`` names.
 
-    ``run`` is the folder of the run whose config it is, if any; ``followed`` are the files that extend this one.
+    Paths become absolute, each from the folder of its file. A chain of files that is a circle or too long is refused.
+
+    Args:
+        path: The file.
+        run: Folder of the run if the file is a run's ``config.yaml``, which may not name code to run; else None.
+        followed: The files that extend this one, from the first on.
     """
     values = _read_yaml(path)
     if run is not None:

@@ -213,7 +213,7 @@ def tied_outputs(model: "nn.Module") -> tuple[TiedOutput, ...]:
 def _built(
     model_config: ModelConfig, inputs: ModelInputs
 ) -> tuple[list[CompositionalEmbeddingConfig], Shapes, tuple[TiedOutput, ...]]:
-    """Builds a model for the tables, the shapes of its dense layers and its tied tables."""
+    """Builds a model, and returns its tables, the shapes of all parameters outside of them, and its tied tables."""
     from distembed.embedding.collections import embedding_modules, table_configs
 
     model = model_config.build(inputs)

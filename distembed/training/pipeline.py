@@ -81,9 +81,9 @@ class _TaskStep(nn.Module):
 
 
 class StepPipeline:
-    """Steps a model through batches; works ahead of the step where there is a transfer or an exchange to overlap.
+    """Steps a model through batches; prepares batches ahead where a copy to a GPU or a collective can overlap a step.
 
-    Where tables lie in host memory, their rows are brought into the device's cache a step ahead too.
+    Rows of tables in host memory are also fetched into the device's cache a step ahead.
 
     Args:
         model: A :class:`TaskModel`, sharded.
@@ -109,6 +109,7 @@ class StepPipeline:
             except StopIteration:
                 break
             yield output
+        # TorchRec's basic pipeline remembers that an iterator was exhausted until it is reset
         if self._restarts:
             self._pipeline.reset()
         if self._prefetches:
@@ -137,17 +138,17 @@ def _make_pipeline(works_ahead: bool, caches_rows: bool) -> Callable[..., TrainP
 
 
 def _unlock_caches(model: nn.Module) -> None:
-    """Lets all rows in the caches of devices be replaced again; no batch may be under way.
+    """Unlocks all rows in the devices' caches of tables, so that other rows may replace them; no batch is in progress.
 
-    FBGEMM keeps the rows of a batch in the cache until its backward pass. An evaluation has none: the rows of its
-    batches would stay for good, until nothing else fitted in.
+    FBGEMM locks the rows of a batch in the cache until its backward pass. An evaluation has no backward pass: without
+    this call, its rows would stay locked until the cache is full of them.
     """
     for lookup in sharded_lookups(model):
         for module in lookup.modules():
             locks = getattr(module, "lxu_cache_locking_counter", None)
             if isinstance(locks, Tensor) and locks.numel():
                 locks.zero_()
-                if locks.device.type == "cuda":  # before another stream fetches rows
+                if locks.device.type == "cuda":  # another stream may fetch rows next
                     torch.cuda.current_stream(locks.device).synchronize()
 
 

@@ -147,7 +147,7 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     Raises:
         UserError: The folder, the dataset, a graph or a plan cannot be used, or the config of a resumed run differs.
     """
-    # rank 0's folder on every rank; the names that ranks give it by their clocks may differ
+    # every rank takes the folder's name from rank 0, since the name has the time, and clocks differ
     folder = on_first(lambda: (options.run_dir or default_run_folder(options.name)).absolute())
     resume = options.resume or (options.resume_or_start and on_first(lambda: holds_run(folder)))
     config = on_first(lambda: _require_usable(folder, config, resume))
@@ -237,7 +237,7 @@ def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str,
 
 
 _LOOKED_AT = 8
-"""Number of row groups of a split whose labels are looked at before anything is built."""
+"""About how many row groups of a split :func:`require_labels` reads."""
 
 
 def require_trainable(config: Config, dataset: str, resume: bool = False) -> None:
@@ -272,10 +272,10 @@ def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
 
 
 def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> None:
-    """Makes sure that the labels of splits are valid for a task, by a look at some row groups.
+    """Makes sure that the labels of splits are valid for a task, in a sample of row groups.
 
-    Labels that ``distembed prepare`` has made 0 and 1 are not looked at. The task checks all labels once more as they
-    are read.
+    Labels that ``distembed prepare`` has made 0 and 1 are not read here. In training the task checks all labels, as
+    batches are read.
 
     Raises:
         UserError: A label is not valid for the task.
@@ -296,7 +296,10 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
 
 
 def _require_comparable(config: Config, manifest: Manifest) -> None:
-    """Refuses a comparison of evaluations by a metric that the dataset does not define."""
+    """Refuses a config that compares evaluations if its headline metric is undefined on the validation split.
+
+    For example, all rows have the same label. The reasons are read from the manifest.
+    """
     name, task = config.data.validation, config.task
     if isinstance(task, NextItemConfig) and task.headline_is_sampled:
         _require_enough_items(task, manifest)

@@ -34,7 +34,7 @@ class TrainedRun:
 def find_trained_run(
     folder: Path, data: str | None, split: str | None = None, checkpoint: str | None = None
 ) -> TrainedRun:
-    """Finds a run, and refuses one that cannot be used, without torch.
+    """Finds a run, and refuses one that cannot be used, before torch is loaded.
 
     Args:
         folder: The run's folder.

@@ -162,7 +162,7 @@ class CatalogueRanking:
         return block.of_relevant.sum_all(scores)
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
-        """Returns the ranks of this rank's relevant items of a block, and the keys of the best; all ranks call it."""
+        """Returns a block's ranks of this rank's relevant items, and its queries' best keys; all ranks call it."""
         # Scores of relevant items come first, since every chunk is compared with them. In a chunk, -inf takes out the
         # excluded items, and after the search for the best items also the relevant ones, which are not counted as
         # ahead: _places_among_relevant orders the relevant items of a query among themselves.
