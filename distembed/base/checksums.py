@@ -50,7 +50,10 @@ def running_checksum() -> xxhash.xxh3_128:
 
 
 def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
-    """Returns the checksum of a file's bytes, or of the unread rest of an open file, of ``num_bytes`` at most."""
+    """Returns the checksum of a whole file, or of an open file from its position on; of ``num_bytes`` at most.
+
+    An open file is left at the end of the bytes that were read.
+    """
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return file_checksum(opened, num_bytes)
@@ -74,7 +77,7 @@ class FileChecksum:
         return cls(path.stat().st_size, file_checksum(path))
 
     def problem(self, path: Path) -> str | None:
-        """Returns a file's problem, without the remedy; None for a file as it was written."""
+        """Compares a file with this size and checksum; returns the difference as a clause, None for an equal file."""
         try:
             if not path.is_file():
                 return f"{path} is missing"
@@ -89,12 +92,12 @@ class FileChecksum:
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON object with the checksum of its values, which the order of keys leaves the same."""
+    """Returns a JSON object with the checksum of its values added; the order of keys does not matter to it."""
     return {**values, KEY: _json_checksum(values)}
 
 
 def checksum_differs(values: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON object carries a checksum that is not that of its other values."""
+    """Returns whether a JSON object carries a wrong checksum of its other values; False where it carries none."""
     return KEY in values and values[KEY] != _json_checksum({key: values[key] for key in values if key != KEY})
 
 

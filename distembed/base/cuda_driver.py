@@ -46,7 +46,10 @@ def driver_version() -> str | None:
 
 
 def driver_shortage(cuda: str, driver: str | None) -> str | None:
-    """Returns why a build for a CUDA release, as ``13.0``, cannot run on a driver, as a clause; None if it may."""
+    """Returns why a build for a CUDA release, such as ``13.0``, cannot run on a driver, as a clause.
+
+    None if it can, or if driver or release is unknown. ``cuda-compat`` may make up for an old driver.
+    """
     oldest = OLDEST_DRIVERS.get(_numbers(cuda)[0])
     if driver is None or oldest is None or _numbers(driver) >= _numbers(oldest):
         return None

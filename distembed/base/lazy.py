@@ -59,12 +59,12 @@ def _imports_for_type_checkers(package: str) -> dict[str, str]:
 
 
 def imported(value: T | str) -> T:
-    """Returns a value, or imports the value of a place ``"module:name"``."""
+    """Imports and returns the object that a text ``"module:name"`` names; returns any other value as it is."""
     return pkgutil.resolve_name(value) if isinstance(value, str) else value
 
 
 _plugins: list[str] = []
-"""The plugins that are being imported, each by the previous one."""
+"""The stack of plugins whose import has begun and not ended: each was imported by the one before it."""
 
 
 @contextmanager
@@ -98,7 +98,10 @@ class NameTable(MutableMapping[str, T]):
         return value
 
     def __setitem__(self, name: str, value: T | str) -> None:
-        """Adds a value; a plugin may replace only values that it has added itself."""
+        """Adds a value and records who added it: the plugin being imported, or else the files that are running.
+
+        A UserError refuses a plugin that replaces a value of distembed, of another plugin, or of a script.
+        """
         plugin = _plugins[-1] if _plugins else None
         if plugin is not None and name in self._values and self._values[name] not in (value, imported(value)):
             owner = self.added.get(name, "distembed")

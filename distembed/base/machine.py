@@ -51,7 +51,7 @@ def host_memory_bytes() -> int:
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
     """Returns the bytes that are available without swapping, by ``meminfo`` and the limit of the control group.
 
-    It is 0 where the system does not say.
+    Page cache that the kernel can drop counts as available. The result is 0 where the system does not say.
     """
     available = _numbers(meminfo).get("MemAvailable:", 0) * 1024
     for limit, used, details, droppable in _LIMITS:

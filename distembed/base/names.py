@@ -45,7 +45,10 @@ def over_default(default: Values, table: Values) -> dict[str, Any]:
 
 
 def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, Any]] = over_default) -> Any:
-    """Completes the settings of every table in a section by the default's; leaves other forms to the validation."""
+    """Returns a section whose tables have the settings under ``default`` where they have none of their own.
+
+    ``complete(default, table)`` merges the two. Values of another form are returned for the validation to refuse.
+    """
     if not isinstance(values, Mapping):
         return values
     default, tables = values.get("default"), values.get("tables")
@@ -66,7 +69,7 @@ def require_mapping(section: Any) -> None:
 
 
 class ByValues(ABC):
-    """Marks a section of a config whose dataclass depends on its values."""
+    """Marks a section of a config whose dataclass depends on its values: ``Annotated[TaskConfig, ByName(...)]``."""
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
         from pydantic_core import core_schema  # this module is needed where pydantic is not
@@ -75,7 +78,7 @@ class ByValues(ABC):
 
     @abstractmethod
     def class_of(self, section: Any) -> Any:
-        """Returns a dataclass with all keys that a section may have; None where its values decide for none."""
+        """Returns the dataclass that a section's values select, with all keys that it may have; None without one."""
 
     @abstractmethod
     def validate(self, section: Any) -> Any:

@@ -44,9 +44,9 @@ def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
-    """Refuses plugins in ``config``, a config of the folder ``run``, that may have come with it.
+    """Refuses plugins that may have come along with the folder ``run``: files and modules in it, and relative paths.
 
-    They are files and modules in the folder, and relative paths.
+    ``config`` is the folder's config file, for the error, and ``values`` its content. Nothing is imported.
     """
     folder = os.path.realpath(run)
     for plugin in _names(values.get("plugins")):
@@ -87,7 +87,7 @@ def plugin_files(plugins: Sequence[str]) -> set[str]:
 
 
 def require_none_being_imported() -> None:
-    """Refuses a command that is started by a plugin while another command imports it."""
+    """Refuses to run a command while a plugin is imported: a plugin whose top level calls main() would start over."""
     if _being_imported:
         raise UserError(
             f"the plugin {_being_imported[-1]} calls main() while it is imported; have it do so under "
@@ -135,7 +135,10 @@ def _import_module(name: str) -> None:
 
 
 def _import_file(path: str, source: str) -> None:
-    """Imports a file under a name of its own, unless it is the script that this process runs."""
+    """Imports a file under a name made of its path, unless it is the script that this process runs.
+
+    Its folder is appended to ``sys.path``, for modules next to it.
+    """
     file = os.path.realpath(path)
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and os.path.realpath(script) == file:
@@ -163,7 +166,10 @@ def _import_file(path: str, source: str) -> None:
 
 
 def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str | None = None) -> None:
-    """Imports a plugin that was not imported yet; its errors name the file and the line."""
+    """Calls ``load`` unless the plugin was imported, or is being imported by an outer call.
+
+    Errors become a UserError that names ``source``, the plugin as ``shown``, and the file and line.
+    """
     if plugin in _imported or plugin in _being_imported:
         return
     _being_imported.append(plugin)
@@ -179,7 +185,10 @@ def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str |
 
 
 def _explained(error: Exception, plugin: str) -> str:
-    """Returns an error with its file and line in the plugin."""
+    """Returns an error's text after the file and line where it arose: the last line in the plugin's own file.
+
+    Without one it is the last line outside of distembed and the standard library.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     text = " ".join(str(error).split()).rstrip(".")

@@ -66,7 +66,7 @@ def enumerate_names(names: Sequence[str], most: int = 12) -> str:
 
 
 def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
-    """Returns ascending numbers as ``0-3, 8``; of more than ``most`` ranges the first, and the number of the rest."""
+    """Returns ascending numbers as ``0-3, 8``; after ``most`` ranges, how many further numbers there are."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:

@@ -18,7 +18,7 @@ from distembed.training.run_folder.record import RunSummary
 
 _OWN_SETTINGS = ("  seed:", "  checkpoint_dir:")
 _BETWEEN = "-_./=, "
-"""What stands in names between what differs and the rest."""
+"""Characters that separate the common part of runs' names from the part that differs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Sample:
         return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)
 
     def standard_error(self, baseline: "Sample") -> float:
-        """Returns the standard error of the difference of two means; NaN where it is not known, or 0."""
+        """Returns the standard error of the difference of two means; NaN where it is not known, or where it is 0."""
+        # sqrt(s^2 / n + s_0^2 / n_0); a group of one run has s = NaN, and so has the result
         variances = (each.standard_deviation**2 / each.number for each in (self, baseline) if each.number)
         error = math.sqrt(sum(variances))
         return error if error > 0 else math.nan
@@ -65,7 +66,7 @@ class RunGroup:
         return len({run.info.seed for run in self.runs})
 
     def sample(self, metric: str) -> Sample:
-        """Returns the values of a metric, the mean of each seed's runs, which do not differ by chance."""
+        """Returns one value of a metric for each seed, the mean of the seed's runs: repeats of a seed are no sample."""
         by_seed: dict[int | None, list[float]] = {}
         for run in self.runs:
             by_seed.setdefault(run.info.seed, []).append(run.metric(metric))
@@ -73,10 +74,13 @@ class RunGroup:
 
 
 def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
-    """Returns the groups in the order of their first runs, each run in one."""
+    """Groups runs with equal configs but for the seed, equal ids and an equal evaluated split.
+
+    Groups are in the order of their first runs. A name that two groups would share gives way to the first run's name.
+    """
     by_recipe: dict[tuple[str | None, ...], list[RunSummary]] = {}
     for run in summaries:
-        # a path in two configs may be that of two datasets
+        # equal paths in two configs may be two datasets, so the fingerprint of the ids is compared too
         recipe = (without_seed(run.config_yaml), run.evaluated_on, run.info.id_fingerprint)
         by_recipe.setdefault(recipe, []).append(run)
     groups = list(by_recipe.values())
@@ -88,10 +92,10 @@ def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
 
 
 def best_first(summaries: Sequence[RunSummary]) -> list[RunSummary]:
-    """Returns runs by the headline metric of the first, the best first; runs that differ in the seed alone together.
+    """Sorts runs by the mean of their group in the headline metric of the first run, the best group first.
 
-    Groups are ordered by the means of their runs. Groups with unfinished runs, whose metrics may be of another split,
-    and groups without the metric come last.
+    Runs of a group stay together. Finished groups without the metric follow, and last groups with unfinished runs,
+    whose metrics may be of another split.
     """
     if not summaries:
         return []
@@ -126,9 +130,9 @@ def without_seed(config_yaml: str) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Returns the common beginning of names, without a last part like ``-seed`` or ``/``.
+    """Returns the common beginning of names, less digits, separators and ``seed`` at its end: dlrm of dlrm-seed1.
 
-    Names that consist of the seed alone, like the names of a sweep over it, have ``run`` in common.
+    ``run`` stands for names that consist of the seed alone, such as the names of a sweep over the seed.
     """
     if len(names) == 1:
         return names[0]
@@ -152,7 +156,10 @@ class GroupTable:
     def of(
         cls, summaries: Sequence[RunSummary], metrics: Sequence[ReportedMetric], baseline: str | None
     ) -> "GroupTable | None":
-        """Returns the table of some metrics; None where nothing is compared and no run has another with its config."""
+        """Returns the table of some metrics; None without a baseline where every group has a single seed.
+
+        A UserError refuses the name of a baseline that no run and no group has.
+        """
         groups = group_runs(summaries)
         base = None if baseline is None else find_baseline(groups, baseline)
         if base is None and all(group.num_seeds == 1 for group in groups):

@@ -50,7 +50,7 @@ def colour(index: int) -> str:
 
 
 def dashes(index: int) -> tuple[int, ...]:
-    """Returns the lengths of the dashes and gaps, in widths of the line, by which repeated colours are told apart."""
+    """Returns lengths of dashes and gaps in line widths, () for a solid line: each round of the colours has others."""
     return _DASHES[index // len(COLOURS) % len(_DASHES)]
 
 

@@ -97,9 +97,9 @@ def calibration_diagram(runs: Sequence[ShownRun]) -> str:
 
 
 def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str:
-    """Draws how much worse a metric is for how many parameters fewer: a point a run.
+    """Draws a metric (upwards) against the number of parameters (logarithmic), a large labelled point for each group.
 
-    Runs that differ in their seed alone are small points, and their mean is a large one that has their name.
+    It is the mean of the runs that differ in their seed alone; these are small points where there are several.
     """
     places = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
     known = [(run, x, y) for run, x, y in places if x > 0 and not math.isnan(y)]
@@ -137,9 +137,9 @@ def _curves(
     eval_metric: str,
     scale: Callable[[Axes], None] = lambda axes: None,
 ) -> str:
-    """Draws a metric of training and one of the evaluations against rows read.
+    """Draws a metric of the training windows (thin) and one of the evaluations (marked) against rows read.
 
-    Evaluations are marked, above all lines, and their marks have an edge in the page's colour.
+    ``scale`` adjusts the axes after all is drawn. At most :data:`MOST_MARKS` evaluations are marked, the last included.
     """
 
     def draw(axes: Axes) -> None:
@@ -163,7 +163,7 @@ def _curves(
 
 
 def _series(lines: Sequence[MetricsLine], metric: str) -> tuple[list[float], list[float]]:
-    """Returns rows read and values of at most :data:`MOST_POINTS` lines, the last one among them."""
+    """Returns rows read and values of at most :data:`MOST_POINTS` lines, evenly spaced, the last one among them."""
     stride = max(1, math.ceil(len(lines) / MOST_POINTS))
     shown = lines[::-1][::stride][::-1]
     return [line.metric("samples") for line in shown], [line.metric(metric) for line in shown]
@@ -177,7 +177,7 @@ def _label_rows(axes: Axes, label: str) -> None:
 
 
 def _render(draw: Callable[[Axes], None]) -> str:
-    """Returns a figure as SVG text; it says so where nothing is recorded yet."""
+    """Returns the SVG of a figure that ``draw`` fills; "nothing recorded yet" stands in one without points."""
 
     def draw_axes(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -189,7 +189,7 @@ def _render(draw: Callable[[Axes], None]) -> str:
 
 
 def _has_points(axes: Axes) -> bool:
-    """Returns whether anything but the diagonal was drawn."""
+    """Returns whether a line has finite points; the calibration's diagonal, of z-order 1, does not count."""
     return any(_finite(line.get_xdata()) and _finite(line.get_ydata()) and line.get_zorder() > 1 for line in axes.lines)
 
 

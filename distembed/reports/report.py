@@ -81,7 +81,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Returns a value in a line, of a long one the beginning."""
+    """Returns a value as text; of a long text the first :data:`_MOST_CHARACTERS` characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
@@ -244,7 +244,7 @@ def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]
 
 
 def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary]) -> float:
-    """Returns the lowest known value of the runs; NaN where none is known."""
+    """Returns the lowest value of the runs but NaN; NaN where all are, which no comparison finds equal."""
     return min((found for run in summaries if not math.isnan(found := value(run))), default=math.nan)
 
 

@@ -303,8 +303,8 @@ class Failure:
 def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
     """Returns the first error after ``since`` in the last start of a job, whose nodes log into ``logs``; or None.
 
-    Errors that follow from another rank's death, such as a lost connection, come after all others, whatever their time:
-    clocks of machines differ.
+    Errors that follow from another rank's death, like a lost connection, come after all other errors: clocks of
+    machines differ, so times alone do not tell.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
     found = [failure for file in files if (failure := _read(file)) and failure.time >= since]

@@ -106,7 +106,7 @@ def dataset_statistics(
 
 
 class _Rows:
-    """Reads all rows once, counts everything but the ids, and passes their counts on."""
+    """Reads all rows once: collects labels, numbers and hashes of rows itself, and yields the counts of ids."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, names: list[str], progress: Callable[[int, int], None]
@@ -128,7 +128,7 @@ class _Rows:
         self._one_in = max(1, -(-sum(self.sizes.values()) // MOST_HASHES))
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        """Yields the counts of the ids of each row group."""
+        """Reads the row groups of all splits, adds them to the collected values, and yields their counts of ids."""
         total = sum(self.sizes.values())
         num_read = 0
         for split, (name, groups) in enumerate(self._groups.items()):
@@ -140,6 +140,7 @@ class _Rows:
                 self._progress(num_read, total)
 
     def _id_counts(self, split: int, name: str, columns: GroupColumns) -> Iterator[pa.RecordBatch]:
+        """Yields the counts of each feature's ids in a row group, and counts its empty lists."""
         labels = columns.doubles(self._schema.label, math.nan)
         for number, feature in enumerate(self._schema.categorical):
             ids, lengths = columns.ids[feature.name]
@@ -160,7 +161,10 @@ class _Rows:
         self._hashes[split].append(columns.hashes[columns.hashes % np.uint64(self._one_in) == 0])
 
     def _periods(self, split: str, columns: GroupColumns) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-        """Yields each period that the next rows of a split lie in, and which rows these are."""
+        """Yields each period of a row group's rows, and a mask of its rows.
+
+        A period is a day where rows have times, and else a tenth of the split.
+        """
         places = np.arange(columns.num_rows) + int(self.sums[split][0])
         days = columns.days
         periods = places * _NUM_PARTS // self.sizes[split] if days is None else days
@@ -169,10 +173,11 @@ class _Rows:
             yield f"{split} {period + 1}/{_NUM_PARTS}" if days is None else date.date().isoformat(), periods == period
 
     def equal_rows(self) -> EqualRows:
-        """Returns how many rows are equal to others.
+        """Returns how many rows are equal to a row before them, and the share of each other split that is in training.
 
-        Compares the hashes of rows; of many rows, only a share of all possible hashes, which holds equal rows together.
-        Among 10 million hashes two different rows are taken for equal with a probability of 3 in a million.
+        Rows are compared by 64-bit hashes. Of many rows only hashes divisible by k are kept, so that equal rows stay
+        together, and the number is multiplied by k. Among n hashes two different rows are taken for equal with a
+        probability of n^2 / 2^65, 3 in a million for 10 million.
         """
         hashes = [np.concatenate(own) for own in self._hashes.values()]
         _, places, counts = np.unique(np.concatenate(hashes), return_inverse=True, return_counts=True)
@@ -204,7 +209,7 @@ def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
 def _with_values(
     manifest: Manifest, folder: Path, feature: CategoricalFeature, commonest: Sequence[CommonId]
 ) -> tuple[CommonId, ...]:
-    """Returns ids of a feature with the values that they stand for."""
+    """Returns ids of a feature with the values that they stand for, from the dataset's vocabulary if it has one."""
     values: dict[int, str] = {}
     if (vocabulary := manifest.vocabularies.get(feature.table_name)) is not None:
         path = manifest.require_unchanged(folder, vocabulary.file)
@@ -257,7 +262,7 @@ def _values(table: pa.Table, name: str) -> tuple[pa.Array, Lengths]:
 
 
 def _checked_ids(values: pa.Array, feature: CategoricalFeature, group: str) -> NDArray[np.int64]:
-    """Returns ids that are in the feature's table."""
+    """Returns the ids as an array; a UserError refuses missing ids, and ids outside of the feature's table."""
     if values.null_count:
         raise UserError(f"{group}, column {feature.name!r}: {values.null_count} rows have no id")
     ids = values.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -270,7 +275,10 @@ def _checked_ids(values: pa.Array, feature: CategoricalFeature, group: str) -> N
 
 
 def _mixed(hashes: NDArray[np.uint64], values: NDArray[Any], lengths: Lengths) -> NDArray[np.uint64]:
-    """Returns the hashes of rows with one more column, whose values in lists count with their places."""
+    """Returns the hashes of rows after one more column.
+
+    A list adds the sum of the hashes of its values, each mixed with its place in the list, and its length.
+    """
     values = values.astype(np.uint64, copy=False)
     if lengths is None:
         return mix64_array(hashes ^ values)
@@ -283,7 +291,7 @@ def _mixed(hashes: NDArray[np.uint64], values: NDArray[Any], lengths: Lengths) -
 
 
 class NumberCounter:
-    """Takes the numbers of a column, row after row."""
+    """Collects statistics of the numbers of a column from pieces of it; keeps every k-th number for quantiles."""
 
     def __init__(self, num_rows: int) -> None:
         self._every = max(1, -(-num_rows // MOST_KEPT))
@@ -292,7 +300,8 @@ class NumberCounter:
         self._parts: list[tuple[float, ...]] = []  # number, mean, variance, least and most of some rows
 
     def add(self, values: NDArray[np.float32]) -> None:
-        """Takes the next rows; NaN is no number."""
+        """Adds the next numbers; NaN counts as missing."""
+        # rows 0, k, 2k, ... of the whole column are kept: the first one of these rows is at -rows_before mod k
         kept = values[-self._num_rows % self._every :: self._every]
         self._kept.append(kept[~np.isnan(kept)])
         self._num_rows += len(values)
@@ -318,7 +327,7 @@ class NumberCounter:
 def _count_ids(
     feature: int, split: int, ids: NDArray[np.int64], labels: NDArray[np.float64], num_embeddings: int
 ) -> pa.RecordBatch:
-    """Returns how often ids occur, for the numbers of a feature and a split."""
+    """Returns rows ``(feature, split, id, count, sum of labels)``; the database adds up several rows of an id."""
     counts = np.ones(len(ids))
     if num_embeddings <= 4 * len(ids):  # a pass over the table costs less than to group the ids
         num_ids, sums = np.bincount(ids), np.bincount(ids, labels)
@@ -361,7 +370,8 @@ def _totals(columns: Sequence[str], reserved: Sequence[int]) -> str:
         )"""
         for column in columns
     )
-    # sizes: the ids of equal count together, the commonest first, far fewer than ids
+    # sizes: [count, number of ids with this count, whether they are plain], commonest first: far fewer rows than ids.
+    # plain: neither the id of missing nor of unknown values. in_0 is null: no training row has the id.
     return f"""
         with ids as (
             select *, id >= num_reserved as is_plain
@@ -382,7 +392,7 @@ def _totals(columns: Sequence[str], reserved: Sequence[int]) -> str:
 def _statistics(
     feature: CategoricalFeature, num_rows: Mapping[str, int], found: Mapping[str, Any], num_empty: Mapping[str, int]
 ) -> FeatureStatistics:
-    """Returns the statistics of a feature, given its row and the number of rows by split."""
+    """Returns the statistics of a feature, given its row of :func:`_totals`, and rows and empty lists by split."""
     counts, num_ids, is_plain = np.array(found["sizes"] or [], np.float64).reshape(-1, 3).T
     total = max(float(counts @ num_ids), 1.0)
     entropy_bits = -(num_ids * counts / total * np.log2(counts / total)).sum()
@@ -417,6 +427,6 @@ def _statistics(
 
 
 def _zipf_exponent(by_rank: Mapping[int, int]) -> float:
-    """Returns s of counts ``c / rank**s``, by least squares of the logarithms."""
+    """Returns s of counts ``c / rank**s``: ``log count = log c - s log rank``, by least squares."""
     slope = np.polyfit(np.log(list(by_rank)), np.log(list(by_rank.values())), 1)[0]
     return float(-slope) + 0.0
