@@ -46,7 +46,7 @@ def driver_version() -> str | None:
 
 
 def driver_shortage(cuda: str, driver: str | None) -> str | None:
-    """Returns why a build for a CUDA release, such as ``13.0``, cannot run on a driver, as a clause.
+    """Returns why a build for a CUDA release, like ``13.0``, cannot run on a driver, as a clause.
 
     None if it can, or if driver or release is unknown. ``cuda-compat`` may make up for an old driver.
     """

@@ -157,7 +157,7 @@ def evaluate_in_program(
     """Evaluates functions as :func:`evaluate_grouped` does, by operations whose shapes follow from argument shapes.
 
     The number of chunks, of one fixed size, suffices for any counts; slots without an id hold zeros. All hidden values
-    are in memory at once; second derivatives exist. The steps are those of :func:`group_in_chunks`.
+    are in memory at once; second derivatives exist. The steps follow :func:`group_in_chunks`.
     """
     num_ids, num_buckets, size = rows.shape[0], functions.shape[0], _SIZE_IN_PROGRAM
     num_chunks = num_ids // size + num_buckets

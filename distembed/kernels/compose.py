@@ -155,10 +155,7 @@ def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> 
 
 @inline
 def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
-    """Sums the weighted composed vectors of ``num_ids`` ids of one bag into the bag's vector, ``target``.
-
-    The sum replaces the vector where ``is_first``, for the bag's first ids, and is added to it otherwise.
-    """
+    """Adds ids' weighted composed vectors to the bag's vector, ``target``; replaces it where the ids are the first."""
     num_common = _num_common(job)
     for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
         partition = partition_block(job, j)

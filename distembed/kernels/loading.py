@@ -140,10 +140,8 @@ def _source_stamp() -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Holds a lock file in the block, so that one process of this user compiles at a time and others load its result.
-
-    The operating system releases the lock of a process that dies. A lock that cannot be had is done without.
-    """
+    """Holds a lock file in the block, so that one process of this user compiles and others load its result."""
+    # the operating system releases the lock of a process that dies
     file = -1
     try:
         path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"

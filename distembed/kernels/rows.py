@@ -64,10 +64,7 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 
 @inline
 def row_of(own_id: Any, part: Any) -> Any:
-    """Returns ``(id // divisor) % modulus - first row`` of a part: the place among the rows that are on this rank.
-
-    It is negative, or at least the part's number of rows, where the id's row is not on this rank.
-    """
+    """Returns ``(id // divisor) % modulus - first row``: an id's place among a part's rows on this rank, or outside."""
     row, modulus = own_id, field(part, layout.MODULUS)
     if field(part, layout.DIVISOR) != 1:
         row = _divide(row, field(part, layout.DIVISOR), field(part, layout.DIVISOR_RECIPROCAL))

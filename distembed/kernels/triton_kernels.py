@@ -145,10 +145,8 @@ def _pool(
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Writes the output columns that partitions ``FIRST`` to ``STOP - 1`` share: the lane's ids composed and summed.
-
-    All lanes of a tile take as many steps as its longest bag; a lane without a further id adds zeros.
-    """
+    """Writes the output columns that partitions ``FIRST`` to ``STOP - 1`` share: the lane's ids composed and summed."""
+    # all lanes of a tile take as many steps as its longest bag; a lane without a further id adds zeros
     sums = tl.zeros([starts.shape[0], PADDED], tl.float32)
     for step in range(0, tl.max(ends - starts, 0)):
         places = starts + step

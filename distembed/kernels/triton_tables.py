@@ -127,7 +127,7 @@ def num_blocks(number: int, a_block: int) -> int:
 
 
 def _rule(parts: Sequence[TablePart]) -> int:
-    """Returns the operations that any table needs in a partition, so that kernels are compiled without the others."""
+    """Returns the operations that any table needs in a partition; kernels are compiled with these alone."""
     divides = any(part.digit.divisor != 1 for part in parts)
     takes_modulus = any(part.digit.modulus is not None for part in parts)
     return _DIVIDES * divides + _TAKES_MODULUS * takes_modulus

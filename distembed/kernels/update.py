@@ -169,10 +169,8 @@ def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
 
 @compiled
 def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) -> None:
-    """Writes the block of each partition's slots and sums, and lays both out in ``scratch``.
-
-    Where gradients are returned, PLACES is 0: no slots, and each row's sum is at its place in the gradient itself.
-    """
+    """Writes the block of each partition's slots and sums, and lays both out in ``scratch``."""
+    # where gradients are returned, PLACES is 0: no slots, and each row's sum is at its place in the gradient itself
     for j in range(field(job, layout.NUM_PARTITIONS)):
         partition, part = partition_block(job, j), part_block(job, feature, j)
         num_rows, sum_bytes = field(part, layout.NUM_ROWS), 4 * field(partition, layout.NUM_COLUMNS)

@@ -132,7 +132,7 @@ def without_seed(config_yaml: str) -> str:
 def _common_name(names: Sequence[str]) -> str:
     """Returns the common beginning of names, less digits, separators and ``seed`` at its end: dlrm of dlrm-seed1.
 
-    ``run`` stands for names that consist of the seed alone, such as the names of a sweep over the seed.
+    ``run`` stands for names that consist of the seed alone, like the names of a sweep over the seed.
     """
     if len(names) == 1:
         return names[0]

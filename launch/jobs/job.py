@@ -307,8 +307,8 @@ def load_job(run: str) -> Job:
 def settled(job: Job) -> Job:
     """Returns the job after finding the outcome of a submission whose process died before it saved a handle.
 
-    The submission gets its handle, or is removed where the scheduler has no job of its name; RunError in the first minute,
-    in which the job may still appear.
+    The submission gets its handle, or is removed where the scheduler has no job of its name. RunError within the first
+    minute, in which the job may still appear.
     """
     if not job.submissions or job.submissions[-1].handle:
         return job

@@ -178,7 +178,7 @@ def host_names(nodes: str) -> list[str]:
 
 
 def ask_controller(job_id: str) -> JobRecord | None:
-    """Returns the controller's record of a job; None where it has no such job (any longer); RunError without answer."""
+    """Returns the controller's record of a job; None where it does not know the job; RunError without an answer."""
     answer = run_command(["scontrol", "show", "job", job_id])
     if not answer.returncode and "JobState=" in answer.stdout:
         return _parse_job(answer.stdout)

@@ -192,7 +192,7 @@ def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
 
 
 def further_options(text: str, known: Collection[str] = ()) -> list[str]:
-    """Splits a text of sbatch options, such as ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
+    """Splits a text of sbatch options, like ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
 
     A UserError refuses words that are no option, options in ``known``, which are given as ``-o NAME=VALUE``, and
     :data:`OWN_OPTIONS`.

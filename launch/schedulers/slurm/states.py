@@ -74,7 +74,7 @@ class Answer:
     def state(self) -> AppState:
         """TorchX's state of the job; UNKNOWN for an end that accounting alone reports while the controller is silent.
 
-        After :data:`FOLLOW_PATIENCE_SECONDS` of silence such an end counts.
+        After :data:`FOLLOW_PATIENCE_SECONDS` of silence, accounting is believed.
         """
         if self.record is None:
             return AppState.UNKNOWN
