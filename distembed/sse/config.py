@@ -76,12 +76,12 @@ class SSEConfig:
 def build_sse(
     config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
 ) -> dict[str, SSE]:
-    """Returns the rule of every table whose ids are replaced, by table.
+    """Returns the rule of every table with a p0 above 0, by table; opens the graphs, each once.
 
     Args:
-        config: The ``sse`` section.
+        config: The ``sse`` section; a table that ``num_embeddings`` lacks is refused.
         num_embeddings: Number of ids of each table, by table.
-        reserved: Ids that are reserved in a table unless its settings say otherwise, by table; none where it lacks it.
+        reserved: Reserved ids of tables whose settings give none, by table; ids beyond the table are ignored.
     """
     for name in config.tables:
         one_of("sse.tables", name, num_embeddings)
@@ -105,7 +105,7 @@ def build_sse(
 
 
 def graph_paths(config: SSEConfig) -> list[str]:
-    """Returns the folders of all graphs in settings whose p0 is above 0."""
+    """Returns the distinct folders of graphs in settings whose p0 is above 0, sorted."""
     settings = [config.default, *config.tables.values()]
     return sorted({own.graph for own in settings if own.graph is not None and own.p0 > 0})
 

@@ -17,36 +17,42 @@ import numpy as np
 from distembed.sse.random_words import WORDS_A_USE, Integers, Words, below, draw_places, place_key, stream_key, word
 from distembed.sse.rule import MAX_WALK_STEPS, IdStream
 
-# what the words of an id are used for; word 0 is for the gap before it
+# numbers of the random words of a replaced id: 0 for the gap before it, 1 for another id, from 2 on for a neighbour
 _ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
 # a walk's steps take up to three words each
 assert FIRST_NEIGHBOR_WORD + 3 * MAX_WALK_STEPS <= WORDS_A_USE
-_NUMBERS_AT_ONCE = 16_384
+_NUMBERS_AT_ONCE = 16_384  # most random numbers that are drawn ahead, for up to _MOST_STEPS_AT_ONCE steps
 _MOST_STEPS_AT_ONCE = 16
-_ROOM = 8  # numbers of ids are rounded up by at most an eighth, so that successive batches often have the same
+_ROOM = 8  # numbers of ids are rounded up by at most an eighth, so that successive batches often become equal
 
 
 @dataclass(frozen=True)
 class StepDraws:
-    """The random numbers of a step, one of each for every id that is replaced; ``[drawn]`` but for ``bounds``."""
+    """The ids of a batch that a step replaces (the *drawn* ids), and the random numbers for each.
 
-    bounds: Integers  # where the drawn ids of each stream begin, and the last ones end, ``[streams + 1]``
-    streams: Integers  # number of each id's stream, rising
-    places: Integers  # place of each id in the batch
+    All arrays have shape ``[drawn]``, ordered by stream and place, except ``bounds``.
+    """
+
+    bounds: Integers  # stream s has the drawn ids bounds[s] to bounds[s + 1], ``[streams + 1]``
+    streams: Integers  # index of each id's stream, ascending
+    places: Integers  # index of each id in the batch's tensor of ids, ascending within a stream
     num_first: Integers  # number of reserved ids from 0 on in each id's table
     num_drawable: Words  # number of ids that may be drawn in each id's table
-    words: Words  # random word of each id, for ``among_others`` or :meth:`among_all`
-    # uniform integer below ``num_drawable - 1``, plus ``num_first``: for ids that may be drawn in their table
+    words: Words  # random word of each id, from which ``among_others`` and :meth:`among_all` are computed
+    # uniform integer below ``num_drawable - 1``, plus ``num_first``: to replace an id that is not reserved
     among_others: Integers
-    states: Words  # state of each id's random words; the first two words are used up
+    states: Words  # state of each id's random words; words 0 and 1 are used up
 
     def among_all(self, chosen: Any) -> Integers:
-        """Returns for chosen reserved ids uniform integers below ``num_drawable``, plus ``num_first``."""
+        """Returns uniform integers below ``num_drawable``, plus ``num_first``, to replace reserved ids (by index)."""
         return below(self.words[chosen], self.num_drawable[chosen]) + self.num_first[chosen]
 
 
 class Drawer:
-    """Draws the random numbers of a list of streams, step by step, on the CPU."""
+    """Draws the random numbers of a list of streams on the CPU; the result depends on the arguments alone.
+
+    Numbers of further steps are cached while successive batches have one shape.
+    """
 
     def __init__(self, streams: Sequence[IdStream]) -> None:
         self._streams = list(streams)
@@ -64,7 +70,7 @@ class Drawer:
 
         Args:
             counts: Number of ids of each stream in the batch.
-            starts: Place of each stream's first id.
+            starts: Index of each stream's first id in the batch; the rest follow without gaps.
             step: Step of the run, over all epochs.
             rank: Rank of this process.
         """
@@ -83,14 +89,14 @@ class Drawer:
         return tuple(stream.rate(step) for stream in self._streams)
 
     def _draw(self, counts: tuple[int, ...], starts: tuple[int, ...], steps: range, rank: int) -> list[StepDraws]:
-        """Returns the random numbers of several steps whose batches have one shape."""
+        """Returns the random numbers of several steps whose batches have equal ``counts`` and ``starts``."""
         num_steps, num_streams = len(steps), len(self._streams)
         constant = self._constant_rates
         rates = sum(map(self._rates, steps), ()) if constant is None else constant * num_steps
         keys = np.concatenate([self._keys ^ place_key(step, rank) for step in steps])
         drawn = draw_places(counts * num_steps, starts * num_steps, rates, keys)
         bounds = np.searchsorted(drawn.features, np.arange(len(keys) + 1))
-        # each feature at each step is drawn as a feature of its own
+        # draw_places saw num_steps * num_streams features, step after step
         streams = drawn.features if num_steps == 1 else drawn.features % num_streams
         num_drawable = self._num_drawable.take(streams)
         num_first = self._num_first.take(streams)
@@ -107,7 +113,10 @@ class Drawer:
 
 
 class DrawAhead:
-    """Draws in a thread of its own, one step ahead; from now on only the thread calls ``draw``."""
+    """Draws the next step's numbers in a thread while a step runs, for as many ids as this step had, rounded up.
+
+    :func:`first_ids` cuts them to the next batch. Only the thread calls ``draw`` from then on: it is not locked.
+    """
 
     def __init__(self, draw: Drawer) -> None:
         self._draw = draw
@@ -123,7 +132,7 @@ class DrawAhead:
         else:
             drawn_for, future = roomy, self._submit(roomy, step, rank)
         draws = future.result()
-        # a run of shorter batches keeps the room of the longest: few numbers are drawn in vain
+        # drawn for this batch's rounded counts; a next batch beyond them is drawn again, while it waits
         self._next = (roomy, step + 1, rank, self._submit(roomy, step + 1, rank))
         return first_ids(draws, _starts(drawn_for), counts, starts)
 
@@ -140,13 +149,15 @@ class DrawAhead:
 
 
 def first_ids(draws: StepDraws, drawn_starts: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> StepDraws:
-    """Cuts a step's numbers down to the first ``counts`` ids of each stream, and moves them to other places.
+    """Cuts a step's numbers down to the first ``counts`` ids of each stream, whose first ids are at ``starts``.
+
+    An id's numbers depend on its position in the stream alone, so the result equals a draw for ``counts``.
 
     Args:
         draws: Random numbers of a step, for at least as many ids.
-        drawn_starts: Place of each stream's first id when the numbers were drawn.
-        counts: Number of ids of each stream.
-        starts: Place of each stream's first id.
+        drawn_starts: Index of each stream's first id for which the numbers were drawn.
+        counts: Number of ids of each stream in the batch.
+        starts: Index of each stream's first id in the batch.
     """
     place_in_stream = draws.places - np.asarray(drawn_starts, dtype=np.int64).take(draws.streams)
     kept = np.flatnonzero(place_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
@@ -165,12 +176,12 @@ def first_ids(draws: StepDraws, drawn_starts: Sequence[int], counts: Sequence[in
 
 
 def _rounded_up(count: int) -> int:
-    """Returns the next number with few digits in base 2."""
+    """Rounds up to a multiple of a power of two that is at most an eighth of the number."""
     step = max(1, (1 << count.bit_length()) // (2 * _ROOM))
     return -(-count // step) * step
 
 
 def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first place of each stream where they lie one after another."""
+    """Returns the index of each stream's first id in a batch that has the streams one after another."""
     ends = np.cumsum(np.asarray(counts, dtype=np.int64))
     return tuple((ends - np.asarray(counts, dtype=np.int64)).tolist())

@@ -25,17 +25,17 @@ from distembed.sse.rule import SSE, IdStream
 
 _NOT_COMPILED = "ids are replaced in training (SSE) by random numbers that no compiled program draws"
 _MOST_AHEAD = 64
-"""Number of batches, more than any pipeline prepares ahead of the step, whose counts are kept apart."""
+"""Number of batches whose counts are kept step by step: more than any pipeline prepares ahead."""
 
 
 @dataclass(frozen=True)
 class _BatchCounts:
-    """Counts of the ids of a batch, by stream."""
+    """The numbers of a batch's ids, of drawn ids, and of drawn ids that stayed as they were, ``[streams]``."""
 
     step: int
     seen: np.ndarray
     drawn: np.ndarray
-    unchanged: Array | None  # number of drawn ids that stayed as they were
+    unchanged: Array | None  # on the ids' device; None for zeros
 
     def joined(self, later: "_BatchCounts") -> "_BatchCounts":
         """Adds up the counts of both batches, under the later batch's step."""
@@ -45,10 +45,10 @@ class _BatchCounts:
 
 
 class Perturbation(nn.Module):
-    """Base class of the modules.
+    """Base of the modules: replaces the ids of each training batch, counts steps, and counts replaced ids.
 
-    ``step`` is the step of the next batch in training, over all epochs. With ``in_place`` batches are written to,
-    which saves a copy where nothing else reads them later.
+    ``step`` is the step of the next batch in training, over all epochs. With ``in_place`` set, new ids are written into
+    the batch's tensor, which saves a copy if nothing reads the old ids later.
 
     Args:
         streams: Features whose ids are replaced.
@@ -56,7 +56,7 @@ class Perturbation(nn.Module):
             given.
     """
 
-    _ids_may_be_outside: bool
+    _ids_may_be_outside: bool  # whether ids outside of the table may occur, and are kept
 
     def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class Perturbation(nn.Module):
         return any(stream.sse.p0 > 0 for stream in self._streams)
 
     def take_counts(self, until_step: int | None = None) -> dict[str, tuple[int, int]]:
-        """Returns for each table how many ids were replaced, and how many there were, since the last call.
+        """Returns for each table the numbers of replaced ids and of all ids since the last call; waits for a GPU.
 
         Args:
-            until_step: Step before which batches are counted; batches that a pipeline has prepared for later steps are
+            until_step: Counts batches of earlier steps only; batches that a pipeline has prepared for later steps are
                 left for the next call. None for all.
         """
         taken = [batch for batch in self._counts if until_step is None or batch.step < until_step]
@@ -100,7 +100,10 @@ class Perturbation(nn.Module):
     def _replace(
         self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: tuple[int, ...]
     ) -> Int[Tensor, "*shape"]:
-        """Returns the ids of a batch after replacement, as the next step of training, and counts them."""
+        """Returns the ids of a batch after replacement, adds to the counts, and increments ``step``.
+
+        ``counts`` and ``starts`` are each stream's number of ids and index of its first id.
+        """
         rank = self._rank
         if rank is None:  # asked anew each time: a module may be copied to other processes
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -108,7 +111,7 @@ class Perturbation(nn.Module):
             self._replacer = Replacer(self._streams, ids.device, ids.dtype, self._ids_may_be_outside)
         result = self._replacer(ids, counts, starts, self.step, rank, self.in_place)
         self._counts.append(_BatchCounts(self.step, np.array(counts), result.num_drawn, result.num_unchanged))
-        if len(self._counts) > _MOST_AHEAD:  # nobody may ever ask for them
+        if len(self._counts) > _MOST_AHEAD:  # bounds the list if take_counts is never called
             self._counts[:2] = [self._counts[0].joined(self._counts[1])]
         self.step += 1
         return result.ids
@@ -129,7 +132,7 @@ class FeaturePerturbation(Perturbation):
         self._places: list[int | None] = []
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the batch with replaced ids; the batch itself where nothing is replaced."""
+        """Returns the batch with replaced ids, as one step; the batch itself in evaluation mode or without streams."""
         if not self.training or not self._streams or features.values().is_meta:
             return features
         return self._replace_in_batch(features)
@@ -141,7 +144,7 @@ class FeaturePerturbation(Perturbation):
         lengths, offsets = features.length_per_key(), features.offset_per_key()
         counts = tuple([0 if place is None else lengths[place] for place in self._places])
         replaced = self._replace(ids, counts, tuple([0 if place is None else offsets[place] for place in self._places]))
-        if replaced.data_ptr() == ids.data_ptr():
+        if replaced.data_ptr() == ids.data_ptr():  # no id was drawn, or the new ids are in the batch's own memory
             return features
         return KeyedJaggedTensor(
             features.keys(),
@@ -189,7 +192,10 @@ class IdPerturbation(Perturbation):
 
     @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def forward(self, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Returns the same object where nothing is replaced, else a copy with other ids."""
+        """Returns a copy with replaced ids, as one step; the same object in evaluation mode or where no id is drawn.
+
+        Raises a UserError within a backward pass (:func:`require_forward_pass`).
+        """
         if not self.training or ids.is_meta:
             return ids
         if self.replaces_ids:
@@ -199,11 +205,7 @@ class IdPerturbation(Perturbation):
 
 @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def require_forward_pass() -> None:
-    """Makes sure that activation checkpointing does not run a forward pass again, for which other ids would be drawn.
-
-    Raises:
-        UserError: It is called within a backward pass.
-    """
+    """Raises a UserError in a backward pass, in which activation checkpointing would run forward again with new ids."""
     if torch._C._current_graph_task_id() != -1:
         raise UserError(
             "ids would be replaced within the backward pass: activation checkpointing runs a forward pass again, "
@@ -214,10 +216,9 @@ def require_forward_pass() -> None:
 def perturb_inputs(
     embedding: nn.Embedding | nn.EmbeddingBag, sse: SSE, name: str, *, seed: int = 0, rank: int | None = None
 ) -> IdPerturbation:
-    """Makes any of torch's embeddings replace the ids that it is given in training mode.
+    """Makes one of torch's embeddings replace its input ids in training mode, by a forward pre-hook.
 
-    The padding index is never drawn and never replaced; where there is one, other reserved ids are never replaced
-    either::
+    A padding index becomes a reserved id that is never drawn. If there is one, no reserved id is ever replaced::
 
         perturb_inputs(model.tokens, SSE(p0=0.01), "tokens")
 
@@ -287,7 +288,7 @@ def _sums_by_table(counts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, t
 def _perturb_input(
     embedding: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces the ids among a call's arguments, where they come first or under torch's name; a forward hook."""
+    """Replaces the ids of a call, its first argument or ``input``, by the child ``sse``; a forward pre-hook."""
     perturb = embedding.get_submodule("sse")
     if args:
         return (perturb(args[0]), *args[1:]), kwargs

@@ -31,7 +31,7 @@ _TWO_TO_32 = np.uint64(2**32)
 
 
 def stream_key(seed: int, *names: str) -> np.uint64:
-    """Returns the key of a stream, which differs between seeds and between lists of names."""
+    """Returns a hash of a seed and names, and of the names' lengths: ``("a", "bc")`` differs from ``("ab", "c")``."""
     digest = hashlib.blake2b(digest_size=8, person=b"distembed stream")
     for name in (str(seed), *names):
         encoded = name.encode("utf-8", errors="surrogatepass")
@@ -46,17 +46,17 @@ def place_key(step: int, rank: int) -> np.uint64:
 
 
 def state_offsets(uses: NDArray[np.int64]) -> Words:
-    """Returns how far each use's words are from the generator's state, ``[uses]``."""
+    """Returns the distance of each use's state from the generator's: 64 outputs per use, modulo 2^64, ``[uses]``."""
     return uses.view(np.uint64) * np.uint64(WORDS_A_USE * GOLDEN_GAMMA % 2**64)
 
 
 def word(states: Words, number: int) -> Words:
-    """Returns the word of this number, 0 to 63, for each use's state."""
+    """Returns word ``number``, 0 to 63, of each use: SplitMix64's output for its state, that many outputs further."""
     return mix64_array(states + np.uint64(number * GOLDEN_GAMMA % 2**64) if number else states)
 
 
 def below(words: Words, bounds: Words) -> NDArray[np.int64]:
-    """Turns each word into a uniform integer in ``[0, bound)``; a word that would favour some of them is mixed again.
+    """Turns each word into a uniform integer in ``[0, bound)``; words that would favour some integers are mixed again.
 
     Bounds below 2^32 take a multiplication (Lemire, "Fast Random Integer Generation in an Interval", ACM TOMACS 2019),
     others a division, which takes longer.
@@ -65,6 +65,8 @@ def below(words: Words, bounds: Words) -> NDArray[np.int64]:
         words: Random words, ``[n]``.
         bounds: Bound of each integer, 1 to 2^63, ``[n]``.
     """
+    # Lemire: for x uniform below 2^32, result = x * bound >> 32. Some results have one x more than others have; it is
+    # rejected where x * bound mod 2^32 < 2^32 mod bound. As 2^32 mod bound < bound, few products need the division.
     is_large = np.flatnonzero(bounds >= _TWO_TO_32)
     products = (words >> np.uint64(32)) * bounds
     results = products >> np.uint64(32)
@@ -73,7 +75,7 @@ def below(words: Words, bounds: Words) -> NDArray[np.int64]:
     rejected = suspects[products[suspects] < _TWO_TO_32 % bounds[suspects]]
     if len(is_large):
         results[is_large] = words[is_large] % bounds[is_large]
-        # in the last run of ``bound`` numbers, which is not complete; 2^64 - bound is beyond the one before it
+        # words fall into runs of ``bound`` numbers; the last run is incomplete if it begins after 2^64 - bound
         in_last_run = words[is_large] - results[is_large] > ~(bounds[is_large] - np.uint64(1))
         rejected = np.union1d(np.setdiff1d(rejected, is_large), is_large[in_last_run])
     if len(rejected):
@@ -93,17 +95,17 @@ def unit(words: Words) -> NDArray[np.float64]:
 class DrawnPlaces:
     """The ids of a batch that are replaced."""
 
-    features: Integers  # number of each id's feature, rising
-    places: Integers  # place of each id in the batch
+    features: Integers  # index of each id's feature, ascending
+    places: Integers  # index of each id in the batch, ascending within a feature
     states: Words  # state of each id's random words, of which word 0 is used up
 
 
 def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], keys: Words) -> DrawnPlaces:
-    """Draws which ids are replaced.
+    """Draws which ids are replaced; for more ids of a feature, the ids drawn for fewer come first, unchanged.
 
     Args:
         counts: Number of ids of each feature.
-        starts: Place of each feature's first id; the others follow.
+        starts: Index of each feature's first id in the batch; the rest follow without gaps.
         rates: Probability that an id of the feature is replaced.
         keys: State of each feature's generator, ``[features]``.
     """
@@ -113,7 +115,7 @@ def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[f
         states = keys.take(gaps.features)
         states += gaps.offsets
         places = _places(gaps, unit(word(states, 0)))
-        # every feature's last gap has to reach beyond its last id; else gaps are added to the same ones
+        # every feature's last gap must reach beyond its last id; else draw again with more gaps, the first ones equal
         if (places[gaps.lasts] >= gaps.limits[gaps.lasts]).all():
             inside = np.flatnonzero(places < gaps.limits)
             return DrawnPlaces(gaps.features.take(inside), places.take(inside), states.take(inside))
@@ -122,7 +124,7 @@ def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[f
 
 @dataclass(frozen=True)
 class _GapLayout:
-    """Which gaps are drawn for batches of one shape."""
+    """The gaps to draw for batches of one shape: one for each replaced id, and at least one beyond the last id."""
 
     num_gaps: Integers  # number of gaps of each feature, ``[features]``
     starts: Integers  # place of each feature's first id, ``[features]``
@@ -138,11 +140,11 @@ class _GapLayout:
 def _gap_layout(
     counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], safety: float
 ) -> _GapLayout:
-    """Returns room for the expected number of gaps and ``safety`` standard deviations."""
+    """Returns a layout with the expected number of gaps plus ``safety`` standard deviations for each feature."""
     ids, chances = np.array(counts, dtype=np.int64), np.array(rates, dtype=np.float64)
     first = np.array(starts, dtype=np.int64)
     expected = ids * chances
-    # so many gaps as ids, and one, reach beyond the last id at any rate
+    # a gap is at least 1: one gap more than ids always reaches beyond the last id
     num_gaps = np.minimum(np.ceil(expected + safety * np.sqrt(expected) + 2 * safety).astype(np.int64), ids + 1)
     num_gaps[expected == 0] = 0
     features = np.repeat(np.arange(len(ids)), num_gaps)
@@ -163,10 +165,14 @@ def _gap_layout(
 
 
 def _places(gaps: _GapLayout, uniform: NDArray[np.float64]) -> Integers:
-    """Returns the place of the id at the end of each gap, which may lie beyond the last one of its feature."""
+    """Returns the index of the id at the end of each gap, which may lie beyond the last id of its feature.
+
+    A gap is ``1 + floor(log u / log(1 - p))``. One running sum over all features gives the ends; the sum of earlier
+    features is taken off, and the feature's start is added.
+    """
     lengths = np.log(uniform, out=uniform)
     lengths *= gaps.scales
-    # what reaches beyond the feature is cut short before it overflows an integer
+    # a gap beyond the feature's end is cut to its number of ids, before it could overflow an integer
     np.minimum(lengths, gaps.longest, out=lengths)
     lengths += 1.0
     ends = lengths.astype(np.int64)

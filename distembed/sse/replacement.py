@@ -44,16 +44,17 @@ _NO_ID = np.iinfo(np.int64).max
 class ReplacedIds:
     """The ids of a batch after replacement."""
 
-    ids: Int[Tensor, "*shape"]  # the tensor that came in where none was drawn, else one with other ids
+    ids: Int[Tensor, "*shape"]  # the given tensor if no id was drawn, else one with the new ids
     num_drawn: NDArray[np.int64]  # number of ids of each stream that were drawn to be replaced, ``[streams]``
     # number of these that stayed as they were, ``[streams]`` on the ids' device; None where none can
     num_unchanged: Array | None = None
 
 
 class Replacer:
-    """Replaces the ids of a list of streams.
+    """Replaces the ids of a list of streams, in batches of one device and dtype.
 
-    With ``may_be_outside``, ids may lie outside of their tables, as a label's -100 does; they stay as they are.
+    With ``may_be_outside``, ids may lie outside of their tables, like a label of -100; they stay as they are. Raises a
+    UserError for a dtype that cannot hold a stream's ids.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Replacer:
         Args:
             ids: Ids of all features, feature by feature.
             counts: Number of ids of each stream.
-            starts: Place of each stream's first id.
+            starts: Index of each stream's first id in the flattened ids.
             step: Step of the run, over all epochs.
             rank: Rank of this process.
-            in_place: Whether ids may be written to, if they are contiguous; else a copy is.
+            in_place: Whether new ids are written into ``ids`` if they are contiguous, instead of into a copy.
         """
         draws = self._draw(counts, starts, step, rank)
         num_drawn = np.diff(draws.bounds)
@@ -108,6 +109,7 @@ class Replacer:
             outside = (old < 0) | (old >= self._num_embeddings.take(streams))
         new, is_reserved = self._another(old, streams, draws)
         for graph in self._graphs:
+            # an id outside of the table has no node in the graph: any node serves, as the result is discarded below
             inside = old if outside is None else where(outside, self._num_first.take(streams), old)
             graph.put_neighbors(new, inside, is_reserved, self._num_drawable.take(streams), draws)
         unchanged = outside
@@ -119,7 +121,7 @@ class Replacer:
         return ReplacedIds(replaced.view(ids.shape), num_drawn, num_unchanged)
 
     def _another(self, old: Array, streams: Array, draws: StepDraws) -> tuple[Array, Array | None]:
-        """Returns another id, not a reserved one, for each id, and whether the id itself is reserved."""
+        """Returns an unreserved id for each id, different from it, and which ids are reserved (None if none can be)."""
         # Drawn uniformly among the N - 1 others: number the ids without the old one, and step over it.
         #   ids       0 1 2 [3] 4 5      reserved ids are stepped over in the same way, from the least on
         #   numbers   0 1 2     3 4      new = number + (number >= old)
@@ -127,13 +129,15 @@ class Replacer:
         if not self._has_reserved:
             return among_others + (among_others >= old), None
         is_reserved = old < sent_to_device(draws.num_first, self.device)
-        position = old  # of the id among those that may be drawn, shifted likewise
+        # number of the old id when reserved ids are left out; the run from 0 on is left in, as in among_others
+        position = old
         others = [row.take(streams) for row in self._other_reserved]
         for other in others:
             is_reserved = is_reserved | (old == other)
             position = position + (old > other) * -1
         new = among_others + (among_others >= position)
-        if isinstance(is_reserved, Tensor):  # which ids they are is not known on the CPU
+        # a reserved id is not among the N ids that may be drawn: any of the N replaces it, none is stepped over
+        if isinstance(is_reserved, Tensor):  # on a GPU: all are computed, since the host does not know which are needed
             new = where(is_reserved, sent_to_device(draws.among_all(slice(None)), self.device), new)
         else:
             reserved = np.flatnonzero(is_reserved)
@@ -144,11 +148,11 @@ class Replacer:
 
 
 class NeighborDraw:
-    """Draws neighbours in one graph.
+    """Decides which drawn ids become a neighbour in one graph, and draws the neighbours.
 
     Args:
         graph: Neighbours of each id; its arrays are copied to a GPU.
-        walk: Random walk at whose end a neighbour is drawn; None for one step.
+        walk: Random walk whose last node is the neighbour; None for one step.
         device: Device of the ids.
     """
 
@@ -162,7 +166,7 @@ class NeighborDraw:
         self._set_walk(walk)
 
     def with_walk(self, walk: Walk | None) -> "NeighborDraw":
-        """Returns a draw by another walk that shares this one's arrays."""
+        """Returns a copy with another walk, which shares the graph's arrays."""
         other = copy.copy(self)
         other._set_walk(walk)
         return other
@@ -174,21 +178,22 @@ class NeighborDraw:
     def num_words(self) -> int:
         """Number of random words that an id needs.
 
-        Each step takes one for whether it is taken, one for the slot, and in weighted graphs one for the slot's edge.
+        Each step of a walk takes one to stop or go on (the first: neighbour or any id), one to choose an edge, and in
+        weighted graphs one to choose between the edge and its alias.
         """
         return (2 if self._alias_tables is None else 3) * self._max_steps
 
     def __call__(self, ids: Array, num_others: Array, excess: Array, words: Sequence[Array]) -> tuple[Array, Array]:
-        """Returns whether each id is replaced by a neighbour, and by which one where it is.
+        """Returns whether each id is replaced by a neighbour, and the neighbour (arbitrary where it is not).
 
         Args:
             ids: Nodes of the graph.
-            num_others: Number of ids that could be drawn in the place of each.
+            num_others: Number n of ids that may replace each, neighbours included.
             excess: rho - 1 for each id, above 0.
             words: Random integers below 2^63 for each id, ``num_words`` arrays of them.
         """
         words_per_step = len(words) // self._max_steps
-        # both sides divided by rho - 1, so that none overflows
+        # a neighbour if u ((rho - 1) d + n) < (rho - 1) d; both sides are divided by rho - 1, which may be huge
         degrees = as_float64(self._degrees(ids))
         chosen = _unit(words[0]) * (degrees + as_float64(num_others) / excess) < degrees
         previous, node = ids, self._neighbor(ids, words[1:words_per_step])
@@ -198,17 +203,22 @@ class NeighborDraw:
             walking = walking & (_unit(stop) >= self._restart) & (self._degrees(node) > 0)
             previous = where(walking, node, previous)
             node = where(walking, self._neighbor(node, slot), node)
+        # a walk that ends where it began draws its last node before that
         return chosen, where(node == ids, previous, node)
 
     def _degrees(self, ids: Array) -> Array:
         return self._starts.take(ids + 1) - self._starts.take(ids)
 
     def _neighbor(self, ids: Array, words: Sequence[Array]) -> Array:
-        """Draws a neighbour of each id in proportion to its weight, by Walker's alias method (Walker 1977)."""
+        """Draws a neighbour of each id in proportion to its weight, by Walker's alias method (Walker 1977).
+
+        One of the id's d edges is drawn uniformly; it is kept with probability ``keep``, else replaced by its alias.
+        The result is arbitrary for an id without edges.
+        """
         starts = self._starts.take(ids)
         degrees = (self._starts.take(ids + 1) - starts).clip(1)
         starts = starts.clip(0, len(self._neighbors) - 1)
-        # below 2^63, the remainder favours small slots by less than d / 2^63
+        # the remainder of a word below 2^63 favours the first edges by less than d / 2^63
         edges = starts + words[0] % degrees
         if self._alias_tables is not None:
             keep, alias = self._alias_tables
@@ -222,11 +232,11 @@ def _unit(words: Array) -> Array:
 
 
 class _GraphDraw:
-    """Draws neighbours for the streams that share a graph and a walk.
+    """Replaces ids by neighbours, for the streams that share a graph and a walk.
 
     Args:
-        neighbors: Draws in that graph.
-        excess: rho - 1 of each stream; 0 for streams with another graph or walk, or none.
+        neighbors: Draws neighbours in that graph.
+        excess: rho - 1 of each stream; 0 for a stream that does not have this graph and walk.
         device: Device of the ids.
     """
 
@@ -239,7 +249,8 @@ class _GraphDraw:
     def put_neighbors(
         self, new: Array, old: Array, is_reserved: Array | None, num_drawable: Array, draws: StepDraws
     ) -> None:
-        """Replaces some of the new ids by neighbours of the old ones."""
+        """Overwrites some of the ``new`` ids by neighbours of the ``old`` ones, in the streams with this graph."""
+        # n of the mixture: N - 1 drawable ids for a drawable old id, and N for a reserved one
         chosen = np.flatnonzero(self._has_graph.take(draws.streams))
         states = draws.states.take(chosen)
         numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
@@ -293,14 +304,17 @@ def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, 
 
 
 def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
-    """Yields the reserved ids beyond the run from 0 on: the least of each stream, then each second, and so on."""
+    """Yields, stream by stream, the i-th reserved id after the run from 0 on, for i = 0, 1, ...
+
+    ``reserved`` is ascending. A stream with fewer reserved ids gives ``_NO_ID``, which no id equals or exceeds.
+    """
     rest = [s.sse.reserved[s.num_first_reserved :] for s in streams]
     for i in range(max((len(ids) for ids in rest), default=0)):
         yield [ids[i] if i < len(ids) else _NO_ID for ids in rest]
 
 
 def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
-    """Makes sure that a type holds every id that may be drawn."""
+    """Raises a UserError unless a dtype is of integers and can hold every id that may be drawn."""
     for stream in streams:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")

@@ -94,7 +94,7 @@ class SSE:
         return self.p0 * float(np.interp(step, steps, factors))
 
     def require_valid_for(self, num_embeddings: int, where: str) -> None:
-        """Makes sure that the rule fits a table.
+        """Raises an error unless the rule fits a table.
 
         Args:
             num_embeddings: Number of ids of the table.
@@ -150,6 +150,7 @@ def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
 
 
 def _checked_reserved(ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns reserved ids distinct and ascending, as replacement needs them; refuses anything else than ids."""
     is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
     if not is_list or not all(type(reserved) is int and reserved >= 0 for reserved in ids):
         raise UserError(f"reserved is {ids!r}; give a list of ids of 0 or more.")
@@ -164,7 +165,7 @@ def _checked_reserved(ids: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IdStream:
-    """The ids of one feature, which are replaced by random numbers of their own.
+    """The ids of one feature, with the rule that replaces them; each stream has its own random numbers.
 
     Raises:
         UserError: The rule does not fit the table.
@@ -186,7 +187,7 @@ class IdStream:
 
     @property
     def num_first_reserved(self) -> int:
-        """Number of reserved ids from 0 on, without a gap."""
+        """Length of the run 0, 1, 2, ... that the (ascending) reserved ids begin with: 2 for ``(0, 1, 5)``."""
         return sum(reserved == expected for expected, reserved in enumerate(self.sse.reserved))
 
     def rate(self, step: int) -> float:
