@@ -106,7 +106,7 @@ class CompositionalEmbeddingBag(nn.Module):
         offsets: Int[Tensor, " batch"] | None = None,
         per_sample_weights: Float[Tensor, " ids"] | Float[Tensor, "batch bag"] | None = None,
     ) -> Float[Tensor, "batch width"]:
-        """Composes the vector of every id, multiplies it by its weight if weights are given, and pools.
+        """Composes each id's vector, multiplies it by its weight if weights are given, and pools the vectors of a bag.
 
         Args:
             input: The ids, with a row for each bag, or bag after bag with ``offsets``.
@@ -114,8 +114,8 @@ class CompositionalEmbeddingBag(nn.Module):
             per_sample_weights: A weight for each id, in the shape of ``input``; not allowed with mode ``max``.
 
         Raises:
-            UserError: An id lies outside of the table and the policy is ``error``, ids or offsets are no integers, or
-                shapes do not match.
+            UserError: An id lies outside of the table and the policy is ``error``, ids or offsets are no integers,
+                shapes do not match, offsets do not divide the ids into bags, or mode is ``max`` and weights are given.
         """
         if is_proxy(input, offsets, per_sample_weights):
             return one_node(self, input, offsets, per_sample_weights)
@@ -133,7 +133,7 @@ class CompositionalEmbeddingBag(nn.Module):
         """Returns the composed vector of each id."""
         rows, weights = self.table.scheme.rows(ids), list(self.weights)
         if self.sparse:
-            # the vectors of these ids become the tables, row i that of id i
+            # only nn.functional.embedding makes sparse gradients: it looks up, and id i has row i of its output
             n = len(self.table.lookup_tables())
             vectors = [nn.functional.embedding(rows[j], weights[j], sparse=True) for j in range(n)]
             order = torch.arange(len(ids), device=ids.device).expand(n, -1)
@@ -168,9 +168,9 @@ def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None 
     Args:
         vectors: The composed vector of each id, float [ids, width].
         lengths: The number of ids of each bag, integers [batch]; their sum is the number of ids.
-        pooling: ``sum``; ``mean``, the sum divided by the number of ids, also where it is weighted, as in FBGEMM; or
-            ``max``, elementwise and without weights.
-        weights: Factors, each of its id's vector, float [ids].
+        pooling: ``sum``; ``mean``, the (weighted) sum divided by the number of ids, as in FBGEMM; or ``max``,
+            elementwise, which refuses weights by a UserError.
+        weights: Factor for each id's vector, float [ids].
 
     Returns:
         The vector of each bag, float [batch, width].
@@ -189,7 +189,7 @@ def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None 
 
 
 def _max(vectors: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the elementwise maximum of each bag."""
+    """Returns the elementwise maximum of each bag, by an ``embedding_bag`` over the vectors in their own order."""
     offsets = nn.functional.pad(lengths.long().cumsum(0), [1, 0])
     order = torch.arange(vectors.shape[0], device=vectors.device)
     return nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
@@ -198,7 +198,7 @@ def _max(vectors: Tensor, lengths: Tensor) -> Tensor:
 def _bag_lengths(
     input: Int[Tensor, "*shape"], offsets: Int[Tensor, " offsets"] | None, include_last_offset: bool
 ) -> Int64[Tensor, " batch"]:
-    """Returns the number of ids of each bag."""
+    """Returns the number of ids of each bag; raises a UserError unless shapes and offsets give every id one bag."""
     if input.dim() == 2:
         if offsets is not None:
             raise UserError("input has two dimensions, a row a bag, and offsets are given too; leave offsets out.")
@@ -217,7 +217,7 @@ def _bag_lengths(
 
 
 def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
-    """Raises an error unless bags follow one another and hold all ids; on a GPU the check runs asynchronously."""
+    """Raises unless ``bounds`` (starts and last end) rise from 0 to ``num_ids``; on a GPU the check is asynchronous."""
     if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
     whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()

@@ -33,9 +33,10 @@ _OTHER_WEIGHTS = "The batch has another number of weights than ids; give one wei
 
 
 def require_whole_batch(features: KeyedJaggedTensor) -> None:
-    """Raises unless every feature is in a batch once, and its bags hold all its ids.
+    """Raises a :class:`UserError` for a damaged batch, which FBGEMM would read beyond its memory.
 
-    On a GPU, the values of lengths and offsets are checked asynchronously, and fail as a device-side assertion.
+    A whole batch has distinct keys, tensors of matching shapes and dtypes, bags that hold all ids of their feature, and
+    inverse indices of existing bags. On a GPU, values are checked asynchronously, as a device-side assertion.
     """
     _require_numbers_of_bags(features)
     _require_shapes(features)
@@ -61,7 +62,7 @@ def require_integers(what: str, dtype: torch.dtype) -> None:
 
 
 def require_bags_for_rows(features: KeyedJaggedTensor) -> None:
-    """Raises a :class:`UserError` where features have unequal numbers of bags and there are no inverse indices."""
+    """Raises a :class:`UserError` if features have unequal numbers of bags and no inverse indices map rows to them."""
     if not features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         return
     if len(set(counts := features.stride_per_key())) > 1:
@@ -73,7 +74,7 @@ def require_bags_for_rows(features: KeyedJaggedTensor) -> None:
 
 
 def _require_on_device(condition: Bool[Tensor, ""]) -> None:
-    """Makes a program, or a device, fail where a condition is not met."""
+    """Makes the traced program, or else the device, fail asynchronously unless a condition holds."""
     if is_traced():
         require_in_program(condition, _REFUSED + "uncompiled to see why")
     else:
@@ -93,7 +94,7 @@ def _require_numbers_of_bags(features: KeyedJaggedTensor) -> None:
 
 
 def _require_rows(features: KeyedJaggedTensor) -> None:
-    """Raises unless inverse indices have rows for all features, and name bags that exist."""
+    """Raises unless inverse indices, if given, are ``[features, rows]`` integers with bags that exist."""
     given = features.inverse_indices_or_none()
     if given is None:
         return
@@ -156,7 +157,7 @@ def _require_shapes(features: KeyedJaggedTensor) -> None:
 
 
 def _require_bags(features: KeyedJaggedTensor) -> None:
-    """Raises, on the CPU, unless lengths and offsets divide all ids into bags."""
+    """Raises, on the CPU, unless lengths are not negative and agree with offsets and ``length_per_key``."""
     given = features.offsets_or_none()
     offsets = None if given is None else given.numpy()
     if offsets is not None and offsets[0] != 0:
@@ -193,7 +194,7 @@ def _place_of_bag(features: KeyedJaggedTensor, bag: int) -> str:
 
 
 def _by_feature(features: KeyedJaggedTensor, counts: Sequence[int]) -> str:
-    """Returns a number for each feature as text, for an error."""
+    """Returns ``a 3, b 5``: each feature with its number, for an error."""
     return enumerate_names([f"{key} {count}" for key, count in zip(features.keys(), counts, strict=True)])
 
 
@@ -218,7 +219,7 @@ def lengths_by_feature(features: KeyedJaggedTensor) -> Sequence[Int[Tensor, " ba
 def with_ids(
     features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], weights: Float[Tensor, " ids"] | None
 ) -> KeyedJaggedTensor:
-    """Returns a batch with other ids and weights in the same bags."""
+    """Returns a batch with the bags and inverse indices of ``features``, and new ids and weights of equal length."""
     is_variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),
@@ -236,7 +237,7 @@ def with_ids(
 
 
 def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch without gaps between elements, as collectives and operators read them; a copy if necessary."""
+    """Returns a batch of contiguous tensors, as collectives and FBGEMM read them; the batch itself if it is one."""
     given = (
         features.values(),
         features.weights_or_none(),
@@ -261,7 +262,10 @@ def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def with_equal_numbers_of_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch in which empty bags are appended to features that have fewer; inverse indices are dropped."""
+    """Returns a batch whose features all have the largest number of bags, by appended empty bags.
+
+    TorchRec's dists need equal numbers. Inverse indices are dropped: they apply after the lookup.
+    """
     if not features.variable_stride_per_key():
         return features
     bags = lengths_by_feature(features)
@@ -281,7 +285,7 @@ def with_equal_numbers_of_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor
 def bags_of_rows(
     inverse_indices: tuple[list[str], Int[Tensor, "features rows"]] | None,
 ) -> Mapping[str, Int64[Tensor, " rows"]] | None:
-    """Returns the bag of each row, by feature; None where bag i is that of row i."""
+    """Returns the bag of each row, by feature; None without inverse indices, where row i has bag i."""
     return None if inverse_indices is None else dict(zip(inverse_indices[0], inverse_indices[1].long(), strict=True))
 
 
@@ -293,9 +297,9 @@ def jagged_vectors(
     ids: Int[Tensor, " ids"] | None,
     bags: Int64[Tensor, " rows"] | None,
 ) -> dict[str, JaggedTensor]:
-    """Returns the output of a feature of sequences: each row's vectors, under a key for each ``dim`` columns.
+    """Returns a sequence feature's output: ``keys[i]`` has columns ``[i * dim, (i + 1) * dim)`` of each row's vectors.
 
-    The output carries the ``ids``, if given, as weights. Row i has bag ``bags[i]``, or bag i unless ``bags`` is given.
+    Row i has the vectors of bag ``bags[i]``, or of bag i without ``bags``. ``ids``, if given, become the weights.
     """
     if bags is not None:
         lengths, places = _places_for_rows(lengths, bags)
@@ -308,9 +312,10 @@ def jagged_vectors(
 def _places_for_rows(
     lengths: Int[Tensor, " bags"], bags: Int64[Tensor, " rows"]
 ) -> tuple[Int[Tensor, " rows"], Int64[Tensor, " repeated"]]:
-    """Returns the length of each row's bag, and the places of all rows' ids among the ids of the bags."""
+    """Returns the length of each row's bag, and for each id of the rows its index among the ids of the bags."""
+    # lengths [2, 1], bags [0, 0, 1]  ->  repeated [2, 2, 1], places [0, 1, 0, 1, 2]
     repeated = lengths[bags]
     starts = lengths.cumsum(0) - lengths
-    # from a place among the rows' ids to the place among the bags' ids
+    # for each id of the rows: start of its bag among the bags' ids - start of its row among the rows' ids
     shifts = (starts[bags] - (repeated.cumsum(0) - repeated)).repeat_interleave(repeated)
     return repeated, torch.arange(len(shifts), device=shifts.device) + shifts

@@ -35,7 +35,7 @@ class CompositionalEmbeddingBagCollection(
     """Takes the place of TorchRec's ``EmbeddingBagCollection``, with compositional tables.
 
     For each id the k rows' vectors are looked up and composed; only then are the vectors of a bag pooled. Keys of the
-    output are the features in the tables' order; with feature generation a feature has one key a partition,
+    output are the features in the tables' order; with feature generation a feature has a key for each partition,
     ``<feature>__p<j>``. An empty bag gives zeros.
 
     Args:
@@ -69,11 +69,12 @@ class CompositionalEmbeddingBagCollection(
         return self.embedding_bags
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks ids up, composes and pools.
+        """Looks ids up, composes and pools; in training, replaces ids of tables with SSE first.
 
         Raises:
-            UserError: An id lies outside of its table whose policy is ``error``, a feature is missing, or the batch has
-                no weights although ``is_weighted`` is set.
+            UserError: The batch is damaged, an id lies outside of its table whose policy is ``error``, a feature is
+                missing, features have unequal numbers of bags without inverse indices, or the batch has no weights
+                although ``is_weighted`` is set.
         """
         if is_proxy(features):
             return one_node(self, features)
@@ -93,7 +94,7 @@ class CompositionalEmbeddingBagCollection(
                     "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
                     "weights=, or the collection without is_weighted."
                 )
-            if one_each:
+            if one_each:  # pooling one unweighted vector returns it
                 own = feature.vectors
             else:
                 weights = feature.weights if self._is_weighted else None
@@ -103,12 +104,15 @@ class CompositionalEmbeddingBagCollection(
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        """Returns a TorchRec config for each table, in which models find features and dimensions.
+
+        Raises a UserError if TorchRec's sharder of its own collections calls it.
+        """
         self._require_own_sharder()
         return self._shown_configs
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the same configs under the name by which TorchRec's managed collision asks for them."""
+        """Returns :meth:`embedding_bag_configs`, under the name that TorchRec's managed collision calls."""
         return self.embedding_bag_configs()
 
     @cached_property
@@ -158,10 +162,13 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         return self.embeddings
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up and composes; each output has its feature's lengths.
+        """Looks ids up and composes; in training, replaces ids of tables with SSE first.
+
+        Each output has its feature's lengths, or with inverse indices a length for each row.
 
         Raises:
-            UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
+            UserError: The batch is damaged, an id lies outside of its table whose policy is ``error``, or a feature is
+                missing.
         """
         if is_proxy(features):
             node = one_node(self, features)
@@ -178,7 +185,7 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         return outputs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        """Returns a TorchRec config for each table; raises a UserError to TorchRec's sharder of its own collections."""
         self._require_own_sharder()
         return self._shown_configs
 
@@ -200,7 +207,7 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
 
 
 def _has_one_id_a_bag(features: KeyedJaggedTensor) -> bool:
-    """Returns whether each bag is known to have one id; False on a GPU, which would be waited for."""
+    """Returns whether each bag surely has exactly one id; False in traces, and on a GPU, where looking would wait."""
     lengths, values = features.lengths_or_none(), features.values()
     if lengths is None or is_traced() or lengths.device.type != "cpu":
         return False
@@ -228,7 +235,10 @@ EmbeddingModule: TypeAlias = CompositionalTables[Any] | EmbeddingBagCollection |
 
 
 def embedding_modules(model: nn.Module) -> dict[str, EmbeddingModule]:
-    """Returns the unsharded embedding collections of a model by their path, in the order of its modules."""
+    """Returns the unsharded embedding collections of a model, ours and TorchRec's, by path in the order of its modules.
+
+    Raises a UserError if two collections have tables of one name: plans and exports know tables by name.
+    """
     kinds = (CompositionalTables, EmbeddingBagCollection, EmbeddingCollection)
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
     paths: dict[str, str] = {}

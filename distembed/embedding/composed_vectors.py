@@ -81,7 +81,10 @@ def composed_chunks(
     ids: Tensor | Iterable[int] | None,
     rows_per_chunk: int,
 ) -> Iterator[tuple[Int64[Tensor, " ids"], Float[Tensor, "ids width"]]]:
-    """Yields ids with their composed vectors, on the CPU, so many at a time; arguments and errors are as above."""
+    """Yields chunks of ids with their composed vectors in float32 on the CPU; arguments as for :func:`materialise`.
+
+    Ids are yielded raw, before the table's hash or policy; a UserError refuses ids as there.
+    """
     position = 0
     for chunk in _chunks(table, ids, rows_per_chunk):
         mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=position)
@@ -119,7 +122,7 @@ def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
 def _chunks(
     table: CompositionalEmbeddingConfig, ids: Tensor | Iterable[int] | None, rows_per_chunk: int
 ) -> Iterator[Int64[Tensor, " ids"]]:
-    """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time."""
+    """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time; refuses ids that int64 cannot hold."""
     if ids is None:
         for start in range(0, table.num_embeddings, rows_per_chunk):
             yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))
