@@ -79,9 +79,9 @@ class SoftOneHot(nn.Module):
     def _shares(
         self, numbers: Float[Tensor, "*rows features"]
     ) -> tuple[Float[Tensor, "features bins rows"], Float[Tensor, "features rows"]]:
-        """Returns each number's share in each bin, 0 for missing ones, and 1 where a number is missing.
+        """Returns the share of each number in each bin, 0 for missing numbers, and 1 where a number is missing, else 0.
 
-        Rows are innermost, so that vector instructions have more than the few bins to work on.
+        Rows are the last dimension: there are more rows than bins for the processor's vector instructions.
         """
         if numbers.shape[-1] != self.num_features:
             raise ValueError(f"numbers of {numbers.shape[-1]} features are given to SoftOneHot of {self.num_features}")

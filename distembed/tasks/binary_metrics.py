@@ -163,7 +163,7 @@ class _Pairs:
 def _count_pairs(
     order: Integers, scores: Floats, labels: Floats, weights: Floats | None, groups: Integers | None
 ) -> _Pairs:
-    """Returns the pairs by group, of one row or more; ``order`` sorts rows by group, then by score.
+    """Counts the pairs by group; ``order``, not empty, sorts rows by group, then by score.
 
     Rows of one group and score form a run. The negative rows below a run (``behind``) are the negative rows of all
     earlier runs, less those of earlier groups. Each positive row is ordered with them, and half with the negative rows

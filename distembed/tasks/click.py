@@ -50,7 +50,7 @@ class ClickTask(Task):
         """Stores whether rows have weights, and the reserved ids of the group; adds weights and groups to ``outputs``.
 
         Raises:
-            UserError: The dataset at hand cannot be read.
+            UserError: The dataset cannot be read.
         """
         self._weights.start(context)
         self.outputs = (*type(self).outputs, *self._weights.outputs)

@@ -157,7 +157,7 @@ class RankingTask(Task):
         return Batch(fields, batch.global_batch_size)
 
     def _seen_before(self, split: str | None) -> UserItems:
-        """Returns each user's items in the splits before ``split``, which a ranking excludes; in all splits for None.
+        """Returns the items that a ranking excludes: each user's items in the splits before ``split``; None for all.
 
         It is empty where ``exclude_seen`` is false, and where only the dataset's metadata is here, without its rows.
         """

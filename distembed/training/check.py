@@ -47,7 +47,7 @@ def check(path: str) -> Iterator[Checked]:
         path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint or a dataset.
 
     Raises:
-        UserError: There is none of these at the place.
+        UserError: The path is none of them.
     """
     folder = Path(path)
     if is_url(path) and is_remote_dataset(path):

@@ -174,7 +174,8 @@ def load_training_state(
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    # nothing is trained: any optimizer will do that every device has
+    # Nothing is trained, so the optimizer is one that every device has. A task reads statistics of the dataset that the
+    # run was trained on, such as the mean label, from the part of the dataset that the run keeps.
     train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
     kept = kept_dataset(run_dir)
     data = config.data if kept is None else dataclasses.replace(config.data, path=str(kept))

@@ -213,9 +213,9 @@ def gather_unreadable(
 
 
 def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:
-    """Writes this rank's rows of a step to a file in the run's folder, and returns the error that names it.
+    """Writes this rank's rows of a step to a file in the run's folder, and returns the error, which names the file.
 
-    ``reader`` reads this rank's rows and is moved to the step's batch; ``step`` counts from 1.
+    ``reader`` reads this rank's rows, and is moved to the step's batch. The first step of a run is 1.
     """
     epoch, batch = divmod(step - 1, reader.batches_per_epoch)
     path = folder / f"not-finite-step-{step}-rank-{rank}.npz"

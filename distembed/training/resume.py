@@ -234,7 +234,7 @@ def _may_change_on_resume(key: str, config: Config) -> bool:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Returns every setting by its dotted path."""
+    """Returns every setting of a config by its dotted path: ``{"train.seed": 0, ...}``."""
 
     def walk(prefix: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or not value:

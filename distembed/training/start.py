@@ -211,9 +211,9 @@ def _find_initial_run(config: Config, folder: Path, manifest: Manifest, resume: 
 def _choose_plans(
     config: Config, options: RunOptions, folder: Path, resume: bool, on_first: OnFirst, say: Callable[[str], None]
 ) -> PlanChoice:
-    """Returns the saved plans to apply: the given one, or the resumed run's.
+    """Returns the saved plans to apply: the plan of the options is required, the resumed run's plan is preferred.
 
-    With ``resume_or_start`` both are only preferred, the resumed run's first.
+    With ``resume_or_start`` no plan is required: the resumed run's plan is preferred, or else that of the options.
     """
     if options.plan is not None and not options.resume_or_start:
         return PlanChoice(required=read_saved_plan(options.plan))

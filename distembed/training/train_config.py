@@ -130,7 +130,9 @@ class BestEvaluation:
     evaluations_since: int = 0
 
     def after(self, step: int, value: float, metric: ReportedMetric, min_improvement: float) -> "BestEvaluation":
-        """Returns the best evaluation after a further one, which counts once, and not where its value is not finite.
+        """Returns the best evaluation after a further one.
+
+        A step that was counted before changes nothing. A value that is not finite is neither better nor worse.
 
         Args:
             step: Number of steps until the evaluation.

@@ -323,7 +323,7 @@ class Trainer:
         self._window = MetricsWindow()
         if not self._ranks.is_first:
             return
-        # each rank's loss is its share times the number of ranks
+        # each rank's loss is its share of the mean loss times the number of ranks
         loss = float(sums.pop(_LOSSES)) / window.rows / self._ranks.world_size
         values: dict[str, Any] = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
@@ -386,7 +386,7 @@ class Trainer:
             self._reader.load_state_dict(values["reader"])
             self.unreadable = dict(values.get("unreadable", {}))
             self._best = BestEvaluation.from_json(values.get(BEST))
-            self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # early versions had none
+            self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # checkpoints of early versions lack it
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
         return resumed
 

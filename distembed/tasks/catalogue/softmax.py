@@ -247,14 +247,14 @@ class _Tiles:
     def add_products(
         self, tile: "_Tile", vectors: Tensor, factors: Tensor, of_queries: Tensor, of_items: Tensor
     ) -> None:
-        """Adds the gradients of a tile's scores to the rows of its queries and of its items.
+        """Adds a tile's part of the gradients, ``G U`` to ``of_queries`` and ``G^T factors`` to ``of_items``, in place.
 
         Args:
-            tile: The tile, with gradients in the place of scores.
-            vectors: The vectors of its items.
-            factors: The row of each query by which the items' gradients are multiplied.
-            of_queries: The sum for all queries.
-            of_items: The sum for the tile's items.
+            tile: The tile, whose scores have been overwritten by their gradients G.
+            vectors: The vectors U of the tile's items.
+            factors: A row for each query of all ranks: its vector and 1, times the gradient of its loss.
+            of_queries: The sums for all queries.
+            of_items: The sums for the tile's items.
         """
         self._products.add(of_items, tile.scores.T, factors[tile.rows])
         self._products.add(of_queries[tile.rows], tile.scores, vectors)

@@ -117,7 +117,7 @@ class RunFolder:
                     self._board.close()
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Adds a line of metrics to ``metrics.jsonl`` and to TensorBoard.
+        """Adds a line of metrics to ``metrics.jsonl``, and its numbers to TensorBoard.
 
         Args:
             kind: ``train`` or ``eval``.

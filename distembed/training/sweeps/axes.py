@@ -145,7 +145,7 @@ def _value_text(value: Any) -> str:
 def _value_names(overrides: Sequence[str]) -> tuple[str, ...]:
     """Returns a distinct name for each value, of characters that a file's name can have.
 
-    A hash of the value is added to a name that is cut, empty, or equal to another one but for upper case.
+    A name gets a hash of the value if it is cut, or empty, or equal to another name when case is ignored.
     """
     texts = [override.partition("=")[2] for override in overrides]
     names = ["-".join(re.findall(r"[A-Za-z0-9.+_-]+", text)) for text in texts]

@@ -100,7 +100,7 @@ class Sweep:
             one_of("--baseline", self.baseline, names)
 
     def record(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Writes the outcome of each run, by name; runs without one are waiting."""
+        """Writes ``sweep.json`` with the outcome of each run; a run without one is waiting, or left out by ``tpe``."""
         runs = {
             run.name: {
                 "settings": list(run.varied),
