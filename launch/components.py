@@ -21,9 +21,9 @@ from launch.apps.request import ElasticRequest, NodeRequest
 
 
 def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:
-    """Returns the function as a component of TorchX, with the fields of its dataclasses as arguments.
+    """Returns the function as a component of TorchX: each field of a dataclass argument becomes an argument itself.
 
-    TorchX reads arguments from the signature, and their descriptions from the docstring.
+    TorchX reads arguments from the signature, and descriptions from the docstring: both are rewritten so.
     """
     flat = flattened(function)
     signature = inspect.signature(flat)

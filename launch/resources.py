@@ -43,7 +43,7 @@ def _node(
     gpu: str = "",
     devices: dict[str, int] | None = None,
 ) -> Resource:
-    """Returns a node, less the share of its memory that jobs cannot have."""
+    """Returns the resource of a node, with the 96% of its memory that jobs can have."""
     capabilities = {key: value for key, value in ((MACHINE_TYPE, machine), (GPU, gpu)) if value}
     memory_mib = int(memory_gib * _MIB_PER_GIB * _JOBS_SHARE)
     return Resource(cpu=cpus, gpu=gpus, memMB=memory_mib, capabilities=capabilities, devices=devices or {})

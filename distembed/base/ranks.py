@@ -55,7 +55,10 @@ class Ranks:
         return bool(flags.item())
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sums tensors of one shape to rank 0; all ranks call it, and other ranks get meaningless values."""
+        """Sums the tensors of all ranks, equal in shape, to rank 0; all ranks call it, others get meaningless values.
+
+        A tensor that is on the ranks' device already is overwritten.
+        """
         numbers = numbers.to(self.device)
         if self.world_size > 1 and numbers.numel():
             dist.reduce(numbers, dst=0)

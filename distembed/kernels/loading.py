@@ -85,7 +85,7 @@ def load_kernels(lanes: int) -> Kernels:
 
 @cache
 def reason_not_compiled(lanes: int) -> str | None:
-    """Compiles the kernels; returns why they cannot be compiled here, and logs it, or None where they are."""
+    """Compiles the kernels; returns None on success, else the reason, which is logged as a warning."""
     try:
         load_kernels(lanes)
     except Exception as error:  # whatever a compiler may raise, tables can be looked up without it

@@ -336,7 +336,7 @@ class FusedLookup:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Blocks of the partitions and of the parts, with addresses."""
+    """The blocks ``[partitions, fields]`` and ``[features, partitions, fields]`` of ``layout``, with addresses."""
 
     partitions: Any
     parts: Any

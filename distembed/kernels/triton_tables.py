@@ -136,7 +136,7 @@ def _rule(parts: Sequence[TablePart]) -> int:
 def _part_fields(part: TablePart, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
     """Returns a part's fields, in the order of the constants in ``triton_kernels``.
 
-    Local row r has key first_key + r and begins at weight_start + r * columns; key 0 would at r = -first_key.
+    Local row r has key first_key + r and begins at weight_start + r * columns; key 0 would begin at r = -first_key.
     """
     modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
     fields = [part.digit.divisor, modulus, part.first_row, part.num_rows, first_key]

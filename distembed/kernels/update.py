@@ -282,7 +282,7 @@ def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: A
 
 @compiled
 def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
-    """Updates the rows of a partition by the sums of their gradients."""
+    """Updates each row that has a slot in a partition by the sum of its gradients; prefetches rows 8 slots ahead."""
     partition, part = partition_block(job, j), part_block(job, feature, j)
     row_bytes, state_bytes = field(partition, layout.ROW_BYTES), field(partition, layout.STATE_ROW_BYTES)
     weights = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
@@ -298,7 +298,11 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
 
 @compiled
 def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> Any:
-    """Updates the rows of the table that a range of features looks up."""
+    """Updates the rows of the table that features ``first_feature`` to ``end_feature - 1`` look up.
+
+    Returns 0, or 1 + the number of a feature with an id whose row is not on this rank; no row is updated then.
+    """
+    # scratch: | slots and sums of each partition | targets of a block | products | hash tables and sums: _make_sums |
     num_partitions = field(job, layout.NUM_PARTITIONS)
     sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
     targets, scratch = scratch, _take(scratch, 8 * _TARGET_FIELDS * layout.BLOCK_IDS * num_partitions)

@@ -40,7 +40,9 @@ def needs_dense_kernel(config: SparseOptimizerConfig) -> bool:
 def fuse_sparse_optimizer(
     parameters: Iterable[nn.Parameter], config: SparseOptimizerConfig, device: torch.device
 ) -> None:
-    """Marks vectors of tables so that FBGEMM updates them within the backward pass, where it can.
+    """Marks vectors of tables so that FBGEMM updates them in the backward pass; marks none if it lacks the optimizer.
+
+    A UserError refuses an optimizer that FBGEMM has on CUDA only, on another device. Frozen vectors stay unmarked.
 
     Args:
         parameters: The vectors, as :func:`distembed.optim.optimizers.table_parameters` returns them.
@@ -64,7 +66,7 @@ def _sparse_settings(config: SparseOptimizerConfig) -> dict[str, float]:
 
 
 def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfig) -> KeyedOptimizer:
-    """Makes torch's form of the sparse optimizer, for tables that FBGEMM does not update."""
+    """Makes torch's form of the sparse optimizer for tables that FBGEMM does not update; refuses one without it."""
     kind = OPTIMIZERS[config.name]
     if kind.torch_class is None:
         others = ", ".join(name for name in sparse_names() if OPTIMIZERS[name].torch_class is not None)
@@ -153,7 +155,11 @@ class Optimizers:
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Returns the factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``."""
+    """Returns the factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``.
+
+    It grows linearly to 1 in the warm-up. Then it stays, or falls to ``final_factor`` at the run's end, by a line or
+    half a cosine wave.
+    """
     warmup_steps = round(schedule.warmup * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps

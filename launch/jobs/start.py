@@ -124,7 +124,7 @@ def _cluster(job: Job) -> Cluster:
 
 
 def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") -> Sequence[Finding]:
-    """Returns the findings of all checks that apply to the job's scheduler."""
+    """Returns the findings of all checks that apply to the job's scheduler; elastic jobs must fit the fewest nodes."""
     from distembed.reports.plan.assessment import assess_capacity
 
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource

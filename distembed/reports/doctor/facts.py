@@ -148,7 +148,10 @@ def load_trio() -> dict[str, LoadResult]:
 
 
 def run_load_program(program: str) -> LoadResult:
-    """Runs ``program`` in a new Python and reads the JSON object on the last line that it prints."""
+    """Runs ``program`` in a new Python; returns the JSON object on its last printed line, or the error.
+
+    A time-out, a signal and an exit code other than 0 are errors; none is raised.
+    """
     command = [sys.executable, "-W", "ignore", "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_SECONDS)

@@ -56,7 +56,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...], tested: Trio = trio.DEFAULT) -> Finding:
-    """Judges whether this Python is one that the trio is tested on; an older one than the product's oldest is wrong."""
+    """Judges this Python: ok if the trio is tested on it, wrong if older than distembed's oldest, else a note."""
     detail = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version[0] == 3 and version[1] in tested.pythons:
         return Finding("python", "ok", detail)
@@ -67,7 +67,7 @@ def check_python(version: tuple[int, ...], tested: Trio = trio.DEFAULT) -> Findi
 
 
 def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
-    """Returns ``cpu`` or ``cuda``: that of the installed FBGEMM, or the machine's where none or both are installed."""
+    """Returns ``cpu`` or ``cuda``, by the installed build of FBGEMM; by ``has_gpu`` where no or both are installed."""
     there = [device for device, name in trio.FBGEMM_DISTRIBUTIONS.items() if name in installed]
     return there[0] if len(there) == 1 else "cuda" if has_gpu else "cpu"
 
@@ -116,8 +116,8 @@ def check_loads(
 ) -> list[Finding]:
     """Judges whether each member can be imported and used; ``pins`` are the versions of the tested trio.
 
-    A member is not blamed where one that it builds on fails to load, nor where ``already_wrong`` names its
-    distribution, for which another finding has a remedy.
+    A failure is only a note where a member that it builds on fails to load too, and where ``already_wrong`` holds the
+    name of its distribution, whose version another finding mends.
     """
     findings = []
     below: list[str] = []

@@ -104,7 +104,7 @@ def _number(value: float) -> str:
 
 
 def equal_rows(statistics: DatasetStatistics) -> str:
-    """Returns in a sentence how many rows are equal to others."""
+    """Returns a sentence: how many rows repeat an earlier row, and the share of other splits' rows in training."""
     equal = statistics.equal_rows
     total = sum(rows.num_rows for rows in statistics.splits.values())
     about = "" if equal.sampled == 1 else "about "
@@ -115,7 +115,7 @@ def equal_rows(statistics: DatasetStatistics) -> str:
 
 
 def estimates(statistics: DatasetStatistics) -> list[str]:
-    """Returns a sentence for each thing that is estimated."""
+    """Returns a sentence on quantiles of sampled numbers, and one on sampled rows; [] where everything was counted."""
     found = []
     every = max((each.every for column in statistics.columns.values() for each in column.values()), default=1)
     if every > 1:

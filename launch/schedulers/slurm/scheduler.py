@@ -113,7 +113,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return AppDryRunInfo(self._job(make_unique(app.name), app.roles[0], cfg), str)
 
     def _job(self, name: str, role: Role, cfg: Mapping[str, Any]) -> SlurmJob:
-        """Returns the job whose nodes are the replicas of the role."""
+        """Returns the job whose nodes are the replicas of the role; ``cfg`` holds the values of ``_run_opts``."""
         if role.entrypoint == MISSING:
             raise UserError(f"the role {role.name!r} has no entrypoint, the program to run")
         # The macros that differ between jobs and nodes are left standing: the script fills them in.
