@@ -51,16 +51,16 @@ def load_plan(
     batch_size: int,
     sparse_optimizer: str | None = None,
 ) -> ShardingPlan:
-    """Returns the plan of a file for a model without a config, as ``DistributedModelParallel`` takes it.
+    """Reads a saved plan for a model without a config, in the form that ``DistributedModelParallel`` takes.
 
-    Every rank reads the file. Ranks, rows of a step, tables and their optimizer are compared with the plan's inputs;
-    the networks are not.
+    Every rank reads the file. Ranks, rows of a step, tables and their optimizer have to equal the plan's inputs; the
+    networks are not compared.
 
     Args:
         path: A file of ``distembed plan --output``.
         model: The model, not sharded, with the optimizers of its tables declared.
         sharders: Sharders of its collections.
-        ranks: This rank among all.
+        ranks: This rank and all ranks.
         batch_size: Rows of a step on all ranks.
         sparse_optimizer: Optimizer of tables that declare none, a key of ``OPTIMIZERS``; FBGEMM's default unless given.
 
@@ -89,10 +89,10 @@ def apply_saved_plan(
     now: PlanInputs,
     fused: bool = True,
 ) -> ShardingPlan:
-    """Returns a saved plan in TorchRec's form.
+    """Returns a saved plan in TorchRec's form, after comparing it with the run.
 
-    The plan is compared with the tables of each collection, by path, and with this run's inputs. Tables need dense
-    kernels where FBGEMM lacks their optimizer (``fused`` is false).
+    ``tables`` has each collection's tables by its path, ``now`` the run's inputs. ``fused`` is False where FBGEMM lacks
+    the tables' optimizer, so that all kernels have to be dense.
 
     Raises:
         UserError: The plan's inputs differ, or it does not place the tables; the error lists every difference.
@@ -144,7 +144,7 @@ def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
 def _table_differences(
     table: CompositionalEmbeddingConfig, own: SavedTable, now: PlanInputs, fused: bool
 ) -> Iterator[str]:
-    """Yields a line for each reason why a table cannot be placed as planned."""
+    """Yields a line for each reason why a table cannot be placed as planned: type, kernel, shards, ranks."""
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:

@@ -39,20 +39,19 @@ from distembed.planning.probes import (
 
 _ROUNDS, _STEPS_A_ROUND = 6, 3
 _FULL_SPEED = 0.9
-"""Share of a lone rank's speed from which on ranks count as not slowing each other down."""
+"""Ranks count as independent if, all at once, each reaches at least this share of a lone rank's speed."""
 
 
 def calibrate(ranks: Ranks) -> MeasuredDevice:
-    """Returns a rank's device with the measured numbers; all ranks call it together."""
+    """Measures a rank's device; all ranks call it. Numbers that are not measured are the nearest catalogue device's."""
     is_cuda = ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host_memory_bytes()
     lookups = lookup_probes(ranks)
     numbers: dict[str, Any] = _numbers_beside_tables(ranks, lookups[0])
-    # else the numbers of the catalogue's device that is most like the rank's
     device = replace(device_here(ranks.device, memory), name=f"measured {ranks.device.type}", **numbers)
     steps = [*probes(ranks), *lookups]
     taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
-    # seconds of a rank with cores of its own
+    # the fit is for a rank with cores of its own: a measured step lasts longer where ranks share cores
     share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
     seconds = [share * own for own in taken]
     fitted: dict[str, Any] = fit([count_device_numbers(step.estimated_seconds, device) for step in steps], seconds)
@@ -70,15 +69,15 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
 
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
-    """Returns the speed of networks, the bandwidth to host memory, and the number of ranks at once."""
-    # first one rank of each node alone, then all ranks at once
+    """Returns measured speeds of networks, bandwidth to host memory, and, on CPUs, ``ranks_at_once``."""
+    # `alone`: only the first rank of each node works; `lookups`: all ranks at once
     alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
     networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
     steps: list[Step] = [alone, lookups, *networks, host_copy(ranks.device)]
     lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
-        # how many the node's cores and memory run at once, each as fast as if it were alone
+        # with speed s of a lone rank's when n ranks run, the node does the work of s n lone ranks at once
         speed, num_ranks = min(1.0, lone / together), ranks.local_world_size
         most = usable_cores() / torch.get_num_threads()
         at_once = min(speed * num_ranks, max(1.0, most)) if speed < _FULL_SPEED else max(float(num_ranks), most)
@@ -100,9 +99,10 @@ _GB = 1e9
 
 
 def count_device_numbers(estimate: Callable[[Device], float], device: Device) -> Mapping[str, float]:
-    """Returns how many of each of a device's numbers an estimate counts: seconds, or gigabytes over a bandwidth.
+    """Returns how often the estimated seconds of a step count each of a device's numbers.
 
-    ``estimate`` returns the seconds of a step on a device.
+    A time (like ``row_seconds``) is counted so many times, a bandwidth for so many gigabytes. The estimate is linear in
+    times and in 1 / bandwidth, so one number at a time is set to a unit on a device where nothing else takes time.
     """
     nothing: dict[str, Any] = dict.fromkeys(SECONDS, 0.0) | dict.fromkeys(BANDWIDTHS, math.inf)
     free = replace(device, **nothing, host_bandwidth=math.inf, ranks_at_once=None)  # on it nothing takes any time
@@ -111,10 +111,12 @@ def count_device_numbers(estimate: Callable[[Device], float], device: Device) ->
 
 
 def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
-    """Returns a device's numbers that explain the measured seconds; numbers without any count are left out.
+    """Returns the device numbers whose estimates are nearest to the measured ``seconds``, one for each step.
 
-    ``counts`` has each step's :func:`count_device_numbers`, ``seconds`` each step's time.
+    ``counts`` has each step's :func:`count_device_numbers`. Numbers that no step counts are left out, and bandwidths
+    that the fit finds infinite.
     """
+    # rows divided by the measured seconds: the target is 1, and errors are relative
     names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
     matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
     found = dict(zip(names, _least_squares(matrix).tolist(), strict=True))
@@ -126,7 +128,7 @@ def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict
 
 
 def _least_squares(matrix: Floats) -> Floats:
-    """Returns the non-negative numbers whose products with the rows are nearest to 1; tries all subsets."""
+    """Returns x >= 0 that minimises ``|matrix @ x - 1|``: the best subset of columns with a positive solution."""
     num_rows, num_columns = matrix.shape
     scales, ones = matrix.max(axis=0), np.ones(num_rows)
     best, least = np.zeros(num_columns), float(num_rows)

@@ -127,10 +127,10 @@ _NUMBERS = ("utilisation", "ranks_at_once", "error", *_MAY_BE_ZERO)
 
 
 def find_device(text: str, field: str = "--gpu") -> Device:
-    """Returns the device of a name or of a device file (``.json``), with optional numbers that override its own.
+    """Returns a catalogue device or the device of a file (``.json``), with optional numbers that override its own.
 
     An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``. Numbers alone, memory among them, make a custom
-    device; missing numbers come from the known device with the nearest memory.
+    CUDA device; missing numbers come from the catalogue's GPU with the nearest memory.
 
     Raises:
         UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.
@@ -204,7 +204,7 @@ def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
 
 
 def device_here(device: "torch.device", memory_bytes: int) -> Device:
-    """Returns this process's device with ``memory_bytes``; a GPU missing in the catalogue counts as an A100."""
+    """Returns the catalogue device most like this process's, with ``memory_bytes``; an unknown GPU is an A100."""
     name = "cpu"
     if device.type == "cuda":
         import torch

@@ -38,7 +38,7 @@ class KnownIntegers(FakeTensorMode):
     """A mode with fake tensors in which integers and booleans keep their values where possible."""
 
     def fake(self, value: Any) -> Any:
-        """Returns the value with fake :func:`leaves` of equal shapes; integers keep their values."""
+        """Returns a copy of nested containers and dataclasses with fake tensors; integers keep their values."""
 
         def changed(node: Any) -> Any:
             if isinstance(node, _LEAVES):
@@ -74,7 +74,7 @@ class KnownIntegers(FakeTensorMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes tensors fake within the block, and converts known integers to numpy arrays and back."""
+        """Makes tensors fake within the block; ``numpy()`` of known integers and tensors from arrays work too."""
         with self, _ThroughNumpy(self):
             yield
 
@@ -85,7 +85,7 @@ class KnownIntegers(FakeTensorMode):
         return (is_kept and not isinstance(t, FakeTensor)) or super().may_turn_const(t)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator; integers from an operator without inputs, like a range, are known as well."""
+        """Runs an operator. Integers from an operator without tensor inputs, like a range, keep their values too."""
         made = super().dispatch(func, types, args, kwargs)
         if not isinstance(made, FakeTensor) or made.constant is not None or made.is_floating_point():
             return made
@@ -117,7 +117,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 class _ThroughNumpy(TorchFunctionMode):
-    """Converts known integers to numpy arrays and back, which torch refuses."""
+    """Converts known integers to numpy arrays, and integers from arrays to fake tensors; torch refuses both."""
 
     def __init__(self, mode: KnownIntegers) -> None:
         super().__init__()
@@ -142,16 +142,16 @@ class _ThroughNumpy(TorchFunctionMode):
 
 
 _DEVIATIONS, _MOST_LONGER = 2.0, 0.2
-"""Standard deviations by which a batch is longer than the mean, and the largest share of it."""
+"""Standard deviations by which a batch's lists are longer than the mean, and the largest share of the mean."""
 _LARGEST_MULTIPLE = 10_000
-"""Largest ratio of two features' ids at which one counts as a multiple of the other."""
+"""Largest ratio of two features' mean lengths at which one counts as a multiple of the other."""
 
 
 def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Batch:
     """Returns a batch of the schema's fields with about as many ids and numbers as the fullest of many steps.
 
-    With ``pads_lists``, lists with a greatest length all have it: networks on CUDA lay lists out so, since they cannot
-    wait for a device to tell the lengths.
+    With ``pads_lists``, every list has its feature's greatest length: networks on CUDA pad lists to it, since waiting
+    for the device to tell the real lengths would stall the step.
     """
     longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
     lists = {feature.name for feature in schema.categorical if feature.multi_hot} | {*schema.dense_sequences}
@@ -178,7 +178,7 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
 
 
 def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
-    """Returns a batch without values, of typical shapes, where tensors are fake and too large to make."""
+    """Returns a batch of mean lengths without values, within a mode of fake tensors, for batches too large to make."""
     means = _ids_per_row(schema)
 
     def jagged(field: BatchField) -> KeyedJaggedTensor:
@@ -209,9 +209,10 @@ def _batch(schema: Schema, num_rows: int, jagged: Callable[[BatchField], KeyedJa
 def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[Tensor, " rows"]]:
     """Returns the number of ids of each row of each list feature, ``means`` on average.
 
-    Rows differ by one at most where the mean is no whole number. Features with one mean have equal lengths. A mean that
-    is a multiple of another has this multiple in each row, as negative items of sequences have.
+    Features with equal means have equal lengths. A mean that is k times another has k times its length in each row, as
+    negative items of sequences have. Otherwise the lengths of a feature differ by one at most.
     """
+    # row i of mean m has ceil((i + 1) m) - ceil(i m) ids, so that the first r rows have ceil(r m) in all
     lengths: dict[float, Tensor] = {}
     for mean in sorted(set(means.values())):
         # the largest of the smaller means that this one is a multiple of

@@ -36,7 +36,7 @@ from distembed.sharding.groups.load import FLOAT_BYTES
 from distembed.tasks import Task
 
 _IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[-1]}
-"""Operations of products that torch does not count, by the shapes of the tensors."""
+"""Formulas of operations that torch's FLOP counter lacks; each gets the shapes of the arguments."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class NetworkEstimate:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages that operators returned."""
+    """Counts the bytes of storages that operators return, until they are freed: ``now``, and ``peak`` at most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class _LiveBytes(TorchDispatchMode):
         return returned
 
     def count(self, tensor: Tensor) -> None:
-        """Adds the bytes of a tensor's storage, unless it is known, until it is freed."""
+        """Counts a tensor's storage until it is freed; a view's storage has been counted already."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known[storage._cdata] = storage.nbytes()
@@ -84,7 +84,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _EmptyVectors(torch.autograd.Function):
-    """Returns vectors [num_rows, num_columns] that depend on no weights, so their gradient is dropped."""
+    """Returns uninitialised vectors [num_rows, num_columns] that require a gradient, which goes to no weight."""
 
     @staticmethod
     def forward(ctx: Any, origin: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -97,15 +97,15 @@ class _EmptyVectors(torch.autograd.Function):
 
 @dataclass
 class _Scan:
-    """How networks go through the vectors of a whole table, in equal chunks."""
+    """How networks read the vectors of a whole table, in equal chunks; the stand-ins set ``num_chunks``."""
 
     world_size: int = 1  # number of ranks that share the table
-    most_chunks: int = 1  # chunks that the fake step reads; the rest is extrapolated
-    num_chunks: float = 0  # that a rank has, the last one in part; 0 where networks go through no table
+    most_chunks: int = 1  # chunks that the fake step reads; the operations of the rest are extrapolated
+    num_chunks: float = 0  # chunks of a rank's share, the last one in part; 0 where networks read no whole table
 
 
 class _ShareOfNothing(TableShare):
-    """Stands in for a rank's share of a table: few chunks of ids, vectors without values, no weights."""
+    """Stands in for a rank's share of a table: at most ``scan.most_chunks`` chunks, vectors without values."""
 
     def __init__(self, table: CompositionalEmbeddingConfig, scan: _Scan) -> None:
         num_ids = math.ceil(table.num_embeddings / scan.world_size)
@@ -134,7 +134,7 @@ class _Vectors(nn.Module):
     def __init__(self, tables: Any, scan: _Scan) -> None:
         super().__init__()
         self._tables, self._scan = {table.name: table for table in tables}, scan
-        # of each vector its feature, its name and its dimension; a feature of several of TorchRec's tables has several
+        # (feature, name, dimension) of each vector; a feature that several of TorchRec's tables share has several
         self._vectors = [
             (feature, name, table.embedding_dim)
             for table, keys in zip(tables, get_embedding_names_by_table(tables), strict=True)
@@ -144,7 +144,6 @@ class _Vectors(nn.Module):
         self._origin = torch.empty(0, requires_grad=True)
 
     def share(self, table_name: str) -> TableShare:
-        """Returns a stand-in for the table's share."""
         return _ShareOfNothing(self._tables[table_name], self._scan)
 
     def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
@@ -181,14 +180,14 @@ class _VectorInputs(ModelInputs):
 
 
 def _build_networks(model_config: ModelConfig, inputs: ModelInputs, scan: _Scan) -> Model:
-    """Returns a model with stand-ins in place of its collections; called where tensors are fake."""
+    """Builds a model with stand-ins in place of its collections, within a mode of fake tensors."""
     model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim, scan))
     replace_collections(model, scan)
     return model
 
 
 def replace_collections(model: nn.Module, scan: _Scan | None = None) -> None:
-    """Puts stand-ins in place of a model's collections, TorchRec's among them."""
+    """Replaces a model's collections, TorchRec's among them, by stand-ins without tables; changes the model."""
     for path, module in embedding_modules(model).items():
         stand_in = _PooledVectors if isinstance(module, EmbeddingBagCollectionInterface) else _SequenceVectors
         model.set_submodule(path, stand_in(table_configs(module), scan or _Scan()))
@@ -204,19 +203,11 @@ def estimate_network(
     world_size: int,
     pads_lists: bool = False,
 ) -> NetworkEstimate:
-    """Runs a step of a model's networks on fake tensors, which take no memory.
+    """Runs a step of a model's networks on fake tensors and returns its memory and operations, without tables.
 
-    The step stays unknown where a model reads values other than integers, which fake tensors lack.
-
-    Args:
-        model_config: The config's section ``model``.
-        inputs: The features and tables that the model is built from; the memory of tables is not counted.
-        task: The task that the model learns.
-        num_rows: Rows of a step on one rank.
-        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
-        bf16: Whether the networks compute in bf16.
-        world_size: Number of ranks; several average gradients, in buckets.
-        pads_lists: Whether networks pad lists to their greatest length, as on CUDA.
+    Where the model reads values other than integers, the estimate has weights only (``is_step_known`` is False).
+    ``num_rows`` are one rank's, ``optimizer`` is the dense optimizer (a key of ``OPTIMIZERS``). Several ranks average
+    gradients, in buckets. With ``pads_lists`` networks pad lists to their greatest length, as on CUDA.
     """
     mode, schema = KnownIntegers(), inputs.schema
     ids_per_row = sum(feature.mean_ids_per_row for feature in schema.categorical)
@@ -244,6 +235,7 @@ def estimate_network(
             left_out = scan.num_chunks - scan.most_chunks
             if left_out <= 0:
                 return estimate
+            # one chunk more: the difference is a chunk's operations, by which the chunks left out are extrapolated
             scan.most_chunks += 1
             chunk_flops = step().flops - estimate.flops
         except RuntimeError:
@@ -255,10 +247,10 @@ def estimate_network(
 def measure_step(
     model: nn.Module, run: Callable[[], int], inputs: Sequence[Tensor], num_rows: int, optimizer: str, averages: bool
 ) -> NetworkEstimate:
-    """Counts the parameters of networks without collections, and a step's memory; called where tensors are fake.
+    """Runs a step within a mode of fake tensors; returns its memory and operations, and the networks' weights.
 
-    ``run`` runs the forward and backward passes and returns the bytes of outputs that are kept. With ``averages``,
-    gradients are averaged over ranks, in buckets. Errors of the step are raised.
+    ``run`` runs the forward and backward passes and returns the bytes of outputs that are kept; its errors are raised.
+    With ``averages`` gradients leave the peak at once, as they go into buckets. Clears all gradients afterwards.
     """
     hooks = [
         # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
@@ -269,7 +261,7 @@ def measure_step(
     try:
         with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, _LiveBytes() as live:
             for tensor in (*model.parameters(), *model.buffers(), *inputs):
-                live.count(tensor)  # views of them are nothing new
+                live.count(tensor)  # so that views of these add nothing to the peak
             before = live.peak = live.now
             output_bytes = run()
             peak = live.peak - before
@@ -287,7 +279,7 @@ def measure_step(
 
 
 def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
-    """Returns the permanent memory of networks without collections; their step is unknown."""
+    """Returns the bytes of parameters, buffers, gradients and optimizer state; ``is_step_known`` is False."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return NetworkEstimate(
         parameters=sum(each.nbytes for each in model.parameters()),
@@ -299,7 +291,7 @@ def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
 
 
 def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_copies: int) -> None:
-    """Checks, without making them, that this machine can hold the weights of networks in some processes.
+    """Checks that this machine's memory holds ``num_copies`` of the networks' weights, without allocating them.
 
     Raises:
         InsufficientMemory: The weights take more memory than the machine has.
@@ -316,7 +308,7 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
 
 
 class OnDevice(TorchFunctionMode):
-    """Puts every tensor of the block on one device, whichever device the code names."""
+    """Makes and moves every tensor of the block on one device, whichever device the code names."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -335,7 +327,7 @@ class OnDevice(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Arguments of a model's call, for one rank's rows."""
+    """Arguments of a model's call, for one rank's rows; refuses ids of another number of rows (``UserError``)."""
 
     value: Any  # a tuple of the positional arguments, a mapping of the named ones, or the only argument
     num_rows: int
@@ -354,7 +346,7 @@ class ExampleBatch:
         return frozenset(feature for feature, lengths in self._lengths() if int(lengths.max()) > 1)
 
     def dense_numbers_per_row(self) -> int:
-        """Returns the float32 numbers of a row besides its ids, labels included."""
+        """Returns the bytes of all plain tensors, in float32 numbers per row; labels are included."""
         num_bytes = sum(leaf.nbytes for leaf in leaves(self.value) if isinstance(leaf, Tensor))
         return num_bytes // (FLOAT_BYTES * self.num_rows)
 
@@ -368,10 +360,10 @@ class ExampleBatch:
 def estimate_own_networks(
     model: nn.Module, batch: ExampleBatch | None, optimizer: str, bf16: bool, averages: bool
 ) -> tuple[NetworkEstimate, str]:
-    """Counts the networks of a model without a config: all of it but its collections; the model is unchanged.
+    """Estimates all modules but the collections of an unsharded model on the meta device, which stays unchanged.
 
-    The model is not sharded, and on the meta device. With ``averages``, ranks average gradients, in buckets. The second
-    value is the reason why the step is unknown, else empty.
+    Returns the estimate, and the reason why the step is unknown: empty where it is known. Errors of the model's code
+    become this reason. With ``averages``, ranks average gradients, in buckets.
     """
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
@@ -393,7 +385,7 @@ def estimate_own_networks(
 
 
 def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
-    """Returns a model with fake tensors of equal shapes, and with stand-ins in place of its collections."""
+    """Returns a copy of a model with fake tensors of equal shapes, and with stand-ins for its collections."""
     fakes: dict[int, Any] = {}  # deepcopy's memo: the fake tensor by the real one's id
     with mode.active():
         for part in model.modules():
@@ -409,7 +401,7 @@ def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
 
 
 def _run(model: nn.Module, value: Any, bf16: bool) -> int:
-    """Runs the forward and backward passes of an :class:`ExampleBatch`'s value."""
+    """Runs forward and backward on an :class:`ExampleBatch`'s value; returns 0, since no output is kept."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             outputs = model(*value)

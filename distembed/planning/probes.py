@@ -49,9 +49,9 @@ _MS = 1e3
 
 
 class ShardedTables:
-    """Tables sharded over all ranks of the process group; all ranks construct it, with the same places.
+    """Tables sharded over all ranks of the process group; all ranks construct it with equal arguments.
 
-    A place is TorchRec's generator of a table's sharding, like ``table_wise(rank=0, compute_kernel="fused")``.
+    ``placed`` pairs each table with TorchRec's generator of its sharding, like ``table_wise(rank=0)``.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class ShardedTables:
         )
 
     def step(self, ids: Int64[Tensor, " ids"], gradient: Float[Tensor, "rows columns"]) -> None:
-        """Takes a step of ``ids_per_bag`` ids per row and feature, feature by feature; all ranks call it."""
+        """Runs forward, backward and update; all ranks call it. Ids: all rows of the first feature, then the next."""
         names = [name for table in self.tables for name in table.feature_names]
         lengths = torch.full((len(ids) // self.ids_per_bag,), self.ids_per_bag, dtype=torch.int32, device=ids.device)
-        # new features, since the last step computed the offsets of its own
+        # a new jagged tensor: the one of the step before keeps offsets that it has computed
         vectors = self.model(KeyedJaggedTensor(names, ids, lengths=lengths))
         vectors.backward(gradient)
 
     def estimate(self, num_rows: int, device: Device) -> list[StepTime]:
-        """Returns every rank's estimated times for batches of ``num_rows`` each on a device."""
+        """Returns every rank's estimated times of a step on ``device``, with ``num_rows`` rows a rank."""
         ranks = self.ranks
         cluster = Cluster(device, ranks.world_size // ranks.local_world_size, ranks.local_world_size)
         ids_per_row = {name: float(self.ids_per_bag) for table in self.tables for name in table.feature_names}
@@ -101,7 +101,7 @@ class ShardedTables:
 
 
 class TimedStep:
-    """Steps of sharded tables on batches of ``num_rows`` on each rank."""
+    """Takes steps of sharded tables, cycling through a few drawn batches of ``num_rows`` rows on each rank."""
 
     def __init__(self, tables: ShardedTables, num_rows: int) -> None:
         self._tables, self._num_rows = tables, num_rows
@@ -120,7 +120,7 @@ class TimedStep:
         return max(time.total for time in self._tables.estimate(self._num_rows, device)) / _MS
 
     def _draw_ids(self, generator: torch.Generator) -> Int64[Tensor, " ids"]:
-        """Draws ids log-uniformly over each table, as skewed as clicks, feature by feature."""
+        """Draws ids log-uniformly over each table, feature by feature: as skewed as clicks."""
         sizes = [table.num_embeddings for table in self._tables.tables for _ in table.feature_names]
         drawn = torch.rand(
             len(sizes), self._num_rows * self._tables.ids_per_bag, generator=generator, dtype=torch.float64
@@ -131,9 +131,9 @@ class TimedStep:
 
 
 class LookupStep(TimedStep):
-    """Steps of lookups of a rank's own tables, with gradients and update and without exchanges.
+    """Takes steps of a rank's own lookups, with gradients and update and without exchanges.
 
-    Tables are alike and whole, equally many on every rank, which looks them up for all ranks' rows.
+    All tables have equal shapes; each lies whole on one rank, equally many on every rank, sorted by rank.
     """
 
     def __init__(self, tables: ShardedTables, num_rows: int) -> None:
@@ -142,7 +142,8 @@ class LookupStep(TimedStep):
         self._names = [table.name for table in tables.tables[: len(tables.tables) // tables.ranks.world_size]]
 
     def __call__(self) -> None:
-        ids = next(self._batches)  # of all tables, which are alike, in place of all ranks' ids
+        # ids of all tables for one rank's rows stand for ids of the rank's tables for all ranks' rows: equally many
+        ids = next(self._batches)
         vectors = self._lookup(KeyedJaggedTensor(self._names, ids, lengths=torch.ones_like(ids, dtype=torch.int32)))
         vectors.backward(self._gradient.view_as(vectors))
 
@@ -224,9 +225,9 @@ def _table(i: int, num_ids: int, dim: int, is_product: bool) -> CompositionalEmb
 
 
 def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device: torch.device) -> list[float]:
-    """Returns the shortest mean of ``num_steps`` of each step, over rounds in which all steps take turns.
+    """Returns each step's seconds: the mean of ``num_steps`` runs in a row, in the shortest of ``rounds``.
 
-    All ranks call it, with equally many steps.
+    All steps take turns within a round, after one unmeasured run each. All ranks call it with equally many steps.
     """
     shortest = [math.inf] * len(steps)
     for _ in range(rounds):
@@ -248,7 +249,7 @@ def _wait_for_all(device: torch.device) -> None:
 
 
 def network_step(device: torch.device, bf16: bool) -> Step:
-    """Returns forward and backward of a network of a click model's size."""
+    """Returns a step that runs forward and backward of a network of a click model's size, without an update."""
     layers = [nn.Linear(width, next_width) for width, next_width in pairwise(_NETWORK)]
     network = nn.Sequential(*[module for layer in layers for module in (layer, nn.ReLU())]).to(device)
     inputs = torch.randn(_NETWORK_ROWS, _NETWORK[0], device=device)
@@ -264,7 +265,7 @@ def network_step(device: torch.device, bf16: bool) -> Step:
 
 
 def host_copy(device: torch.device) -> Step:
-    """Returns the copy of :data:`COPIED_BYTES` from the machine's memory to the device."""
+    """Returns a step that copies :data:`COPIED_BYTES` from the machine's memory to the device."""
     host = torch.zeros(COPIED_BYTES // 4, pin_memory=device.type == "cuda")
     copy = torch.empty_like(host, device=device)
     return lambda: copy.copy_(host, non_blocking=True)

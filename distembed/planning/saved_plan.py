@@ -90,7 +90,7 @@ class PlanInputs:
 
 
 def table_plan_inputs(tables: "Sequence[CompositionalEmbeddingConfig]") -> dict[str, TablePlanInputs]:
-    """Returns the inputs of tables, by name."""
+    """Returns the properties of tables that a saved plan is compared by, by table name."""
     return {
         table.name: TablePlanInputs(
             scheme=table.scheme.name,
@@ -134,7 +134,7 @@ class SavedPlan:
 
 
 def saved_plan_as_json(plan_inputs: PlanInputs, plan: "ShardingPlan | None") -> dict[str, Any]:
-    """Returns the values of a plan's file; ``plan`` is null where there is no plan."""
+    """Returns the content of a plan's file; ``plan`` is null where no plan was found."""
     return {"plan": None if plan is None else plan_as_json(plan), "made_for": plan_inputs.as_json()}
 
 

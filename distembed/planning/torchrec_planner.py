@@ -56,7 +56,7 @@ from distembed.sharding.table_slice import is_pooled
 
 @contextmanager
 def planner_errors() -> Iterator[None]:
-    """Raises TorchRec's ``PlannerError`` with our message."""
+    """Turns errors of memory, of input and of validation within the block into TorchRec's ``PlannerError``."""
     try:
         yield
     except (InsufficientMemory, UserError) as error:
@@ -70,7 +70,10 @@ def planner_errors() -> Iterator[None]:
 
 
 def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
-    """Returns the cluster of a topology, whose bandwidths are bytes a millisecond."""
+    """Returns a topology's cluster; refuses nodes of different sizes and devices that do not match (``UserError``).
+
+    Speeds are the named device's; else the nearest catalogue device's, with the topology's bandwidths (bytes per ms).
+    """
     kind, world_size, ranks_per_node = topology.compute_device, topology.world_size, topology.local_world_size
     if kind not in ("cpu", "cuda"):
         raise UserError(f"Topology has compute_device={kind!r}; compositional tables are on cpu or cuda.")
@@ -91,7 +94,7 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
         alike = [own for own in DEVICES.values() if own.kind == kind]
         device = min(alike, key=lambda own: abs(own.memory_bytes - memory_bytes))
         bandwidth = 1e3 * (topology.ddr_mem_bw if is_cpu else topology.hbm_mem_bw)
-        faster = bandwidth / device.memory_bandwidth
+        faster = bandwidth / device.memory_bandwidth  # also scales the bandwidths that a topology does not give
         device = dataclasses.replace(
             device,
             memory_bytes=memory_bytes,
@@ -113,7 +116,10 @@ def constrained_request(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> PlanRequest:
-    """Returns the request for ``batch_size`` rows a rank, with the ids and caches that constraints give."""
+    """Returns a request for ``batch_size`` rows a rank; ids per row, weights and cache ratio are the constraints'.
+
+    Refuses pooling factors that do not match a table's features, and different cache ratios (``UserError``).
+    """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give the rows of one rank's batch, 1 or more.")
     request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
@@ -145,7 +151,7 @@ def constrained_request(
 
 
 _PASSED_ON = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode")
-"""Constraints that sharded modules read from the plan."""
+"""Constraints that the planner copies into the plan, where sharded modules read them."""
 _READ = (*_PASSED_ON, "sharding_types", "compute_kernels", "min_partition", "pooling_factors", "is_weighted")
 
 
@@ -213,7 +219,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
     def _request(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRequest:
         topology, network, reserve = self._topology, None, PlanConfig().reserve
         if self._storage_reservation is not None:
-            # the reservation has room for the networks too
+            # the reservation's topology has less memory: networks and free memory are subtracted already
             own = self._storage_reservation.reserve(topology, self._batch_size, module, sharders, self._constraints)
             topology, network, reserve = own, NetworkEstimate(), 0.0
         cluster = planned_cluster(topology, self._device)
@@ -242,7 +248,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
     def _table_config(
         self, table: CompositionalEmbeddingConfig, sharder: ModuleSharder[Any], cluster: Cluster
     ) -> TablePlanConfig:
-        """Returns the settings of a table by its constraints and its sharder."""
+        """Returns a table's settings: its constraints, limited to the types and kernels that its sharder allows."""
         own, kind = self._constraints.get(table.name, ParameterConstraints()), cluster.device.kind
         _refuse_unread(table, own, self._batch_size, kind)
         possible = [name for name in sharder.sharding_types(kind) if name in SHARDING_TYPES]
@@ -257,7 +263,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
         if own.compute_kernels:
             kernels = _common(table.name, "compute_kernels", own.compute_kernels, kernels)
         elif not issubclass(sharder.module_type, CompositionalTables):
-            # TorchRec's sharders allow host memory unasked
+            # TorchRec's sharders always allow host memory; here a constraint has to name it
             kernels = [name for name in kernels if name not in IN_HOST_MEMORY]
         ranks = list(self._ranks[table.name]) if table.name in self._ranks else None
         return TablePlanConfig(types, own.min_partition, ranks, kernels)
@@ -266,7 +272,7 @@ class CompositionalShardingPlanner(ShardingPlanner):
 def _refuse_unread(
     table: CompositionalEmbeddingConfig, own: ParameterConstraints, batch_size: int, device_kind: str
 ) -> None:
-    """Raises a ``UserError`` for a constraint that is not honoured, by name."""
+    """Raises a ``UserError`` for a constraint that this planner does not read, unless its value changes nothing."""
     default = vars(ParameterConstraints())
     changes_nothing = {
         "num_poolings": set(own.num_poolings or ()) <= {1},
@@ -324,7 +330,7 @@ class CompositionalShardEstimator(ShardEstimator):
             self._cluster = planned_cluster(topology, device)
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap | None = None) -> None:
-        """Sets the estimates of all shards of some options, which may be of several modules."""
+        """Sets ``perf`` and ``storage`` of every shard of the options, which may belong to several modules."""
         if not sharding_options:
             return
         modules = nn.ModuleList({id(option.module[1]): option.module[1] for option in sharding_options}.values())
@@ -348,6 +354,7 @@ class CompositionalShardEstimator(ShardEstimator):
     def _estimates(
         self, layouts: Layouts, costs: PlacementCosts, planned: PlannedTable, sharding: ShardingOption
     ) -> Iterator[tuple[Perf, Storage]]:
+        """Yields time and bytes of each shard; huge ones where sharding refuses the layout."""
         columns = dict.fromkeys((own.offset[1], own.offset[1] + own.size[1]) for own in sharding.shards)
         layout = Layout(sharding.sharding_type, sharding.compute_kernel, tuple(columns))
         cluster, numbers = self._cluster, range(len(sharding.shards))
@@ -370,10 +377,10 @@ class CompositionalShardEstimator(ShardEstimator):
             yield perf, Storage(0, num_bytes) if cluster.device.kind == "cpu" else Storage(num_bytes, host_bytes)
 
     def _add_starts(self, options: Sequence[ShardingOption], start_ms: Mapping[str, float]) -> None:
-        """Adds the start of an exchange to the shards that need another one than most tables.
+        """Adds the start of its exchange to each shard whose sharding type is not the collection's fastest type.
 
-        A step starts the exchange of each sharding type in use once, but TorchRec adds up shards. So the type by which
-        a collection alone would be fastest counts as used, and a table of another type pays the start of its exchange.
+        A step starts each type's exchange once for all tables, but TorchRec sums shards. So the exchange of the type by
+        which the collection alone would be fastest counts as started, and shards of other types pay for theirs.
         """
         by_table = defaultdict[str, list[ShardingOption]](list)
         for option in options:
@@ -397,7 +404,7 @@ class CompositionalShardEstimator(ShardEstimator):
 
 
 def _sharders(data: SharderDataMap) -> Iterator[ModuleSharder[Any]]:
-    """Yields sharders with the settings of the planner's sharders."""
+    """Yields the default sharders, each with the settings of the planner's sharder for its module, if there is one."""
     for sharder in default_sharders():
         own = data.get(sharder_name(sharder.module_type))
         if own is None:

@@ -1,8 +1,4 @@
-"""Milliseconds and bytes of all ranks under an assignment, in arrays that change as a table is placed or removed.
-
-Every load is a sum over shards, so one change adds or subtracts one row of numbers. Trying all ranks for a shard is a
-few operations on arrays by rank.
-"""
+"""Milliseconds and bytes of all ranks under an assignment: sums over shards, in arrays that each move updates."""
 
 from dataclasses import dataclass
 
