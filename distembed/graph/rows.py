@@ -103,11 +103,7 @@ def _units(
     row: NDArray[np.int64],
     slot_units: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Returns the weights as integers of at least 1 that sum to ``degree * T`` in each row.
-
-    ``begins``, ``degrees`` and ``slot_units`` (T) have an entry for each row, and every row has an edge, as
-    ``reduceat`` requires; ``row`` is the row of each edge.
-    """
+    """Returns weights as integers of at least 1 that sum to ``degree * T`` in each row; no row may be empty."""
     if not len(weights):
         return np.zeros(0, np.int64)
     shares = weights / np.maximum.reduceat(weights, begins)[row]  # at most 1: their sum cannot overflow

@@ -198,10 +198,7 @@ def split_files(
 
 
 def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
-    """Reads ``checksums.bin`` and divides its pieces among the files of all splits, by path.
-
-    Raises a UserError if the sizes of the pieces do not add up to the files' sizes.
-    """
+    """Divides the pieces of ``checksums.bin`` among the splits' files, by path; refuses sizes that do not add up."""
     files = manifest.split_files
     if not files:
         return {}

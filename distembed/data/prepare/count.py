@@ -54,7 +54,7 @@ class Database:
         self._connection.close()
 
     def add(self, table: str, batches: Iterable[pa.RecordBatch], schema: pa.Schema, query: str | None = None) -> None:
-        """Makes a table of a stream, in place of one of this name; the stream is never as a whole in memory."""
+        """Creates or replaces a table from a stream, read batch by batch as the view ``given`` of ``query``."""
         raised: list[BaseException] = []
 
         def watched() -> Iterator[pa.RecordBatch]:
@@ -89,14 +89,14 @@ class Database:
         return tuple(found)
 
     def batches(self, query: str, *values: Any, rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of a query's result, at most so many at a time; other queries wait until all were taken."""
+        """Yields a query's result in batches of at most ``rows`` rows; consume them all before the next query."""
         with _explained():
             yield from self._connection.sql(query, params=list(values) or None).to_arrow_reader(rows)
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Within the block, DuckDB's errors of memory and disk become errors with a remedy."""
+    """Converts DuckDB's exceptions in the block: interrupts, a full disk (OSError) and lack of memory (RunError)."""
     try:
         yield
     except (duckdb.Error, RuntimeError, OSError) as error:
@@ -115,7 +115,7 @@ def _explained() -> Iterator[None]:
 
 
 def count_distinct(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
-    """Makes the table ``counted`` of distinct values and their counts, and returns the number of all values."""
+    """Fills the table ``counted`` (value, count) with distinct values of all parts; returns the number of values."""
     schema = pa.schema([("value", type_), ("count", pa.int64())])
     counts = (np.unique(part, return_counts=True) for part in parts)
     batches = (pa.record_batch([pa.array(values), pa.array(count)], schema=schema) for values, count in counts)
@@ -124,9 +124,10 @@ def count_distinct(database: Database, parts: Iterable[NDArray[Any]], type_: pa.
 
 
 def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType) -> NDArray[Any]:
-    """Returns the values at some places, from 0 and in rising order, of the sorted values of the table ``counted``."""
+    """Returns element ``r`` of the sorted list of all values in ``counted``, for each of the ascending ``ranks``."""
     found, before = [np.zeros(0, type_.to_pandas_dtype())], 0
     for batch in database.batches("select value, count from counted order by value"):
+        # a value has the ranks from the end of the value before it up to its own end, exclusive
         ends = before + np.cumsum(batch.column(1).to_numpy())
         here = np.array([rank for rank in ranks if before <= rank < ends[-1]], np.int64)
         found.append(batch.column(0).to_numpy()[np.searchsorted(ends, here, side="right")])

@@ -38,12 +38,15 @@ from distembed.data.table.vocabulary import HashMap, IdMap
 
 
 def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database: Database) -> dict[str, Any]:
-    """Returns the mean and deviation, or the bins' edges, of number column ``place`` over the training rows."""
+    """Returns ``mean`` and ``std``, or ``edges`` of bins, of the numbers of column ``place`` in the training rows.
+
+    Without numbers, the mean is 0, the deviation 1, and there are no edges; a deviation of 0 is replaced by 1.
+    """
 
     def training() -> Iterator[NDArray[np.float32]]:
         for block in splits.blocks:
             numbers = block.numbers(place)[splits.train_rows(block)]
-            yield numbers[~np.isnan(numbers)] + np.float32(0)  # one zero of both
+            yield numbers[~np.isnan(numbers)] + np.float32(0)  # -0.0 + 0 is 0.0: both zeros count as one value
 
     total = count_distinct(database, training(), pa.float32())
     if not total:
@@ -84,7 +87,11 @@ class DatasetColumns:
         return {each.name: place for place, each in enumerate(self.layout.numbers) if each.transform != "none"}
 
     def groups(self) -> list[list[str]]:
-        """Returns the columns that learn something of their own, in groups for one database each, the largest first."""
+        """Groups the columns with a vocabulary or learnt transform for one database each, most keys first.
+
+        A feature that shares a vocabulary counts with the vocabulary's owner. A group has at most _GROUP_KEYS keys, or
+        one column with more.
+        """
         keys = dict.fromkeys(self._learnt_numbers, 0)
         for name, (place, column) in self.layout.feature_keys.items():
             owner = column.vocabulary or name
@@ -100,7 +107,7 @@ class DatasetColumns:
         return groups
 
     def learn(self, names: Sequence[str]) -> ColumnsLearnt:
-        """Gives ids to the values of features, and learns the transforms of columns of numbers."""
+        """Learns the named columns, one by one: writes vocabularies and lookup tables, or computes transforms."""
         scratch = Path(tempfile.mkdtemp(prefix="learning-", dir=self.work))
         with Database(scratch / "counting", self.memory_bytes) as database:
             learnt: ColumnsLearnt = {}
@@ -119,13 +126,13 @@ class DatasetColumns:
         return {name: learnt[name] for name in (*self.layout.feature_keys, *self._learnt_numbers)}
 
     def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
-        """Gives ids to the values of a feature and of features that share its vocabulary; writes all blocks' ids."""
+        """Gives ids to a feature and to all features that share its vocabulary, and writes their lookup tables."""
         features = [
             FeatureValues(self.splits, place, column)
             for place, column in self.layout.feature_keys.values()
             if name in (column.name, column.vocabulary)
         ]
-        features.sort(key=lambda values: values.column.name != name)
+        features.sort(key=lambda values: values.column.name != name)  # the owner of the vocabulary first
         owner, entries = features[0], dict[str, Vocabulary]()
         id_map: IdMap
         if owner.column.hash_size is not None:
@@ -140,7 +147,7 @@ class DatasetColumns:
         }
 
     def _mapped(self, values: FeatureValues, id_map: IdMap, vocabulary: Vocabulary | None) -> dict[str, Any]:
-        """Writes the ids of a feature's codes in all blocks, and returns its entry of the columns learnt."""
+        """Writes a feature's lookup tables (code to id, for each block), and returns its entry of ColumnsLearnt."""
         column, base = values.column, self.base
         lookup = self._lookup(values.place, id_map.num_embeddings)
         lookup.write(self.splits.blocks, values.place, id_map)
@@ -158,7 +165,7 @@ class DatasetColumns:
         return {"feature": asdict(feature), "vocabulary": entry, "learnt": None}
 
     def _lookup(self, place: int, num_embeddings: int) -> LookupTables:
-        """Returns the ids of a column's keys in all blocks, given its number among the columns of keys."""
+        """Describes the file of lookup tables of key column ``place``; does not read or write it."""
         starts = np.cumsum([0, *(block.num_keys(place) for block in self.splits.blocks)])
         dtype = np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64)
         return LookupTables(self.work / f"lookup-{place}", dtype, starts)

@@ -83,7 +83,7 @@ class Base:
         return cls(str(path), folder, Manifest.load(folder), grows)
 
     def require_fits(self, layout: BlockLayout) -> None:
-        """Makes sure that it has ids of the same kind for the same features."""
+        """Raises a UserError unless this dataset has the layout's features, kinds of ids and learnt transforms."""
         names = self.manifest.schema.categorical_names
         if names != layout.features:
             raise UserError(
@@ -101,7 +101,10 @@ class Base:
                 )
 
     def require_same_values(self, schema: TableSchema) -> None:
-        """Makes sure that columns become the values that they became in it; a base without a schema is not compared."""
+        """Raises a UserError if ``schema`` converts a column in another way than the schema of this dataset.
+
+        Compares transforms, kinds and crosses of common columns; accepts a dataset that records no table schema.
+        """
         if self.manifest.preparation.get("source") not in (TABLE, CRITEO):
             return
         if differing := sorted(_differences(schema, TableSchema.of_manifest(self.manifest))):
@@ -112,6 +115,8 @@ class Base:
             )
 
     def _require_same_kind(self, column: KeyColumn) -> None:
+        """Compares lists, shared vocabularies and hashing of a column; the first difference is a UserError."""
+
         def described(is_list: bool, owner: str, hashed: tuple[int, int] | None) -> tuple[str, str, str]:
             ids = "a vocabulary" if hashed is None else f"hashes: {hashed[0]} ids with the seed {hashed[1]}"
             return "lists" if is_list else "one value a row", f"the ids of {owner!r}", ids
@@ -155,12 +160,13 @@ class Base:
 
     @cached_property
     def recorded(self) -> dict[str, Any]:
-        """Its entry in the manifest of a dataset with its ids, for which all vocabularies are read."""
+        """Entry ``base`` in the manifest of a dataset prepared with these ids; reads all vocabularies once."""
         num_ids = {name: vocabulary.num_ids for name, vocabulary in self.manifest.vocabularies.items()}
         return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows, "num_ids": num_ids}
 
 
 def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
+    """Yields each setting, in columns of both schemas, that changes the values which raw values become."""
     compared = {"dense": ("transform", "missing"), "categorical": ("kind",)}
     for section, settings in compared.items():
         columns, before = getattr(schema, section), getattr(known, section)
@@ -202,7 +208,7 @@ class FeatureValues:
                 yield pa.record_batch([pa.array(keys), pa.array(counts[seen])], schema=schema)
 
     def out_of_vocabulary(self, lookup: LookupTables) -> dict[str, int]:
-        """Returns how often values of each split are out of vocabulary, given the ids of all blocks' codes."""
+        """Counts the out-of-vocabulary values in each split, by the lookup tables of all blocks."""
         found = dict.fromkeys(self.splits.rule.names, 0)
         for block in self.splits.blocks:
             is_out = lookup.table(block.index) == OUT_OF_VOCABULARY_ID
@@ -234,7 +240,20 @@ def list_rows(lists: Jagged, rows: Rows) -> Jagged:
 def build_vocabulary(
     features: Sequence[FeatureValues], path: Path, database: Database, scratch: Path, base: Base | None
 ) -> tuple[VocabularyMap, dict[str, Vocabulary]]:
-    """Counts the values of features that share a vocabulary over the training rows, gives ids and writes them down."""
+    """Builds and writes the vocabulary that some features share, from their counts over the training rows.
+
+    Keeps a base's ids; new values get ids only without a base or if the base grows, from ``min_count`` on.
+
+    Args:
+        features: The features, the owner of the vocabulary first.
+        path: File to write.
+        database: Its tables ``counted``, ``known``, ``unknown`` and ``ids`` are replaced.
+        scratch: Folder for temporary files.
+        base: Dataset with an earlier vocabulary.
+
+    Returns:
+        The map from keys to ids, and each feature's entry in the manifest.
+    """
     column = features[0].column
     known = None if base is None else base.vocabulary(column.name)
     counted = pa.schema([("key", KEY_TYPES[column.kind]), ("count", pa.int64())])
@@ -274,7 +293,7 @@ def build_vocabulary(
 
 
 def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path, num_ids: int) -> VocabularyMap:
-    """Returns the ids of a vocabulary by key, of a large one in files that the system may put out of memory."""
+    """Sorts a vocabulary by key: in memory if it fits, else by SQL into memory-mapped temporary files."""
     if num_ids * _SORTED_KEY_BYTES <= database.memory_bytes:
         return vocabulary_map(path, column)
     schema = pa.schema([("key", pa.from_numpy_dtype(column.key_dtype)), ("id", pa.int64())])
@@ -297,7 +316,7 @@ def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path
 
 @dataclass(frozen=True)
 class LookupTables:
-    """The ids of one feature's keys, block after block, in one file."""
+    """One feature's tables from a block's codes to ids, block after block in one file; code 0 has the id 0."""
 
     path: Path  # file with the ids
     dtype: np.dtype[Any]  # type of the ids there

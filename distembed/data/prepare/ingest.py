@@ -97,7 +97,7 @@ _HOPELESS_ROWS = 1000  # if more than half of them are malformed, it is another 
 
 @dataclass
 class RejectedRows:
-    """Takes the malformed rows as they are found; the file is made with the first one."""
+    """Writes malformed rows to ``rejected.tsv`` and counts them; a folder without malformed rows gets no file."""
 
     folder: Path  # that gets ``rejected.tsv``
     inputs: Sequence[RawInput]
@@ -117,7 +117,7 @@ class RejectedRows:
         return sum(self.by_source)
 
     def add(self, source: int, line: int, reason: str, row: bytes) -> None:
-        """Lists a malformed row: the number of its input, its line counted from 1, why, and its bytes."""
+        """Appends a malformed row to the file; ``source`` is the number of its input, ``line`` counts from 1."""
         if self._file is None:
             self._file = open(self.folder / REJECTED_NAME, "wb")
             self._file.write(_HEADER)
@@ -139,12 +139,12 @@ class RejectedRows:
         return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
 
     def require_hope(self, num_rows: int) -> None:
-        """Ends the reading of a file of another kind, given the number of rows so far, malformed ones included."""
+        """Raises a UserError for a file of another kind: over half of 1000 or more rows so far are malformed."""
         if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self.max_rejected) * num_rows:
             raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
 
     def require_few(self, num_rows: int) -> None:
-        """Makes sure that not too many of all rows are malformed, and that some are well-formed."""
+        """Raises a UserError if there are no rows, no well-formed rows, or too many malformed ones in ``num_rows``."""
         if not num_rows:
             raise UserError(f"the input has no rows: {', '.join(each.place for each in self.inputs[:_EXAMPLES])}")
         if self.num_rows > self.max_rejected * num_rows:
@@ -202,7 +202,7 @@ class PartReader:
     threads: int  # that parse
 
     def read(self, numbered: tuple[int, InputPart], advance: Advance) -> PartFound:
-        """Reads a part, given its number among all parts too."""
+        """Spools the blocks, sizes and rejected rows of a part, numbered among all parts, in a new folder."""
         index, part = numbered
         self.spool.mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"part-{index:06d}-", dir=self.spool))  # of this attempt alone
@@ -233,6 +233,7 @@ class PartReader:
         return PartFound(folder.name, num_rows, num_lines, *found)
 
     def _parse_in_order(self, folder: Path, part: InputPart, opened: OpenPart) -> Generator[_Parsed, None, None]:
+        """Parses and spools blocks in threads, at most one more than threads at a time; yields them in input order."""
         waiting: deque[Future[_Parsed]] = deque()
         pool = ThreadPoolExecutor(self.threads, "distembed-parse")
         raw_blocks = opened.raw_blocks()
@@ -299,11 +300,14 @@ class Ingested:
                 yield f"{described.place} has no rows"
 
     def rejected(self, folder: Path, max_rejected: float) -> Rejected:
-        """Lists the malformed rows in ``rejected.tsv`` of a folder, and returns their counts."""
+        """Joins the parts' malformed rows in ``rejected.tsv`` of a folder, with line numbers of the whole inputs.
+
+        Returns their counts; raises a UserError if they are more than ``max_rejected`` of all rows.
+        """
         source = self.source
         rows = RejectedRows(folder, source.inputs, source.reasons, max_rejected, source.wanted, source.hints)
         for number, parts in enumerate(self.found):
-            lines_before = 0
+            lines_before = 0  # a part counts its lines from its own beginning
             for found in parts:
                 if found.num_rejected:
                     for line, reason, row in read_rejected(self.spool / found.folder):

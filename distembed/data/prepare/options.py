@@ -108,7 +108,7 @@ class SplitRule:
         return self.names[TRAIN] == SPLIT_NAMES[TRAIN]
 
     def bounds(self, source_rows: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rows where each split begins and the last ends, given the rows of each input in order."""
+        """Returns the first row of each split, then the total, for rules none, shares and days, from inputs' rows."""
         total = sum(source_rows)
         if self.kind == "none":
             return 0, total
@@ -126,7 +126,7 @@ def _split_names(count: int) -> tuple[str, ...]:
 
 
 def _parse_time(text: str, wanted: str) -> int:
-    """Returns a time in seconds since 1970, of a date in UTC; a number is itself."""
+    """Parses seconds since 1970, or an ISO 8601 date or time (UTC without a zone); else a UserError ``wanted``."""
     if _INTEGER.fullmatch(text):
         return int(text)
     try:

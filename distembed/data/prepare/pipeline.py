@@ -162,7 +162,10 @@ def prepare_rows(
 def _purpose(
     source: RowSource, options: PrepareOptions, limits: ResourceLimits, base: Base | None
 ) -> dict[str, Any] | None:
-    """Returns all that tasks and their results depend on; None where an input can be read once only."""
+    """Returns the values that results of tasks depend on: a command resumes another of equal purpose.
+
+    Returns None if an input is a pipe, which cannot be read again; refuses pipes on a cluster.
+    """
     once = [each for each in source.inputs if each.num_bytes is None]
     if once and limits.is_cluster:
         raise UserError(
@@ -271,7 +274,7 @@ class _Preparation:
         return splits
 
     def _learn(self, columns: DatasetColumns, cut_sources: Sequence[int]) -> tuple[ColumnsLearnt, dict[int, str]]:
-        """Returns the learnt ids and transforms of each column, and the checksums of inputs in several parts."""
+        """Learns all columns, and hashes ``cut_sources``, the inputs in several parts: no part reads all bytes."""
         groups = columns.groups()
         total_bytes = sum(block.num_bytes for block in columns.splits.blocks)
         do = partial(_learn_task, self.source, columns, groups, total_bytes)
@@ -282,6 +285,7 @@ class _Preparation:
         return columns.in_order(learnt), dict(zip(cut_sources, found, strict=False))
 
     def _write(self, writer: FileWriter) -> dict[str, list[WrittenFile]]:
+        """Writes all files, the largest first, and returns them by split in the order of their rows."""
         names, counts = writer.splits.rule.names, writer.splits.num_rows
         for name in names:
             (self.folder / name).mkdir(exist_ok=True)
@@ -303,7 +307,7 @@ class _Preparation:
 
 
 def _remove_abandoned(folder: Path, spool: Path) -> None:
-    """Removes the folders of tasks that were killed before their result was written."""
+    """Removes the folders of interrupted tasks: no file of results in ``folder`` names them."""
     results = (json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("results/read/*.json"))
     finished = {each["result"]["folder"] for each in results}
     for path in (*spool.glob("part-*"), *folder.glob("learning-*")):
@@ -319,7 +323,7 @@ def _learn_task(
     task: tuple[str, int],
     advance: Advance,
 ) -> Any:
-    """Takes the checksum of an input, or learns a group of columns: an equal share of the stage's bytes and rows."""
+    """Returns an input's checksum, or a group's ColumnsLearnt; each of n groups reports 1/n of the stage's work."""
     kind, number = task
     if kind == "input":
         return source.checksum(number)

@@ -50,7 +50,7 @@ class SpooledBlock:
         return (stop - start) // self.layout.ids[column].key_dtype.itemsize
 
     def num_values(self, column: int) -> int:
-        """Returns the number of values of an id column: that of the rows, but for lists."""
+        """Returns the number of values of an id column: one a row, or the total length of lists."""
         start, stop = self._range("codes", column)
         return (stop - start) // code_dtype(self.num_keys(column)).itemsize
 
@@ -89,7 +89,7 @@ class SpooledBlock:
 
 
 def write_block(path: Path, block: ParsedBlock, layout: BlockLayout) -> list[int]:
-    """Writes a block's columns to a file, and returns where each array begins and the last one ends."""
+    """Writes a block's arrays in the order of ``BlockLayout.arrays``; returns the start of each and the file's size."""
     arrays = [np.asarray(values, number.dtype) for number, values in zip(layout.numbers, block.numbers, strict=True)]
     for column, ids in zip(layout.ids, block.ids, strict=True):
         if ids.lengths is not None:
@@ -132,9 +132,10 @@ class RowSplits:
         return found
 
     def rows(self, block: SpooledBlock, split: int) -> Rows:
-        """Returns the rows of a block that are in a split, given by its number."""
+        """Returns the rows of a block in split number ``split``, ascending, counted in the block."""
         place = split_column(self.rule, block.layout)
         if self.rule.kind == "time":
+            # number of bounds at or before a row's time = number of its split
             found = np.searchsorted(np.array(self.bounds, np.int64), block.numbers(place), side="right")
             return np.flatnonzero(found == split)
         if self.rule.kind == "column":
@@ -148,7 +149,10 @@ class RowSplits:
         return self.rows(block, TRAIN) if self.rule.trains else slice(0, 0)
 
     def parts(self, split: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Returns where rows ``[start, stop)`` of a split lie: blocks, and which rows of the split in the block."""
+        """Returns (block, first, last + 1) for the blocks that hold rows ``[start, stop)`` of a split.
+
+        First and last count the rows of this split in the block: they index the result of :meth:`rows`.
+        """
         stops = np.cumsum(self.counts[:, split])
         starts = stops - self.counts[:, split]
         first, last = np.maximum(starts, start), np.minimum(stops, stop)
@@ -161,7 +165,10 @@ def _num_rows(rows: Rows) -> int:
 
 
 def split_column(rule: SplitRule, layout: BlockLayout) -> int:
-    """Returns the place of the number or key column that says a row's split; -1 where the order of the input does."""
+    """Returns the index of the column that decides a row's split: in ``layout.numbers`` for a time, else in ``ids``.
+
+    Returns -1 if the order of the input decides; a UserError if the rule's column is missing.
+    """
     if rule.kind == "time":
         places = [place for place, number in enumerate(layout.numbers) if number.role == "time"]
         lacking = (
@@ -182,7 +189,7 @@ def split_column(rule: SplitRule, layout: BlockLayout) -> int:
 def row_splits(
     rule: SplitRule, blocks: Sequence[SpooledBlock], source_rows: Sequence[int], folder: Path, memory_bytes: int
 ) -> RowSplits:
-    """Returns which rows are in which split, given the rows of each input; rows of equal times stay in one split."""
+    """Computes the splits' bounds, shares of time by SQL in ``folder``; rows of equal times stay in one split."""
     if rule.kind == "column":
         return RowSplits(rule, blocks, tuple(text_keys(_values(rule)).tolist()))
     if rule.kind != "time" or rule.times or not blocks:
@@ -199,7 +206,7 @@ def _values(rule: SplitRule) -> pa.Array:
 
 
 def require_known_splits(rule: SplitRule, layout: BlockLayout, block: ParsedBlock, place: str) -> None:
-    """Makes sure that each row of a block, from the input ``place``, is in a split of a rule by column."""
+    """Raises a UserError if a row's value in the split column is missing or names no split; checks no other rules."""
     if rule.kind != "column":
         return
     ids = block.ids[split_column(rule, layout)]

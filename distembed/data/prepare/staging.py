@@ -53,7 +53,7 @@ class KeptFolder:
 def staged_folder(
     output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
 ) -> Iterator[Path]:
-    """Yields a folder to write in, which becomes ``output`` when the block ends, and is removed when it fails.
+    """Yields a folder to write in, which is renamed to ``output`` when the block ends, and removed if it fails.
 
     Args:
         output: Folder to make; its parents are made as needed.
@@ -75,10 +75,12 @@ def kept_folder(
     kind: str = "dataset",
     marker: str = MANIFEST_NAME,
 ) -> Iterator[KeptFolder]:
-    """Yields a folder to work in, which exists again for the same purpose after the process was killed.
+    """Yields a work folder; after an interruption, a call with an equal ``purpose`` yields it with its files.
 
-    Its folder ``staged`` becomes ``output`` when the block ends, unless the block moves the files (``is_moved``). It is
-    removed when the block ends or fails, but not by Ctrl-C or a temporary failure. A purpose of None is never resumed.
+    Its folder ``staged`` becomes ``output`` when the block ends, unless the block moves the files (``is_moved``). The
+    work folder is removed when the block ends or fails, but kept after a kill, Ctrl-C or a temporary failure. A purpose
+    of None is never resumed. Raises a UserError if another process prepares ``output``, or ``output`` exists and is not
+    to be overwritten or has no ``marker``.
     """
     output = _real_path(output)
     require_text_name(output)
@@ -98,7 +100,8 @@ def kept_folder(
         is_resumed = False
         with suppress(OSError, ValueError):  # no file, or half of one
             known, host, boot = (folder / "purpose").read_text().split()
-            is_fresh = host != socket.gethostname() or boot == _boot()  # else files may not be on the disk
+            # After a restart of this machine, files that were not flushed may be lost, so nothing is resumed.
+            is_fresh = host != socket.gethostname() or boot == _boot()
             is_resumed = known == purpose and is_fresh and (own / STAGED).is_dir()
         try:
             writing = (OSError, pa.ArrowException)
@@ -119,7 +122,7 @@ def kept_folder(
 
 @contextmanager
 def _locked(folder: Path, output: Path, kind: str) -> Iterator[None]:
-    """Makes the hidden folder, and keeps other commands away from it and the output."""
+    """Makes the hidden folder and locks it; a UserError if another process holds the lock."""
     busy = UserError(f"another process is preparing {output}: wait for it, or name another output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +149,7 @@ def _boot() -> str:
 
 
 def _empty(folder: Path) -> None:
-    """Removes all in a folder but its lock, the purpose first: half of the files are resumed by nobody."""
+    """Removes all files but the lock; the purpose first, so that a kill meanwhile leaves nothing to resume."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "purpose"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -161,7 +164,7 @@ def _remove(folder: Path) -> None:
 
 
 def _put_in_place(folder: Path, output: Path, replaced: Path, overwrite: bool) -> None:
-    """Gives the complete folder its name, and removes the one that it replaces."""
+    """Flushes the complete folder and renames it to ``output``; a replaced folder is moved aside, then removed."""
     for path in filter(Path.is_file, folder.rglob(".*")):  # files that a killed process was writing
         path.unlink()
     _flush(folder)
@@ -199,7 +202,7 @@ def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
 
 
 def require_outside(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Makes sure that no input is the output or lies inside it, which would be overwritten or taken for input."""
+    """Raises a UserError if an input is the output or lies inside it, and would be overwritten."""
     target = _real_path(Path(output))
     for file in [_real_path(Path(place)) for place in places if not is_url(place)]:
         if file == target:
@@ -217,7 +220,7 @@ def _real_path(path: Path) -> Path:
 
 
 def require_text_name(path: Path) -> None:
-    """Makes sure that a path is text, as Arrow's readers and writers need it."""
+    """Raises a UserError unless a path is valid UTF-8, as Arrow's readers and writers need."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -241,7 +244,7 @@ class Destination:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], work: Path | None, overwrite: bool) -> Destination:
-        """Returns the destination that a folder or a URL names, of a URL with a folder for the work."""
+        """Builds the destination of a folder, or of a URL with a local ``work`` folder; refuses other combinations."""
         if not is_url(output):
             if work is not None:
                 raise UserError(
@@ -262,6 +265,7 @@ class Destination:
         return self.url or str(self.path)
 
     def begin(self, is_resumed: bool) -> None:
+        """Raises a UserError if the URL has foreign files, or a dataset that is neither resumed nor overwritten."""
         if self.url is None:
             return
         found = self._files_there()
@@ -286,7 +290,10 @@ class Destination:
 
     @contextmanager
     def file(self, folder: Path, file: str) -> Iterator[Path]:
-        """Yields a hidden file to write, which becomes a file of the dataset; a second attempt may write another."""
+        """Yields a hidden path to write, then renames it to ``file``, or uploads it and removes the local file.
+
+        Each attempt has a hidden path of its own, so two attempts on a cluster do not mix.
+        """
         with replaced_file(folder / file) as hidden:
             yield hidden
             if self.url is not None:
@@ -295,7 +302,10 @@ class Destination:
             (folder / file).unlink(missing_ok=True)
 
     def finish(self, folder: Path, moved: Sequence[str]) -> None:
-        """Uploads the remaining files of a dataset, the manifest last, and removes other files at the URL."""
+        """Uploads the files in ``folder``, the manifest last; before it, removes files of an older dataset at the URL.
+
+        ``moved`` are files that :meth:`file` has uploaded already. Does nothing for a local destination.
+        """
         if self.url is None:
             return
         written = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]

@@ -241,7 +241,10 @@ class _RowDistribution:
 def _draw_ids(
     random: np.random.Generator, cardinality: int, missing: float, times: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Draws ids by Zipf's law (inverted in its continuous form, n^u), fresh ids for some rows, -1 for missing ones."""
+    """Draws ids by Zipf's law, fresh ids for some rows, -1 for missing ones.
+
+    Density 1/x on [1, n] has the distribution function log(x) / log(n), so x = n^u for uniform u in [0, 1).
+    """
     uniform = random.random(len(times))
     has_fresh = cardinality >= _FRESH_LEAST_CARDINALITY
     lasting = int(cardinality * (1 - _FRESH_IDS)) if has_fresh else cardinality
@@ -256,7 +259,10 @@ def _draw_ids(
 
 
 class _BayesQuality:
-    """Expected logloss and AUC of true probabilities, by tenths of the time, in memory that does not grow."""
+    """Expected logloss and AUC of true probabilities, by tenths of the time, in constant memory (a histogram).
+
+    A row of probability p counts as p of a positive and 1 - p of a negative row; its logloss is the entropy of p.
+    """
 
     def __init__(self) -> None:
         self._rows, self._entropy = np.zeros(_TENTHS), np.zeros(_TENTHS)
@@ -272,7 +278,7 @@ class _BayesQuality:
         self._negative += np.bincount(cell, 1 - p, _TENTHS * _AUC_BINS).reshape(_TENTHS, _AUC_BINS)
 
     def over(self, tenths: slice) -> tuple[float, float] | tuple[None, None]:
-        """Returns logloss and AUC over these tenths, None for both without rows."""
+        """Returns logloss and AUC over some tenths, None for both without rows; AUC counts ties in a bin as half."""
         rows = self._rows[tenths].sum()
         if not rows:
             return None, None

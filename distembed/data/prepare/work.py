@@ -71,7 +71,10 @@ class _Failed:
 def run_tasks(
     function: Callable[[Task], Result], tasks: Sequence[Task], limits: ResourceLimits, threads: int
 ) -> Iterator[list[Result]]:
-    """Yields the results of tasks as they are done, and an empty list now and then."""
+    """Runs tasks and yields lists of results as tasks finish, an empty list if none does in 50 ms.
+
+    The first error of a task is raised; tasks that have not begun are cancelled.
+    """
     pools: dict[str, Callable[[], AbstractContextManager[Submit]]] = {
         "threads": lambda: _threads(function, min(threads, max(1, len(tasks)))),
         "ray": lambda: _ray(function, limits),
@@ -187,7 +190,7 @@ def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
 
 
 def _require_master(master: str) -> None:
-    """Makes sure that one of the machines of ``spark://...`` answers, for which Spark would wait for minutes."""
+    """Raises a UserError if no machine of ``spark://...`` answers in 10 seconds; Spark would wait for minutes."""
     places = re.findall(r"(\[[^]]+\]|[^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
     for place, (host, port) in enumerate(places, 1):
         try:
@@ -202,7 +205,10 @@ def _attempt_broadcast(shared: Any, version: str, task: Any) -> Any:
 
 
 def _attempt(function: Callable[[Any], Any], version: str, task: Any) -> Any:
-    """Runs a task on a worker; its error is a result, or the engine would wrap it and run the task again."""
+    """Runs a task on a worker, and returns its error as _Failed: a raised one would make the engine retry the task.
+
+    An error that cannot be pickled becomes a RunError with its text.
+    """
     if version != __version__:
         return _Failed(UserError(f"a worker has distembed {__version__}, and this command {version}; install the same"))
     try:
@@ -291,7 +297,10 @@ class Work:
 def _run_task(
     do: Callable[[Task, Advance], Any], advance: Advance | None, waiting: tuple[Path, Task]
 ) -> tuple[Path, dict[str, Any]]:
-    """Runs a task, here or on a worker, and writes its result to its file."""
+    """Runs a task, here or on a worker, and writes its result to its file; returns the file and the record in it.
+
+    ``advance`` is None on a worker: the record then has the bytes and rows by which progress advances at the end.
+    """
     file, task = waiting
     done = {"bytes": 0, "rows": 0}
 
@@ -317,10 +326,10 @@ def resumable_work(
     report: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Iterator[tuple[Path, Work]]:
-    """Yields the folder that becomes the dataset when the block ends, and the work.
+    """Yields the folder that becomes the dataset when the block ends, and the Work whose finished tasks are kept.
 
-    The purpose is a JSON value of everything that the results depend on. It is None where the inputs cannot be read
-    again, as pipes: then nothing is kept.
+    ``purpose`` is a JSON value of everything that the results depend on: an equal one resumes an interrupted command,
+    and a note says so. None, for inputs that cannot be read again as pipes, keeps nothing.
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
     overwrite, is_moved = destination.overwrite, destination.url is not None

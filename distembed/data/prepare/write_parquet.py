@@ -36,7 +36,7 @@ _GROUP_ENTRIES = 2**20
 
 
 def rows_per_group(mean_entries: float) -> int:
-    """Returns how many rows a row group has, so that one of long lists takes no more memory to read than others."""
+    """Returns the rows of a row group: 131,072, or fewer so that its lists have about 2^20 entries, to bound memory."""
     return max(1, min(ROW_GROUP_ROWS, int(_GROUP_ENTRIES / max(1.0, mean_entries))))
 
 
@@ -82,7 +82,7 @@ def written_split(files: Sequence[WrittenFile], schema: Schema) -> Split:
 def write_file(
     path: Path, plan: FilePlan, columns: pa.Schema, groups: Iterable[pa.Table], schema: Schema
 ) -> WrittenFile:
-    """Writes one file."""
+    """Writes each table of ``groups`` as a row group, adds up labels and weights, and computes checksums of pieces."""
     sums = {name: 0.0 for name in (schema.label, schema.weight) if name is not None}
     with pq.ParquetWriter(
         path,
@@ -116,13 +116,13 @@ def spooled_numbers(
     change: Callable[[NDArray[Any]], NDArray[Any]] | None,
     has_missing: bool,
 ) -> pa.Array:
-    """Reads rows of number column ``place``, and changes them by a function; with ``has_missing``, NaN becomes null."""
+    """Reads rows of number column ``place`` and applies ``change``; with ``has_missing``, NaN becomes null."""
     numbers = block.numbers(place)[rows]
     return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
 
 
 def spooled_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
-    """Reads rows of a column of ids, one a row, or of lists of ids, given its number among the columns of keys."""
+    """Reads rows of id column ``place`` of the layout, and replaces codes by ids; lists stay lists."""
     table = lookup.table(block.index)
     if not block.layout.ids[place].is_list:
         return pa.array(np.take(table, block.codes(place)[rows], mode="clip"))

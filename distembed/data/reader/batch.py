@@ -47,7 +47,7 @@ class Batch(Pipelineable):
         return name in self.fields
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Returns this batch on another device; a GPU keeps lengths and offsets of bags with one id."""
+        """Copies this batch to a device; for one id a bag, a GPU's cached lengths and offsets spare copying them."""
         device = torch.device(device)
 
         def move(field: Field) -> Field:
@@ -63,13 +63,14 @@ class Batch(Pipelineable):
             field.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """Returns this batch in page-locked memory, for asynchronous copies to a GPU; fields that are there stay."""
+        """Copies fields on the CPU to page-locked memory, for asynchronous copies to a GPU; GPU fields stay."""
 
         def pin(field: Field) -> Field:
             if (field.device() if isinstance(field, KeyedJaggedTensor) else field.device).type != "cpu":
                 return field
             if not _has_unit_bags(field):
                 return field.pin_memory()
+            # lengths and offsets are shared by many batches, and no copy of them to a GPU is made: see ``to``
             return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
 
         return self._each(pin)
@@ -97,7 +98,7 @@ class Batch(Pipelineable):
 
 
 def _has_unit_bags(field: Field) -> TypeGuard[KeyedJaggedTensor]:
-    """Returns whether each bag of a field is known to have one id: at most one each, and as many ids as bags."""
+    """Returns whether each bag of a CPU field has exactly one id, without reading lengths: marked, and ids = bags."""
     if not isinstance(field, KeyedJaggedTensor) or not has_single_ids(field) or field.weights_or_none() is not None:
         return False
     return field.values().numel() == field.lengths().numel() and field.values().device.type == "cpu"
@@ -117,7 +118,7 @@ def _with_bags(field: KeyedJaggedTensor, values: Tensor, lengths: Tensor, offset
 
 @lru_cache(maxsize=16)
 def unit_bags(num_bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns lengths and offsets of bags of one id, int32 on a device; all batches of a size share them."""
+    """Returns lengths (all 1) and offsets (0, 1, 2, ...) of bags of one id, int32; cached, so nobody may write them."""
     lengths = torch.ones(num_bags, dtype=torch.int32, device=device)
     offsets = torch.arange(num_bags + 1, dtype=torch.int32, device=device)
     if device.type == "cuda":  # once, so that batches on other streams may use them
@@ -136,7 +137,11 @@ class BatchAssembler:
         self._schema = schema
 
     def assemble(self, blocks: Sequence[RecordBlock], global_sizes: Sequence[int]) -> Iterator[Batch]:
-        """Yields batches of equally many rows each."""
+        """Yields a batch for each of ``global_sizes``, the number of rows of its step on all ranks.
+
+        A block has one lane's rows of all these batches, batch after batch, equally many in each. A batch has the rows
+        of its lanes in the order of the blocks; without blocks it has none. Rows with lists make one batch a call.
+        """
         layout, schema, count = self.layout, self._schema, len(global_sizes)
         empty = np.empty((count, 0, layout.width), layout.dtype)
         each = (block.records.reshape(count, len(block.records) // count, layout.width) for block in blocks)
@@ -157,7 +162,7 @@ class BatchAssembler:
             yield Batch(fields, global_size)
 
     def _single_valued(self, ids: NDArray[np.int64]) -> dict[str, KeyedJaggedTensor]:
-        """Returns the jagged field of features with one id a row, ``[num_keys, num_rows]``."""
+        """Makes the KeyedJaggedTensor of ids ``[num_keys, num_rows]``, one id a row, and marks it as single-id."""
         # lengths and offsets depend on the shape alone, and are made once for all batches
         num_keys, num_rows = ids.shape
         lengths, offsets = unit_bags(num_keys * num_rows, _CPU)
@@ -173,7 +178,7 @@ class BatchAssembler:
         return {SPARSE_FEATURES: mark_single_ids(features)}
 
     def _jagged_fields(self, ids: NDArray[np.int64], blocks: Sequence[RecordBlock]) -> dict[str, KeyedJaggedTensor]:
-        """Returns the jagged fields of rows, of ids ``[num_keys, num_rows]`` of single-valued features and of lists."""
+        """Makes all jagged fields of a batch from single-valued ids ``[num_keys, num_rows]`` and the blocks' lists."""
         num_rows = ids.shape[1]
         ones = np.ones(num_rows, np.int64)
         columns = {

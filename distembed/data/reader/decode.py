@@ -52,7 +52,7 @@ class GroupRows:
         return self._ids(column, feature)
 
     def numbers(self, name: str) -> NDArray[np.float32]:
-        """Returns the values of a dense column, of the label or of the weight."""
+        """Returns a dense, label or weight column; refuses negative weights, and binary labels other than 0 and 1."""
         schema = self.schema
         values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
         if name == schema.weight:
@@ -63,7 +63,10 @@ class GroupRows:
         return values
 
     def lists(self) -> dict[str, Jagged]:
-        """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers."""
+        """Returns the columns of lists by name: ids of multi-hot features, then dense sequences.
+
+        Refuses null entries, and a row whose dense sequence is not as long as every other list of the row.
+        """
         columns = {}
         for feature in (each for each in self.schema.categorical if each.multi_hot):
             column = self._column(feature.name)
@@ -102,7 +105,10 @@ class GroupRows:
     def _finite(
         self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
     ) -> NDArray[np.float32]:
-        """Returns numbers, NaN for missing ones; ``lengths`` says how many each row has, if not one."""
+        """Converts a column to float32, NaN if missing; refuses infinities, and missing values unless ``may_miss``.
+
+        ``lengths`` has the number of values of each row of a list column, to name the row in an error.
+        """
         remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
         if column.null_count and not may_miss:
             raise self._error(name, f"{column.null_count} values are null; {remedy}")
@@ -123,6 +129,7 @@ class GroupRows:
         missing_remedy: str = "",
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
+        """Raises a UserError that names the first row with a ``wrong`` value; ``law`` says which values are allowed."""
         if wrong.any():
             place = int(np.argmax(wrong))
             row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
@@ -169,7 +176,10 @@ class Decoder:
         self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
 
     def decode(self, segments: Sequence[Segment]) -> RecordBlock:
-        """Reads one or more rows into one block."""
+        """Reads the rows of one or more segments into one block, in the order of the segments.
+
+        A row group that cannot be read raises a UserError, or is replaced as the module says while few enough are.
+        """
         records = np.empty((sum(stop - start for _, start, stop in segments), self._layout.width), self._layout.dtype)
         lists: list[dict[str, Jagged]] = []
         filled = 0
@@ -189,7 +199,7 @@ class Decoder:
         return RecordBlock(records, {name: Jagged.concatenate([each[name] for each in lists]) for name in lists[0]})
 
     def _rows(self, index: int, start: int, stop: int) -> GroupRows:
-        """Reads rows of one row group, or as many of the next that can be read."""
+        """Reads rows ``[start, stop)`` of a row group, or of the next readable one, whose rows repeat if too few."""
         for number in (*range(index, len(self._groups)), *range(index)):
             group = self._groups[number]
             try:

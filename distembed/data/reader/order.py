@@ -108,7 +108,10 @@ class EpochOrder:
         return (lane + 1) * size // num_lanes - lane * size // num_lanes
 
     def lane_windows(self, epoch: int, lane: int) -> list[Window]:
-        """Returns the windows of this lane in this epoch: of at least WINDOW_ROWS rows each, but for the last."""
+        """Returns the windows of a lane in an epoch, which follow each other and cover the lane.
+
+        A window is whole segments of together at least WINDOW_ROWS rows; the last window may have fewer.
+        """
         windows: list[Window] = []
         waiting: list[Segment] = []
         start = stop = 0
@@ -121,14 +124,14 @@ class EpochOrder:
         return windows + ([Window(len(windows), start, stop, tuple(waiting))] if waiting else [])
 
     def window_permutation(self, epoch: int, lane: int, window: Window) -> NDArray[np.int64] | None:
-        """Returns the order of the rows within a window, None where they stay as they are."""
+        """Returns the random order of a window's rows, by seed, epoch, lane and window; None without shuffling."""
         if not self.batches.shuffle:
             return None
         generator = np.random.default_rng([self.batches.seed, epoch, _WINDOW_ORDER, lane, window.number])
         return generator.permutation(window.stop - window.start)
 
     def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        """Returns the lanes that this rank reads for this batch, the first row in it, and the last + 1."""
+        """Returns (lane, first row, last row + 1) for each lane that overlaps a rank's part; rows count in the lane."""
         rows, num_lanes = self.batch_rows(batch), self.num_lanes
         first, last = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
@@ -136,19 +139,21 @@ class EpochOrder:
             slot, slot_stop = lane * rows // num_lanes, (lane + 1) * rows // num_lanes
             low, high = max(first, slot), min(last, slot_stop)
             if low < high:
-                start = batch * self.slot_rows(lane) - slot  # only the last batch can be short
+                # Earlier batches are full and took slot_rows of the lane each; position p is row p - slot of its slot.
+                start = batch * self.slot_rows(lane) - slot
                 parts.append((lane, start + low, start + high))
         return parts
 
     def _lane_begin(self, lane: int) -> int:
         """Returns where a lane begins in the epoch's sequence of rows: after all slots of earlier lanes."""
+        # slots before ``lane`` have lane * size // L rows in each full batch, and lane * rest // L in the short one
         full, rest = divmod(self.num_rows, self.batches.batch_size)
         last = 0 if self.batches.drop_last else lane * rest // self.num_lanes
         first = 0 if self.rows is None else self.rows.start
         return first + full * (lane * self.batches.batch_size // self.num_lanes) + last
 
     def _segments(self, epoch: int, start: int, stop: int) -> list[Segment]:
-        """Returns the rows ``[start, stop)`` of the row groups laid end to end in the epoch's order."""
+        """Returns rows ``[start, stop)`` of the epoch's sequence, row groups end to end in their order, as segments."""
         groups = np.arange(len(self.group_rows))
         if self.batches.shuffle:
             groups = np.random.default_rng([self.batches.seed, epoch, _GROUP_ORDER]).permutation(len(groups))
@@ -161,7 +166,7 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class BatchShares:
-    """The batches of rows in order, divided over ranks."""
+    """The batches of rows in order, divided into a contiguous range for each rank; lengths differ by at most one."""
 
     num_rows: int  # of all ranks
     batch_size: int  # rows of a batch; the last one may have fewer
@@ -169,7 +174,7 @@ class BatchShares:
 
     @property
     def num_steps(self) -> int:
-        """Number of batches of the rank that has most; all ranks take as many steps, the last maybe without rows."""
+        """Steps of every rank: the most batches of any rank, so the last step of some ranks has no rows."""
         return -(-self.num_rows // (self.batch_size * self.world_size))
 
     def rows(self, rank: int) -> range:

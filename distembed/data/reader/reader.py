@@ -39,7 +39,10 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over items that a background thread makes ahead of the consumer."""
+    """Iterates over items that one background thread makes, up to ``capacity`` ahead of the consumer.
+
+    An exception in the thread, the StopIteration at the end included, is raised by ``next`` in its turn.
+    """
 
     def __init__(self, make_items: Callable[[], Iterator[Item]], capacity: int) -> None:
         self._thread = ThreadPoolExecutor(1, "distembed-prefetch")
@@ -72,7 +75,7 @@ _Decoded: TypeAlias = tuple[RecordBlock, NDArray[np.int64] | None]  # rows, and 
 def epoch_batches(
     order: EpochOrder, decoder: Decoder, decoding: Decoding, ranks: tuple[int, int], start: tuple[int, int]
 ) -> Iterator[Batch]:
-    """Yields one rank's part of the batches of an epoch, from a batch on."""
+    """Yields a rank's part of each remaining batch: ``ranks`` is (rank, world size), ``start`` (epoch, first batch)."""
     (rank, world_size), (epoch, batch) = ranks, start
     assembler = BatchAssembler(decoder.schema)
 
@@ -89,6 +92,7 @@ def epoch_batches(
             return partial(decode, lane, window) if threads is None else threads.submit(decode, lane, window).result
 
         first_parts = order.rank_parts(batch, rank, world_size) if batch < order.num_batches else []
+        # enough windows ahead in each lane that every decoding thread has one
         most_ahead = -(-max(1, decoding.threads) // max(1, len(first_parts)))
 
         def open_lane(lane: int, first_row: int) -> _LaneCursor:
@@ -106,6 +110,7 @@ def epoch_batches(
             for lane, first, stop in order.rank_parts(batch, rank, world_size):
                 if lane not in lanes:  # in the last batch, whose slots are shorter
                     lanes[lane] = open_lane(lane, first)
+                # row j of the rank's part of batch i: i slots after its row of the first of these batches
                 batch_starts = order.slot_rows(lane) * np.arange(count)[:, None]
                 blocks.append(lanes[lane].gather((batch_starts + np.arange(first, stop)).reshape(-1)))
             for made in assembler.assemble(blocks, [order.batch_rows(index) for index in range(batch, batch + count)]):
@@ -123,7 +128,7 @@ class _LaneCursor:
         self._decoded: _Decoded | None = None
 
     def gather(self, positions: NDArray[np.int64]) -> RecordBlock:
-        """Returns the rows at these places in the lane, which must go up from call to call."""
+        """Returns the rows at ascending positions in the lane, none below a position of an earlier call."""
         gathered = []
         while len(positions):
             block, permutation = self._reach(int(positions[0]))
@@ -134,7 +139,7 @@ class _LaneCursor:
         return gathered[0] if len(gathered) == 1 else RecordBlock.concatenate(gathered)
 
     def _reach(self, position: int) -> _Decoded:
-        """Returns the decoded window that holds a row; it skips the windows before."""
+        """Moves to the window that holds a row, starts to decode later ones, and returns the decoded window."""
         while self._decoded is None or position >= self._window.stop:
             self._decoded = None  # before the next is decoded, so that two are not held
             self._window, wait = self._ahead.popleft()
@@ -234,10 +239,10 @@ class BatchReader:
                 self.close()
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        """Returns where the reader stands, for any number of ranks.
+        """Returns the position in the global sequence of batches, with the identity of dataset, split and order.
 
         Args:
-            in_flight: Number of batches that were yielded and not used yet, in a training pipeline.
+            in_flight: Number of batches that a training pipeline has taken but not trained on; they are read again.
         """
         step = self.epoch * self.batches_per_epoch + self.batch - in_flight
         if in_flight < 0 or step < 0:
@@ -246,7 +251,10 @@ class BatchReader:
         return {"version": STATE_VERSION, **self._identity, "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to where :meth:`state_dict` was taken; the number of ranks may differ."""
+        """Moves to the position of a :meth:`state_dict` of any number of ranks, and ends iterations under way.
+
+        Raises a UserError if the state is of another dataset, split or order.
+        """
         mine = {"version": STATE_VERSION, **self._identity}
         wrong = (name for name in mine if state.get(name) != mine[name])
         differences = [f"{name} is {state.get(name)!r} in the state and {mine[name]!r} here" for name in wrong]
@@ -274,7 +282,11 @@ def read_share(
     world_size: int,
     decode_threads: int = 0,
 ) -> Generator[Batch, None, None]:
-    """Yields a rank's batches of a split in order, equally many on every rank, the last maybe without rows."""
+    """Yields whole batches of a split, unshuffled: a rank's share is a contiguous range of rows.
+
+    Every rank yields equally many batches; ranks with fewer are given a last batch without rows. ``global_batch_size``
+    of the batches counts this rank alone.
+    """
     manifest = Manifest.load(dataset_dir)
     shares = BatchShares(manifest.split(split).num_rows, batch_size, world_size)
     order = BatchOrder(batch_size, shuffle=False)

@@ -54,10 +54,7 @@ class UnknownValues:
         self._values, self._unknown = Counter[str](), Counter[str]()
 
     def add(self, feature: str, ids: NDArray[Any]) -> None:
-        """Adds ids of a feature's values to its counts, and warns if too many are out-of-vocabulary.
-
-        Ignores features without a vocabulary, and features that were warned about already.
-        """
+        """Counts ids of a feature with a vocabulary, and warns once if too many are out-of-vocabulary."""
         trained = self._trained.get(feature)
         if trained is None:
             return

@@ -101,10 +101,7 @@ def key_numbers(keys: pa.Array) -> NDArray[Any]:
 
 
 def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
-    """Writes batches of (key, count) with ids from 2 in their order, in row groups of a fixed size.
-
-    Returns the number of keys. The row groups do not depend on the sizes of the batches.
-    """
+    """Writes batches of (key, count) with ids from 2, in row groups of a fixed size; returns the number of keys."""
     columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
     schema = columns.insert(0, pa.field("id", pa.int64()))
     next_id = FIRST_ID
@@ -129,10 +126,7 @@ def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Itera
 
 
 def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
-    """Yields the columns ``id``, ``key`` and ``count`` of a vocabulary, in the order of ids.
-
-    Raises a UserError if the file cannot be read or its keys are not of the type of ``kind``.
-    """
+    """Yields columns ``id``, ``key``, ``count`` of a vocabulary in the order of ids; refuses keys of another kind."""
     try:
         with pq.ParquetFile(path) as file:
             found = file.schema_arrow.field("key").type

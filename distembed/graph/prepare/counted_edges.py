@@ -63,10 +63,7 @@ class EdgeTables:
         self.dropped["duplicates"] = (num_edges - num_distinct) // (1 if self.options.directed else 2)
 
     def of_values(self) -> Iterator[Edges]:
-        """Yields an edge, both ways, between any two ids that share a value in the SQL table ``pairs`` (value, id).
-
-        Values of more than ``max_shared`` distinct ids are left out and counted as ``hubs``.
-        """
+        """Yields edges, both ways, between ids that share a value in the SQL table ``pairs`` (value, id), but hubs."""
         database, most = self.database, self.options.max_shared
         database.run("create table once as select value, id, count(*) as num_rows from pairs group by value, id")
         database.run("create table sizes as select value, count(*) as num_ids from once group by value")
@@ -121,10 +118,8 @@ class EdgeTables:
             yield Edges(keys, weights)
 
     def _whole_rows(self, query: str, num_edges: int) -> Iterator[Edges]:
-        """Yields the query's ascending edges in parts that never split a source, and reports progress.
-
-        The last source of a batch may continue in the next batch, so its edges wait for that batch.
-        """
+        """Yields the query's ascending edges in parts that never split a source, and reports progress."""
+        # The last source of a batch may continue in the next batch, so its edges wait.
         waiting, done = list[pa.RecordBatch](), 0
         for batch in self.database.batches(query, rows=_BATCH_ROWS):
             table = pa.Table.from_batches([*waiting, batch]).combine_chunks()

@@ -63,11 +63,7 @@ class EdgeReader:
         return [{name: getattr(source, name) for name in names} for source in self._rows.sources()]
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:
-        """Reads all rows into ``tables``, then yields distinct edges in ascending order of their keys.
-
-        Raises:
-            UserError: A row or value cannot be read, or a value has no id and ``unknown`` is ``error``.
-        """
+        """Reads all rows into ``tables``, then yields distinct ascending edges; refuses bad rows and unknown values."""
         if self._options.attribute is None:
             schema = _WEIGHTED_KEYS if self._options.weighted else _KEYS
             held = tables.add_named(self._named_edges(tables, schema), schema)
@@ -130,10 +126,7 @@ class EdgeReader:
         return column.cast(pa.string()) if kind is None else column
 
     def _ids(self, rows: NamedRows, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns each row's id and a mask of the rows that have one; a malformed or missing value raises at once.
-
-        The first value without an id is kept in ``_first_unknown`` for the error of :meth:`edges`.
-        """
+        """Returns each row's id and a mask of the rows that have one; refuses malformed and missing values at once."""
         column = self._column(rows, name, INTEGER)
         values = coded(column, _MISSING)
         found = self._values.find(values.distinct)
@@ -173,10 +166,7 @@ class EdgeReader:
 
 
 def _list_values(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
-    """Returns the number of values in each row of a column (of values or lists), and all values in row order.
-
-    Nulls are left out, and so are empty texts of a column that holds no lists.
-    """
+    """Returns the number of values in each row, and all values in order; skips nulls and single empty texts."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.if_else(pc.equal(column, ""), None, column) if pa.types.is_string(column.type) else column
         return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64), column.drop_null()

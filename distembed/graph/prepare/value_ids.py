@@ -120,10 +120,7 @@ def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
-    """Raises a UserError if a graph was prepared for other ids than a dataset's table has.
-
-    A graph over plain numbers, or built in memory, records no fingerprint and is accepted for any table.
-    """
+    """Raises a UserError if a graph is for other ids than a table's; a graph over plain ids fits any table."""
     graph_ids = graph.details.get("ids", {})
     if "fingerprint" not in graph_ids:
         return

@@ -70,7 +70,11 @@ class InteractionSplit:
         return self.num_last == 2 or (self.shares is not None and len(self.shares) == 3)
 
     def in_sql(self, in_time: str, num_rows: int) -> tuple[str, str]:
-        """Returns SQL of a row's split and of its number ``n``; a user with too few interactions trains with all."""
+        """Returns SQL expressions of a row's split, in terms of ``n``, and of ``n``, the row's number in an order.
+
+        ``in_time`` is SQL of the time order. For the last interactions, n counts a user's rows from the last, and is
+        null for a user with so few that none would train: all of them train. For shares of time, n counts all rows.
+        """
         if self.num_last is not None:
             user = f"(partition by k0 order by {f'{in_time} desc'.replace(',', ' desc,')}"
             history = f"count(*) over {user} rows between unbounded preceding and unbounded following)"
@@ -82,7 +86,7 @@ class InteractionSplit:
         return f"case {cases} else {TEST} end", f"row_number() over (order by {in_time})"
 
     def random_parts(self, total: int, seed: int) -> NDArray[np.uint8]:
-        """Returns the split of each interaction in a random order, which the seed and the rows' numbers give."""
+        """Returns the split of each of ``total`` interactions: shares of a random order, by hashes of row and seed."""
         words = mix64_array(np.arange(total, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
         order = np.argsort(words, kind="stable")
         parts = np.full(total, TEST, np.uint8)
@@ -213,7 +217,7 @@ class SequenceOptions(InteractionOptions):
 
 
 def require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
-    """Makes sure that no attribute has the name of a column that the dataset has in any case."""
+    """Raises a UserError if an attribute has one of the names ``taken``, which the dataset's other columns have."""
     for name in (*columns.categorical, *columns.dense):
         if name in taken:
             raise UserError(

@@ -58,7 +58,10 @@ from distembed.data.table.vocabulary import FIRST_ID
 
 
 def select(database: Database, options: InteractionOptions, in_time: str) -> dict[str, int]:
-    """Leaves in the table ``rows`` the interactions that the options keep."""
+    """Deletes from the table ``rows`` the interactions that the options leave out; returns their numbers by reason.
+
+    ``in_time`` is SQL of the time order. Raises a UserError if duplicates are refused, or if nothing is left.
+    """
     left_out = dict[str, int]()
     if options.min_rating is not None:
         left_out["below_rating"] = _delete(database, f"rating < {options.min_rating!r}::float")
@@ -85,6 +88,7 @@ def select(database: Database, options: InteractionOptions, in_time: str) -> dic
     if options.k_core > 1:
         rare = "{0} in (select {0} from rows group by {0} having count(*) < {1})"
         condition = " or ".join(rare.format(column, options.k_core) for column in ("k0", "k1"))
+        # Deleting rare users makes items rare, and conversely: repeats until a round deletes no row.
         left_out["outside_core"] = sum(iter(lambda: _delete(database, condition), 0))
     left_out = {reason: count for reason, count in left_out.items() if count}
     if not num_rows(database):
@@ -163,7 +167,7 @@ def prepare_sequences(
     columns: InteractionColumns | None = None,
     options: SequenceOptions | None = None,
 ) -> Manifest:
-    """Prepares a dataset with a row for a stretch of a user's history; see :func:`prepare_ratings`."""
+    """Prepares a dataset whose rows are windows of a user's history; arguments as of :func:`prepare_ratings`."""
     options = options or SequenceOptions()
     return _prepare(files, preparation, None if options.format == LISTS else columns or InteractionColumns(), options)
 
@@ -232,7 +236,7 @@ def _prepare(
 def _find_inputs(
     files: InteractionFiles, split: InteractionSplit, note: NoteCallback
 ) -> tuple[list[TableInput], list[int]]:
-    """Returns the inputs in order, and the number of the split that each is for."""
+    """Returns all inputs, training files first, and the split number of each; refuses a split that does not fit."""
     if split.is_by_files != bool(files.test) or (files.validation and not files.test):
         raise UserError(
             f"{len(files.test)} files test and {len(files.validation)} validate: name files for the test (--test), "
@@ -245,7 +249,7 @@ def _find_inputs(
 
 
 def _notes(chosen: EncodedInteractions, windows: Mapping[str, Windows]) -> Iterator[str]:
-    """Yields which users have no rows or no training, and which splits take far more room than the interactions."""
+    """Yields notes: users without rows, users without training items, splits much larger than the interactions."""
     bounds, total = user_bounds(chosen.ids[USER]), len(chosen.parts)
     if num_single := int(np.count_nonzero(np.diff(bounds) == 1)):
         yield f"{num_single:,} users have a single item, which nothing precedes: they have no row"

@@ -112,7 +112,7 @@ class InteractionInput:
 def read_interactions(
     database: Database, given: InteractionInput, folder: Path, memory_bytes: int, report: ProgressCallback
 ) -> tuple[tuple[SourceFile, ...], Rejected]:
-    """Reads all interactions into tables, lists malformed rows in the folder, and returns the inputs and the counts."""
+    """Fills the tables ``rows`` and ``keys``; returns the manifest's entries of inputs and malformed rows."""
     reader = RowReader(given.inputs, given.schema)
     inputs = [each.raw for each in given.inputs]
     rejected = RejectedRows(folder, inputs, REASONS, given.max_rejected, given.wanted)
@@ -127,7 +127,7 @@ def read_interactions(
     try:
         for rows in reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report):
             keys, numbers, wrong = _listed(rows) if given.columns is None else _named(rows, given.columns)
-            first = np.full(len(rows.lines), -1)
+            first = np.full(len(rows.lines), -1)  # written from the last reason to the first, which overwrites it
             for reason in reversed(list(wrong)):
                 first[wrong[reason]] = REASONS.index(reason)
             bad = [(row.line, row.reason, row.text) for row in rows.bad]
@@ -150,7 +150,7 @@ def read_interactions(
     finally:
         rejected.close()
     rejected.require_few(sum(reader.num_lines))
-    # each text of a column gets its first code
+    # A text has a code for each block that it is in; all are replaced by the first one.
     first_code = "min(code) over (partition by number, key) as first_code"
     database.run(f"create table keys as select code, key, {first_code} from texts")
     database.run("drop table texts")
@@ -160,7 +160,7 @@ def read_interactions(
 
 
 def _listed(rows: NamedRows) -> tuple[list[pa.DictionaryArray], list[NDArray[np.generic]], Wrong]:
-    """Returns users and items of well-formed lines of a user and items, and why lines are malformed."""
+    """Parses lines ``user item item ...`` to a user and an item for each item, and a malformed mask for each reason."""
     lines = pc.fill_null(rows.columns["line"].cast(pa.string()), "")
     words = pc.ascii_split_whitespace(pc.utf8_trim_whitespace(lines))
     lengths = pc.list_value_length(words).to_numpy()
@@ -174,7 +174,7 @@ def _listed(rows: NamedRows) -> tuple[list[pa.DictionaryArray], list[NDArray[np.
 def _named(
     rows: NamedRows, columns: InteractionColumns
 ) -> tuple[list[pa.DictionaryArray], list[NDArray[np.generic]], Wrong]:
-    """Returns the columns of well-formed rows, and why rows are malformed."""
+    """Returns categorical and number columns of the well-formed rows, and a mask of all rows for each reason."""
     texts = [_texts(rows.columns[name]) for name in columns.keys]
     roles = zip(("user", "item"), texts, strict=False)
     wrong = {role: text.indices.is_null().to_numpy(zero_copy_only=False) for role, text in roles}
@@ -196,14 +196,18 @@ def _named(
 
 
 def _texts(column: pa.Array) -> pa.DictionaryArray:
-    """Returns the texts that a column of a table has, null for missing values and empty texts."""
+    """Dictionary-encodes the canonical texts of a column; missing values and empty texts are null."""
     values = coded(column, _MISSING)
     codes = pa.array(values.codes - 1, mask=values.codes == 0)
     return pa.DictionaryArray.from_arrays(codes, value_texts(values.distinct))
 
 
 def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
-    """Returns times as float64, as int64 that keeps digits beyond a float's 53 bits, and which values are no times."""
+    """Converts times to float64 and to int64, and returns both with a mask of malformed values.
+
+    Rows are sorted by the float, which holds every number, then by the integer, which orders long integers (as
+    nanoseconds) that are equal as floats of 53 bits.
+    """
     if pa.types.is_temporal(column.type):
         try:
             column = column.cast(pa.timestamp("ns")).cast(pa.int64())
@@ -224,10 +228,10 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The rows of a split."""
+    """The rows of a split: row i has the interactions ``[starts[i], stops[i])`` of all, sorted by user and time."""
 
-    starts: NDArray[np.int64]  # where each row begins among the sorted interactions
-    stops: NDArray[np.int64]  # where it ends
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -243,7 +247,11 @@ class Windows:
 
 
 def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_length: int, windows: str) -> Windows:
-    """Returns the training rows, of 2 to ``max_length + 1`` items; users and their splits are ascending."""
+    """Returns training rows of 2 to ``max_length + 1`` items, as the module's drawing shows.
+
+    ``users`` and ``parts`` describe the sorted interactions: users ascend, and so do the parts of each user. Users with
+    fewer than two training items have no row.
+    """
     bounds = user_bounds(users)
     begins = bounds[:-1]
     ends = begins + np.add.reduceat(parts == TRAIN, begins, dtype=np.int64)
@@ -251,7 +259,8 @@ def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_len
     begins, ends, lengths = begins[lengths > 1], ends[lengths > 1], lengths[lengths > 1]
     if windows != ALL:
         return Windows(np.maximum(begins, ends - max_length - 1), ends)
-    # from the end, so that only the first window of a user may be short
+    # Windows are laid out from a user's end in steps of max_length, so that only the first window may be short. The
+    # last window has the number 0 from the end.
     counts = -(-(lengths - 1) // max_length)
     number_from_end = np.repeat(np.cumsum(counts), counts) - np.arange(counts.sum()) - 1
     stops = np.repeat(ends, counts) - number_from_end * max_length
@@ -259,7 +268,7 @@ def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_len
 
 
 def evaluation_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], part: int) -> Windows:
-    """Returns a row for each interaction of a split that is not its user's first: the whole history, with itself."""
+    """Returns a row for each interaction of split ``part`` but a user's first: all items up to and with this one."""
     bounds = user_bounds(users)
     begins = np.repeat(bounds[:-1], np.diff(bounds))
     targets = np.flatnonzero((parts == part) & (np.arange(len(users)) > begins))
@@ -267,12 +276,12 @@ def evaluation_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], part:
 
 
 def user_bounds(sorted_users: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Returns where each user's interactions begin, and where the last one's end."""
+    """Returns the first position of each user in ascending ``sorted_users``, then the length, ``[num_users + 1]``."""
     return np.append(np.flatnonzero(np.diff(sorted_users, prepend=-1)), len(sorted_users))
 
 
 def entries(windows: Windows, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the interactions of some rows end to end, and where each row begins among them and the last one ends."""
+    """Returns the positions of the interactions of rows ``[start, stop)``, end to end, and the offsets of the rows."""
     starts, lengths = windows.starts[start:stop], windows.stops[start:stop] - windows.starts[start:stop]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1]), offsets
@@ -284,7 +293,10 @@ _COUNTED = pa.schema([("code", pa.int32()), ("key", pa.string()), ("count", pa.i
 def write_text_vocabularies(
     database: Database, folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Vocabulary], NDArray[np.int32]]:
-    """Gives ids to the values of ``k0``, ``k1`` ..., and writes them down; returns the id of each code too."""
+    """Writes a vocabulary for each key column, by falling count, then text; returns them and the id of each code.
+
+    A code belongs to one column, so one array serves all. Codes of no row, and code 0 (missing), have id 0.
+    """
     (folder / "vocabulary").mkdir()
     vocabularies = {}
     num_rows, last_code = database.row("select (select count(*) from rows), (select max(code) from keys)")
@@ -321,7 +333,7 @@ class EncodedInteractions:
 def encoded_interactions(
     database: Database, columns: InteractionColumns, query: str, ids: NDArray[np.int32], sizes: Mapping[str, int]
 ) -> EncodedInteractions:
-    """Returns rows with the ids of the vocabularies, given SQL of the rows and their order, and the id of each code."""
+    """Reads all chosen interactions into memory, in the order of ``query``, and replaces codes by ``ids[code]``."""
     names = [f"coalesce(k{n}, 0) as k{n}" for n in range(len(columns.keys))]
     names += [f"d{n}" for n in range(len(columns.dense))]
     rating = "1::float" if columns.rating is None else "rating"
@@ -367,7 +379,7 @@ def rating_rows(chosen: EncodedInteractions) -> tuple[dict[str, _SplitRows], Sch
 def sequence_rows(
     chosen: EncodedInteractions, options: SequenceOptions
 ) -> tuple[dict[str, _SplitRows], Schema, dict[str, Windows]]:
-    """Returns a row for each window, by split: the user, and lists of equal length of all else; and the schema."""
+    """Returns rows by split, schema and windows; a row has the user, and lists with an entry for each interaction."""
     users, parts = chosen.ids[USER], chosen.parts
     windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
     windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
@@ -394,7 +406,7 @@ def sequence_rows(
 def write_splits(
     folder: Path, splits: Mapping[str, _SplitRows], schema: Schema, report: ProgressCallback
 ) -> dict[str, list[WrittenFile]]:
-    """Writes the files of all splits."""
+    """Writes the Parquet files of all splits, reporting rows after each; returns the files by split, in row order."""
     total, done = sum(rows.num_rows for rows in splits.values()), 0
     written: dict[str, list[WrittenFile]] = {}
     for name, rows in splits.items():

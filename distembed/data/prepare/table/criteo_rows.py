@@ -50,7 +50,7 @@ _HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in ra
 
 
 def parse_regular(text: bytes) -> ParsedBlock | None:
-    """Parses whole lines whose rows are all well-formed and have ids of 8 digits; returns None of any others."""
+    """Parses whole lines quickly if all rows are well-formed and all ids have 8 digits; returns None otherwise."""
     text = text.replace(b"\r\n", b"\n") if b"\r" in text else text
     if not text.isascii() or any(mark in text for mark in _SUSPICIOUS):
         return None
@@ -60,7 +60,7 @@ def parse_regular(text: bytes) -> ParsedBlock | None:
 
 
 def _parse_typed(text: bytes) -> ParsedBlock:
-    """Parses integers, and ids of 8 digits, as Arrow's types; a ValueError where the parse as a table has to judge."""
+    """Parses labels, int64 integers and 8-byte ids; a ValueError (Arrow's too) if any row is not regular."""
     table = pcsv.read_csv(
         pa.BufferReader(text),
         pcsv.ReadOptions(use_threads=False, block_size=_CACHED_BYTES, column_names=_COLUMNS),
@@ -86,7 +86,7 @@ def _parse_typed(text: bytes) -> ParsedBlock:
 
 
 def _id_column(column: pa.Array) -> IdColumn:
-    """Returns codes and keys of a column of 8-digit texts, which are compared as 64-bit numbers."""
+    """Returns codes and keys of a column of 8-digit texts; the 8 bytes are viewed as uint64, which encodes faster."""
     texts = pa.Array.from_buffers(pa.uint64(), len(column), column.buffers(), column.null_count, column.offset)
     encoded = texts.dictionary_encode()
     numbers, wrong = decode_hexadecimals(encoded.dictionary)
@@ -100,7 +100,10 @@ def _id_column(column: pa.Array) -> IdColumn:
 
 
 def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
-    """Returns a block's rows, in which values that Criteo's grammar refuses are malformed in a table too."""
+    """Parses a block as a table, after replacing values that only Criteo's grammar refuses by malformed ones.
+
+    Non-ASCII bytes and carriage returns are replaced before the parse, and shown as they were in rejected rows.
+    """
     text = block.text.replace(b"\r\n", b"\n")
     text = text[:-1] + b"\n" if text.endswith(b"\r") else text
     rows = dataclasses.replace(block, text=text.translate(_HARMLESS)).rows(columns)
@@ -113,7 +116,7 @@ def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
 
 
 def _strict_values(name: str, texts: pa.Array) -> pa.Array:
-    """Returns a column's values; a value that the grammar refuses becomes one that a table refuses."""
+    """Replaces values that the grammar refuses: a label by null, an id by "?", an integer by infinity."""
     if name == _COLUMNS[0]:
         return pc.if_else(pc.is_in(texts, value_set=pa.array(["0", "1"])), texts, pa.scalar(None, pa.string()))
     if name not in CRITEO_DENSE:
@@ -125,7 +128,7 @@ def _strict_values(name: str, texts: pa.Array) -> pa.Array:
 
 
 def criteo_layout(layout: TextLayout, place: str, first: bytes) -> TextLayout:
-    """Returns how a file of Criteo's rows is read, given its layout without a header and its first bytes."""
+    """Returns the layout, changed to skip the first line, with a note, if this line is a header (see the module)."""
     end = first.find(b"\n", layout.first_row_byte) + 1 or len(first)
     line = first[layout.first_row_byte : end].removesuffix(b"\n").removesuffix(b"\r")
     fields = line.decode(errors="backslashreplace").split("\t")

@@ -72,7 +72,7 @@ class ColumnProfile:
 
     @classmethod
     def of(cls, name: str, column: pa.ChunkedArray, missing: Sequence[str]) -> ColumnProfile:
-        """Returns the facts about a column, given the texts that stand for a missing value."""
+        """Profiles a column; the texts in ``missing`` are nulls, and lists and other types get no distinct values."""
         kind = type_kind(column.type) or TEXT
         rows = plain_array(one_array(column))
         is_missing = rows.is_null(nan_is_null=pa.types.is_floating(rows.type))
@@ -132,7 +132,7 @@ def _read_text(source: TableInput, num_rows: int) -> _Sample:
 
 
 def _text_format(source: TableInput, first: bytes) -> TextFormat:
-    """Returns the separator, quotation mark and header with which most of the first lines are rows."""
+    """Returns the text format by which most of the first lines are rows; refuses other encodings and separators."""
     usual = text_layout(source, first, TextFormat(header=False))
     if usual.dialect is None:
         return TextFormat()
@@ -165,7 +165,7 @@ def _text_format(source: TableInput, first: bytes) -> TextFormat:
 
 
 def _is_header(table: pa.Table) -> bool:
-    """Returns whether a first row has names: they stand above numbers, or are texts that the rows do not have."""
+    """Returns whether the first row has names: a text above a column of numbers, or only texts that do not recur."""
     names, rows = [str(column[0].as_py() or "") for column in table.columns], table.slice(1)
     if names == [str(number) for number in range(len(names))]:  # as pandas names columns without names
         return True
@@ -235,7 +235,10 @@ def guess_schema(inputs: Sequence[TableInput], num_rows: int) -> str:
 
 
 def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
-    """Yields the guessed role of each column; there is one label, one weight and one time."""
+    """Yields the guessed role of each column, at most one label, weight and time among them.
+
+    Label: a name of _LABELS, else a binary column with an outcome's name, else any binary column.
+    """
     whole = [column for column in columns if column.missing_share <= 0.01]  # rows without these values are malformed
     binary = [column for column in whole if _is_binary(column)]
     named = {column.name.lower(): column for column in whole if column in binary or column.numbers is not None}
@@ -271,7 +274,7 @@ def _is_binary(column: ColumnProfile) -> bool:
 
 
 def _time_format(column: ColumnProfile) -> str | None:
-    """Returns the format of a column of times, by its name and its values; None where it is none."""
+    """Returns the first format by which all values are times of 1973 to 2103; None without, or for another name."""
     if column.kind == TIME:
         return "auto"
     values = column.distinct[:_LOOKED_AT]

@@ -46,7 +46,7 @@ def compression_of(first: bytes) -> str | None:
 
 
 def require_text(place: str, data: bytes) -> None:
-    """Refuses an input of another kind, or in UTF-16 or UTF-32, by its first bytes."""
+    """Raises a UserError if the first bytes are of an archive, of Parquet, or of text in UTF-16 or UTF-32."""
     kind = next((name for magic, name in OTHER_KINDS.items() if data.startswith(magic)), None)
     if kind is not None:
         raise UserError(
@@ -70,7 +70,7 @@ def open_input(place: str) -> IO[bytes]:
 
 
 class InputBytes(io.RawIOBase):
-    """Reads an input once, from its beginning or from a place within it."""
+    """Reads an input once from byte ``start``, unpacks it (from byte 0 only), and hashes the bytes as stored."""
 
     def __init__(self, place: str, start: int = 0) -> None:
         self._place, self._start = place, start
@@ -125,7 +125,11 @@ def sha256_of(place: str) -> str:
 
 
 def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:
-    """Yields the lines whose first bytes are in ``[start, stop)``; the pieces begin at byte ``start - 1``, or at 0."""
+    """Yields the text of the lines whose first bytes are in ``[start, stop)``, in pieces that may split lines.
+
+    ``pieces`` begin at byte ``max(0, start - 1)``, so a line that begins at ``start`` follows a newline in them. Each
+    line of an input is in exactly one of its ranges.
+    """
     place, is_skipping = max(0, start - 1), start > 0
     for piece in pieces:
         begin = piece.find(b"\n") + 1 if is_skipping else 0
@@ -142,7 +146,10 @@ def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iter
 def blocks_of_lines(
     place: str, pieces: Iterator[bytes], block_bytes: int, most_line_bytes: int, quote: bytes | None = None
 ) -> Iterator[bytes]:
-    """Yields whole lines, about ``block_bytes`` at a time; a newline between two marks ``quote`` ends no line."""
+    """Yields whole lines, about ``block_bytes`` at a time; a newline between two marks ``quote`` ends no line.
+
+    Raises a UserError, naming ``place``, for a line longer than ``most_line_bytes`` beyond a block.
+    """
     waiting: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -171,7 +178,7 @@ def blocks_of_lines(
 
 
 def _end_outside_quotes(text: bytes, quote: bytes) -> int:
-    """Returns the place after the last newline before which quotation marks are even in number; 0 without one."""
+    """Returns the position after the last newline that an even number of marks precedes; 0 without one."""
     end, num_quotes = len(text), text.count(quote)
     while newline := text.rfind(b"\n", 0, end) + 1:
         num_quotes -= text.count(quote, newline, end)
@@ -225,7 +232,10 @@ def find_inputs(
     Args:
         named: Files, folders, patterns like ``day_*.csv``, URLs and pipes; ``-`` is standard input.
         note: Function that is told which files of a folder are not read, and that files may be out of order.
-        is_readable: Which files of a folder are read; None for all files of tables.
+        is_readable: Whether a file of a folder is read; None for all files of tables.
+
+    Raises:
+        UserError: Nothing is named or matched, an input cannot be read, or a file is named twice.
     """
     if not named:
         raise UserError(f"no input was named: give one or more {_CAN_BE_NAMED}.")
@@ -339,7 +349,7 @@ def _local_input(path: Path, name: str) -> TableInput:
 
 
 def _described(raw: RawInput, first: bytes) -> TableInput:
-    """Returns an input whose first bytes are known; an empty one is text, but for the name of a Parquet file."""
+    """Finds format and compression from name and first bytes; refuses a Parquet name without Parquet's first bytes."""
     compression = compression_of(first)
     format, separator = _by_name(raw.name)
     if first.startswith(_PARQUET_MAGIC):

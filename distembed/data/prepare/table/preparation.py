@@ -56,7 +56,7 @@ class CriteoOptions:
             )
 
     def prepare_options(self) -> PrepareOptions:
-        """Returns the options that rows of any kind have, which are checked."""
+        """Builds, and so checks, the options of the pipeline; records only options that this dataset depends on."""
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
         unused |= {"vocabulary", "grow"}  # the pipeline records the base and its growth
         if self.missing == "zero":  # manifests of datasets with zeros are older than the choice
@@ -108,7 +108,7 @@ class TableOptions:
     grow: bool = False  # whether new values get ids after the vocabulary's last
 
     def applied_to(self, schema: TableSchema) -> TableSchema:
-        """Returns the schema with these options in place of its settings."""
+        """Returns the schema with these options in place of its settings; a UserError if the result is invalid."""
         values = schema.to_json()
         given = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
         values |= {name: value for name, value in given.items() if value is not None}

@@ -52,9 +52,11 @@ _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 def text_layout(
     source: TableInput, first: bytes, text: TextFormat, may_lack: str | None = None, wanted: TableColumns | None = None
 ) -> TextLayout:
-    """Returns how a text input is read, given its beginning, unpacked, and how the schema says that text is read.
+    """Finds the format, separator and columns of a text input from its first megabyte, unpacked.
 
-    RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
+    ``text`` has the schema's settings, which take precedence; ``may_lack`` is a column that a file without a header may
+    lack. RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
+    Refuses input that is not text, JSON lines without an object, and a separator that is also the quotation mark.
     """
     require_text(source.place, first)
     mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
@@ -114,6 +116,7 @@ class TextPart:
     ) -> None:
         self._source, self._part, self._block_bytes = source, part, block_bytes
         self._layout, self._learn = layout, learn
+        # from the byte before: a newline there means that a line begins exactly at the part's start
         self._bytes = InputBytes(source.place, max(0, part.start - 1))
         self.header_lines = 0  # known once the first block is there
         self.lists: Sequence[str] = ()
@@ -243,6 +246,7 @@ class TableSource:
         return replace(block, num_lines=rows.num_lines, rejected=tuple(rejected))
 
     def _look_at(self, number: int, table: TableInput) -> None:
+        """Learns an input's columns and row groups or text layout from its footer or beginning; pipes are not read."""
         if table.format == PARQUET:
             if table.is_pipe:
                 raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
@@ -258,7 +262,7 @@ class TableSource:
             self._layouts[number] = self._layout(table, first)
 
     def _layout(self, table: TableInput, first: bytes) -> TextLayout:
-        """Returns how a text input is read, given its first bytes."""
+        """Returns the layout of a text input from its first bytes, and adds its columns to the known ones."""
         layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
         if self._is_criteo and layout.dialect is not None:
             layout = criteo_layout(layout, table.place, first)
@@ -266,13 +270,16 @@ class TableSource:
         return layout
 
     def _learn(self, table: TableInput, first: bytes) -> TextLayout:
-        """Returns how a pipe is read, given its first bytes."""
+        """Returns the layout of a pipe from its first bytes, and checks its columns, when the pipe is first read."""
         layout = self._layout(table, first)
         self._require_columns(table.place, layout)
         return layout
 
     def _require_columns(self, place: str, layout: TextLayout) -> None:
-        """Makes sure that a text input has the columns, none of them lists; of JSON lines, that some input has them."""
+        """Raises a UserError if a text input lacks a column, or a column of lists has no separator in CSV or TSV.
+
+        JSON lines may lack a key that another input has: a missing key is a missing value.
+        """
         is_json = layout.dialect is None
         names = tuple(self._known) if is_json else layout.columns
         types = pa.schema([(name, pa.string()) for name in names])
@@ -283,7 +290,10 @@ class TableSource:
             )
 
     def _parts(self, number: int, table: TableInput, part_bytes: int) -> list[InputPart]:
-        """Returns ranges of bytes, or runs of row groups, of about so many bytes each."""
+        """Cuts an input into ranges of bytes, or of Parquet row groups, of about ``part_bytes``; the last has no end.
+
+        An input that is compressed, a pipe, on a web server, or with newlines in values is one part.
+        """
         if table.format == PARQUET:
             starts, size = [0], 0
             for group, num_bytes in enumerate(self._groups[number]):
@@ -367,7 +377,7 @@ class RowReader:
         self._source = TableSource(inputs, schema, wanted_by="the command")
 
     def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
-        """Yields all rows in blocks of about so many bytes of text, and reports each after it has been dealt with."""
+        """Yields all rows in blocks of about ``block_bytes`` of text; reports a block when the next is requested."""
         sizes = [each.raw.num_bytes for each in self.inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         for number, each in enumerate(self.inputs):
@@ -383,12 +393,12 @@ class RowReader:
             self._checksums.append((size, opened.sha256 or ""))
 
     def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
-        """Returns a manifest's entries of the inputs, once all rows were read; none is malformed unless given."""
+        """Returns the manifest's entries after all rows were read; ``num_rejected`` counts each input's bad rows."""
         counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
         return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
 
     def _named(self, number: int, block: RawBlock, lines_before: int, lists: Sequence[str] = ()) -> NamedRows:
-        """Returns the rows of a block; an empty line is none. Columns of ``lists`` have texts of several words."""
+        """Returns a block's rows with the input's line numbers; skips empty lines, splits ``lists`` at blanks."""
         wanted = self._source.parser.columns
         raw = block.rows(self._source.columns, wanted.numbers)
         bad = tuple(replace(row, line=lines_before + row.line + 1) for row in raw.bad if row.text.strip())

@@ -71,6 +71,7 @@ class Lines:
         ends = np.flatnonzero(values == ord("\n")) + 1
         if self.quote is not None and self.quote in self.text:
             quotes = np.flatnonzero(values == self.quote[0])
+            # A newline after an odd number of marks is within a value, unless the last mark is never closed.
             is_enclosed = np.searchsorted(quotes, ends) % 2 == 1
             if len(quotes) % 2:
                 is_enclosed &= ends <= quotes[-1]
@@ -84,6 +85,7 @@ class Lines:
 
     @property
     def unclosed(self) -> range:
+        """Numbers of the lines from an unclosed mark to the end; empty if marks are even in number."""
         if self.quote is None or self.text.count(self.quote) % 2 == 0:
             return range(0)
         return range(int(np.searchsorted(self.ends, self.text.rindex(self.quote), "right")), len(self))
@@ -100,7 +102,7 @@ class Lines:
         return pa.Array.from_buffers(pa.large_binary(), len(self), buffers)
 
     def without(self, numbers: Sequence[int]) -> bytes:
-        """Returns the text without some lines, which are given in order."""
+        """Returns the text without the lines of some ascending numbers."""
         kept, start = [], 0
         for number in numbers:
             kept.append(self.text[start : int(self.ends[number - 1]) if number else 0])
@@ -120,7 +122,7 @@ class ParquetBlock:
 
 @contextmanager
 def opened_parquet(place: str) -> Iterator[pq.ParquetFile]:
-    """Yields the Parquet file of a path or a URL; that it cannot be read, or is damaged, is a UserError."""
+    """Opens a Parquet file at a path or a URL; Arrow's and system errors within the block become a UserError."""
     try:
         source: Any = open_remote(place) if is_url(place) else Path(place)
         with pq.ParquetFile(source, pre_buffer=False) as file:  # which would hold whole row groups
@@ -166,7 +168,10 @@ class DelimitedBlock:
     dialect: Dialect
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
-        """Returns the rows of the block, with these columns as texts, but for columns of numbers without blanks."""
+        """Parses the block: ``columns`` as texts, but ``numbers`` as float64 if all of their values are finite numbers.
+
+        Lines that are no rows are set aside in ``bad``. Blanks in the block keep all columns texts.
+        """
         text = self.text
         if b"\r" in text and not self.dialect.newlines_in_values:
             text = text.replace(b"\r\n", b"\n")
@@ -197,7 +202,7 @@ class DelimitedBlock:
 
 
 def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
-    """Returns the lines that Arrow would not read as lines of their own, and why each is no row."""
+    """Returns the reason of each bad line that Arrow does not report: empty, unpaired marks, returns, not UTF-8."""
     text = lines.text
     bad: dict[int, str] = {}
     has_returns = b"\r" in text
@@ -225,7 +230,10 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
 def _read(
     text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str] = ()
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Returns columns of the lines with the right number of fields, and the numbers of the other lines."""
+    """Parses lines; returns the columns, and the numbers of lines with a wrong number of fields, which are left out.
+
+    Raises ArrowInvalid if a column of ``numbers`` has a value that is no number.
+    """
     wrong: list[int] = []
     if not text:
         return pa.schema([(name, pa.string()) for name in columns]).empty_table(), np.zeros(0, np.int64)
@@ -265,7 +273,7 @@ def _read(
             break
         except pa.ArrowInvalid:
             if block_bytes > len(text):
-                raise  # not of a line that is longer than a block
+                raise  # the whole text was one block, so the cause is not a line longer than a block
     return table.rename_columns(list(columns)), np.array(wrong, np.int64)
 
 
@@ -341,7 +349,7 @@ def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColum
 
 
 def _arrow_type(values: Sequence[Any]) -> pa.DataType:
-    """Returns the type of values like these, null of none; a KeyError where they are of several types."""
+    """Returns the Arrow type that all values have, null without values; a KeyError for mixed or unsupported types."""
     if not values:
         return pa.null()
     entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
