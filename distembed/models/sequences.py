@@ -133,6 +133,7 @@ def _group_lengths(counts: _Integers) -> list[tuple[int, int]]:
 
 def _one_group(asked: Asked, max_length: int) -> SequenceLayout:
     """Returns the layout with all rows in one group of ``max_length`` slots, on their device, without synchronising."""
+    # as in lay_out, but every row has max_length slots, so the slots of row r begin at r * max_length
     whole, wanted, device = asked.lengths.long(), asked.num_queries.long(), asked.lengths.device
     left, num_rows = whole.clamp(max=max_length), len(whole)
     numbers = torch.arange(max_length, device=device)

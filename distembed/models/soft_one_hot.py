@@ -60,7 +60,7 @@ class SoftOneHot(nn.Module):
         weights, biases = grid_bins(num_bins, *value_range)
         self.weights = nn.Parameter(weights.repeat(num_features, 1))
         self.biases = nn.Parameter(biases.repeat(num_features, 1))
-        # of squared length 1 on average, whatever D
+        # vectors have a squared length of 1 on average, for every D
         scale = embedding_dim**-0.5
         self.vectors = nn.Parameter(torch.randn(num_features, num_bins, embedding_dim) * scale)
         self.missing = nn.Parameter(torch.randn(num_features, embedding_dim) * scale)
@@ -150,7 +150,7 @@ class _Shares(torch.autograd.Function):
         weights: Float[Tensor, "features bins"],
         biases: Float[Tensor, "features bins"],
     ) -> Float[Tensor, "features bins rows"]:
-        # not addcmul, which takes 2.5 times as long where all its operands are spread on a CPU
+        # not addcmul, which takes 2.5 times as long on a CPU where all of its operands are broadcast
         sums = (values.unsqueeze(1) * weights.unsqueeze(2)).add_(biases.unsqueeze(2))
         shares = torch.softmax(sums, dim=1).mul_(~is_missing.unsqueeze(1))
         ctx.save_for_backward(values, shares, weights)

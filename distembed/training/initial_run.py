@@ -130,9 +130,9 @@ def begun_config(config: Config) -> Config:
 def resumed_config(config: Config, folder: Path) -> Config:
     """Returns the given config with everything that the run in ``folder`` decided when it started.
 
-    ``task.exclude_seen: auto`` becomes the run's decision, and table settings as the user gave them become the grown
-    ones. Other settings stay as given, so that :func:`~distembed.training.resume.require_same_config` finds
-    differences.
+    ``task.exclude_seen: auto`` becomes the run's decision. In a run with ``train.init_from``, that setting is taken
+    from the run if it is missing, and table settings as the user gave them become the grown settings. Other settings
+    stay as given, so that :func:`~distembed.training.resume.require_same_config` finds differences.
     """
     started_with = load_run_config(folder)
     if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
@@ -169,7 +169,7 @@ def _absolute(path: str) -> str:
 def _folder_and_checkpoint(init_from: str) -> tuple[Path, str | None]:
     """Returns the run of ``train.init_from``: its folder, and its checkpoint's path or URL, None if a run is named.
 
-    A checkpoint names its run if it lies outside of the run's folder; else it is in ``RUN/checkpoints/NAME``.
+    A place for checkpoints outside of the run's folder names the run; else the checkpoint is ``RUN/checkpoints/NAME``.
     """
     folder = Path(init_from)
     if "://" not in init_from and holds_run(folder):
