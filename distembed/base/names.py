@@ -23,7 +23,7 @@ Values = Mapping[str, Any]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most like ``name``, or None where none is near."""
+    """Returns the name in ``known`` that is most similar to ``name``, or None if no name is similar enough."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
@@ -98,7 +98,7 @@ class ByName(ByValues):
         self.known, self.kind, self.default = known, kind, default
 
     def class_of(self, section: Any) -> Any:
-        """Returns the dataclass of a section in plain values; None where it names none that is known."""
+        """Returns the dataclass that a section's key ``name``, or the default name, selects; None for another name."""
         name = section.get("name", self.default) if isinstance(section, Mapping) else self.default
         return self.known.get(name) if isinstance(name, str) else None
 

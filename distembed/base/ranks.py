@@ -259,7 +259,7 @@ class Collectives:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns the error itself or, where it cannot be pickled, one with the same message."""
+    """Returns the error, or a RuntimeError with its type and message if pickling and unpickling it fails."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

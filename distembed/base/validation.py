@@ -109,7 +109,10 @@ def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _describe(mistake: dict[str, Any], kind: type, values: Mapping[str, Any]) -> str:
-    """Returns a mistake that pydantic found as a line: its path, the error and the nearest known name."""
+    """Returns the error text of one mistake that pydantic found: its dotted path, the error and a near name.
+
+    A mistake of the whole config has no path; its own text may have several lines.
+    """
     path = [str(part) for part in mistake["loc"]]
     if not path:  # a mistake of the config as a whole, which says where it is
         return str(mistake.get("ctx", {}).get("error") or mistake["msg"])

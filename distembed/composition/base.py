@@ -37,7 +37,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class NearSigns:
-    """Random signs times magnitudes near 1, uniform within a tenth of it, so that no two rows are the same."""
+    """Random signs times magnitudes uniform in [0.9, 1.1], scaled to the variance; so no two rows are equal."""
 
     variance: float = 1.0
 

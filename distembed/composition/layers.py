@@ -71,9 +71,9 @@ class PackedLayers:
         packed: Float[Tensor, "functions F"],
         hidden: list[Tensor] | None = None,
     ) -> Float[Tensor, "functions inputs dim"]:
-        """Returns the outputs of each function for its own inputs.
+        """Returns ``packed[f]`` applied to each of the inputs ``inputs[f]``, for every function f.
 
-        The hidden values from which :meth:`backward` can start are appended to ``hidden``.
+        Appends a tensor for each hidden layer to ``hidden``, from which :meth:`backward` can start.
         """
         (weight, bias), *others = self._unpack(packed, inputs.shape[2])
         values = torch.baddbmm(bias, inputs, weight)

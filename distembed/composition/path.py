@@ -62,7 +62,7 @@ class PathComposition(Composition):
         return (range(embedding_dim),) if num_partitions == 1 else None
 
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
-        """Returns each id's vector ``vectors[0]`` after its own packed functions ``vectors[1:]``."""
+        """Applies the packed functions ``vectors[1][i]``, ``vectors[2][i]``, ... to ``vectors[0][i]`` for each id i."""
         values, *functions = vectors
         for packed in functions:
             inputs = values.reshape(-1, 1, values.shape[-1])

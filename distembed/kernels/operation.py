@@ -175,7 +175,7 @@ class FusedLookup:
         return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")
 
     def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
-        """Returns a step and a batch in which each id is a bag of its own, with vectors of ``width`` columns."""
+        """Returns a step and a batch of the same ids without weights, in which each id is a bag: ``[ids, width]``."""
         features, begins = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
         features[:, layout.FIRST_BAG] = begins.numpy()
         features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()

@@ -66,7 +66,7 @@ def _typed(signature: Any, build: Callable[..., Any]) -> Any:
 
 @_intrinsic
 def load_floats(typing_context: Any, address: Any, like: Any) -> Any:
-    """Returns float32 numbers from an address, as many as another vector has."""
+    """Loads a vector of float32 from an address, with as many lanes as the vector ``like``."""
     return _typed(
         like(types.int64, like), lambda builder, start, _: builder.load(_pointer(builder, start, like.llvm), align=4)
     )
@@ -74,7 +74,7 @@ def load_floats(typing_context: Any, address: Any, like: Any) -> Any:
 
 @_intrinsic
 def load_half(typing_context: Any, address: Any, like: Any) -> Any:
-    """Returns float16 numbers from an address, in float32, as many as another vector has."""
+    """Loads float16 numbers from an address, as a float32 vector with as many lanes as ``like``."""
 
     def build(builder: Any, start: Any, _: Any) -> Any:
         halves = builder.load(_pointer(builder, start, ir.VectorType(_HALF, like.lanes)), align=2)
@@ -106,7 +106,7 @@ def store_half(typing_context: Any, address: Any, vector: Any) -> Any:
 
 @_intrinsic
 def splat(typing_context: Any, value: Any, like: Any) -> Any:
-    """Returns one float32 number in all lanes, as many as another vector has."""
+    """Returns a vector with as many lanes as ``like``, each of them ``value``."""
 
     def build(builder: Any, number: Any, _: Any) -> Any:
         undefined = ir.Constant(like.llvm, ir.Undefined)
@@ -148,7 +148,7 @@ def square_root(typing_context: Any, vector: Any) -> Any:
 
 @_intrinsic
 def sum_lanes(typing_context: Any, vector: Any) -> Any:
-    """Returns the sum of a vector's numbers, halves added to halves, in an order that is always the same."""
+    """Returns the sum of a vector's numbers: adds its upper half to its lower half until one number is left."""
 
     def build(builder: Any, summed: Any) -> Any:
         lanes = vector.lanes

@@ -41,7 +41,7 @@ def slots_bytes(num_rows: Any, num_ids: Any) -> Any:
 
 @compiled
 def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
-    """Writes the block of slots at ``slots``, with none taken, and :func:`slots_bytes` at ``scratch``."""
+    """Writes a block without slots at ``slots``, and its empty hash table, :func:`slots_bytes`, at ``scratch``."""
     num_bits = _place_bits(num_rows, num_ids)
     num_places, can_collide = 1 << num_bits, num_rows > (1 << num_bits)
     write(slots + 8 * PLACES, scratch)

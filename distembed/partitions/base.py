@@ -86,7 +86,7 @@ class Partition(ABC):
 
     @abstractmethod
     def colliding_ids(self) -> tuple[int, int] | None:
-        """Returns two distinct ids with the same row in every partition; None without any. The answer is exact."""
+        """Returns two distinct ids with equal rows in every partition; None if there are none, which is a proof."""
 
     def is_complementary(self) -> bool:
         """Returns whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""

@@ -215,7 +215,7 @@ class Explicit(Partition):
 
 
 def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.int64]:
-    """Returns a number for each id, equal where ids have the same rows: the rows as digits of a mixed radix."""
+    """Returns a key for each id, its rows as digits of a mixed radix: keys are equal exactly where all rows are."""
     keys, count = np.zeros(len(assignments[0]), np.int64), 1
     for assigned, bound in zip(assignments, num_rows, strict=True):
         rows: NDArray[np.integer] = assigned.numpy()
@@ -312,7 +312,7 @@ def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) ->
 
 
 def _number_values(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDArray[np.integer], int]:
-    """Returns the number of each id's value among the distinct ones, and how many these are."""
+    """Returns each id's row, the place of its value in the column's distinct values, and how many values there are."""
     values = _distinct_values(file, path, column)
     rows = np.empty(file.metadata.num_rows, dtype=np.min_scalar_type(len(values)))
     start = 0

@@ -31,7 +31,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        """Returns the sample of these values; NaN is left out."""
+        """Returns number, mean and standard deviation of the values that are not NaN."""
         known = [value for value in values if not math.isnan(value)]
         deviation = statistics.stdev(known) if len(known) > 1 else math.nan
         return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)

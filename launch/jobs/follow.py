@@ -244,7 +244,7 @@ def job_state(job: Job, runner: Runner) -> AppStatus | None:
 
 
 def run_progress(run_dir: Path) -> list[str]:
-    """Returns lines on the progress of a run by its own record; none before it has started."""
+    """Returns status and last metrics that the run's folder records, as lines; [] before the run has started."""
     try:
         status = RunInfo.read(run_dir / "run.json").status
         # "unfinished" does not tell whether it runs: the job's state, printed with these lines, does

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_trio() -> list[Finding]:
-    """Names the tested trio of the torch that is installed here, and checks the other members by it."""
+    """Checks the versions of torch, torchrec and FBGEMM here against the trio that was tested with this torch."""
     installed = installed_versions()
     return [name_trio(installed), *check_trio_versions(installed, chosen_device(installed, nvidia_smi_works()))]
 

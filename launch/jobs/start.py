@@ -36,7 +36,7 @@ def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Sa
 
 
 def resume_job(job: Job, *, dry_run: bool, detach: bool, say: Say) -> None:
-    """Starts a launched job that does not run again, from its own config; see :func:`start`."""
+    """Starts a launched job again, from the config in its folder; refuses a job that still runs; see :func:`start`."""
     require_ended(job)
     start(job, load_config(job.folder / "config.yaml"), dry_run=dry_run, detach=detach, say=say)
 

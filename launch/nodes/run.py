@@ -178,7 +178,10 @@ def _run(launcher_arguments: list[str], grace_seconds: int) -> int:
 
 
 def _start_again(given: argparse.Namespace) -> NoReturn:
-    """Starts this program over in its own process, once the first node has left the port where nodes meet."""
+    """Replaces this process by a new start of this program, with equal arguments; never returns.
+
+    Other nodes first wait up to 20 seconds until the first node has left the port where nodes meet.
+    """
     _say("this node starts again")
     os.environ.pop(PARENT_VARIABLE, None)
     deadline = time.monotonic() + _LEAVING_SECONDS

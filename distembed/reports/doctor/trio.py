@@ -69,7 +69,7 @@ def trio_of(installed: Mapping[str, str]) -> Trio:
 
 
 def _is_installed(pins: Mapping[str, str]) -> bool:
-    """Returns whether the Python that runs this has these versions, of whichever build."""
+    """Returns whether this Python has the pinned versions installed; a build suffix like ``+cpu`` does not count."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
