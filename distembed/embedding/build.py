@@ -33,7 +33,9 @@ _MOST_SHOWN = 10
 def build_tables(
     features: Sequence[CategoricalFeature], config: EmbeddingConfig, seed: int = 0, sse: Mapping[str, SSE] | None = None
 ) -> list[CompositionalEmbeddingBagConfig]:
-    """Returns one table for each feature that has one of its own, with that feature's name.
+    """Returns one table for each feature that does not name another feature's table; it has the feature's name.
+
+    Features that name it are looked up in it too. A small table, or one that compression would not shrink, stays full.
 
     Args:
         features: The dataset's features.
@@ -58,7 +60,7 @@ def build_tables(
 
 
 def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
-    """Returns why a feature's table stays full although a scheme is set, or None where the scheme is applied."""
+    """Returns why a feature's table stays full although a scheme is set; None if the scheme applies or is ``naive``."""
     if settings.force or settings.partition == "naive":
         return None
     if feature.num_embeddings <= settings.threshold:
@@ -70,7 +72,7 @@ def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> s
 
 
 def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) -> CompositionalEmbeddingBagConfig:
-    """Returns a feature's table, full where it has a reason to stay so."""
+    """Returns a feature's table with the configured scheme, or full (:func:`reason_to_stay_full`)."""
     if reason_to_stay_full(feature, settings) is None:
         return _table(feature, settings, _make_partition(feature, settings), seed)
     return _table(feature, settings, Naive(feature.num_embeddings), seed)
@@ -79,7 +81,7 @@ def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) 
 def _table(
     feature: CategoricalFeature, settings: TableConfig, partition: Partition, seed: int
 ) -> CompositionalEmbeddingBagConfig:
-    """Returns a feature's table with a given partition."""
+    """Returns a feature's table with a given partition; a full table has nothing to compose, by any composition."""
     composition = COMPOSITIONS["product" if partition.name == "naive" else settings.composition]
     chosen = {name: getattr(settings, name) for name in setting_names(composition.settings)}
     return CompositionalEmbeddingBagConfig(
@@ -98,7 +100,7 @@ def _table(
 
 
 def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Partition:
-    """Returns the partition of a feature's table."""
+    """Returns the configured partition of a feature's table, with the feature's name in errors."""
     try:
         return PARTITIONS[settings.partition].from_settings(feature.num_embeddings, settings)
     except UserError as error:
@@ -111,10 +113,13 @@ def grown_embedding(
     now: EmbeddingConfig,
     features: Sequence[CategoricalFeature],
 ) -> EmbeddingConfig:
-    """Returns the settings of tables that start from an earlier run's: each known id keeps its rows.
+    """Returns the settings of tables that start from an earlier run's weights: every earlier id keeps its rows.
 
-    ``now`` gives the ``id_policy``, the files of assignments and the ``output_dtype``; all other settings are those
-    before, and ``features`` have as many ids as ``features_before`` or more.
+    ``id_policy``, assignments and ``output_dtype`` come from ``now``, all other settings from ``before``.
+
+    Raises:
+        UserError: Features have other tables than before, a table has fewer ids, hashes its ids and would grow, or an
+            explicit assignment changes the rows of an earlier id.
     """
     own = {feature.name: feature for feature in features if feature.table is None}
     own_before = {feature.name: feature for feature in features_before if feature.table is None}
@@ -135,7 +140,10 @@ def grown_embedding(
 def require_same_settings(
     before: EmbeddingConfig, now: EmbeddingConfig, features: Sequence[CategoricalFeature], run: str
 ) -> None:
-    """Raises unless the tables have the settings of an earlier ``run``."""
+    """Raises a UserError that lists the settings, of features' own tables, in which ``now`` differs from ``before``.
+
+    ``run`` names the earlier run. Settings without effect on weights may differ.
+    """
     differences = []
     for feature in features:
         if feature.table is not None:
@@ -155,7 +163,7 @@ def require_same_settings(
 
 
 def _relevant(settings: TableConfig) -> dict[str, Any]:
-    """Returns the settings that change the meaning of a table's weights."""
+    """Returns all settings that decide which vectors a table's weights give."""
     values = dataclasses.asdict(settings)
     return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT_ON_WEIGHTS}
 
@@ -163,7 +171,7 @@ def _relevant(settings: TableConfig) -> dict[str, Any]:
 def _grown_table(
     feature_before: CategoricalFeature, before: TableConfig, feature: CategoricalFeature, settings: TableConfig
 ) -> TableConfig:
-    """Returns the settings of a table that starts from an earlier run's table."""
+    """Returns ``settings``, pinned if the table has grown; refuses changes that would move an earlier id's rows."""
     old_size, new_size = feature_before.num_embeddings, feature.num_embeddings
     if new_size < old_size:
         raise UserError(
@@ -182,7 +190,10 @@ def _grown_table(
 
 
 def _pinned_settings(feature: CategoricalFeature, settings: TableConfig, num_embeddings: int) -> Mapping[str, Any]:
-    """Returns the settings that have to be written down when a table grows."""
+    """Returns the settings that make a scheme for ``num_embeddings`` ids keep the rows of the feature's ids.
+
+    They replace settings that the scheme would compute from the number of ids.
+    """
     if reason_to_stay_full(feature, settings) is not None or settings.partition == "naive":
         return {"partition": "naive"}
     if settings.partition == "explicit":
@@ -191,6 +202,7 @@ def _pinned_settings(feature: CategoricalFeature, settings: TableConfig, num_emb
         grown = _scheme(feature, settings).grown_settings(num_embeddings)
     except UserError as error:
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
+    # the scheme's own defaults take back the settings that the grown ones replace (collisions by num_buckets)
     unset = dataclasses.asdict(PARTITIONS[settings.partition].settings())
     return {**unset, **grown, "force": True}
 

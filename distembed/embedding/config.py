@@ -1,4 +1,4 @@
-"""The configs of compositional tables, from which modules, sharders and the planner take all that they need.
+"""The configs of compositional tables, which modules, sharders and the planner read.
 
 :class:`CompositionalEmbeddingBagConfig` takes the place of TorchRec's ``EmbeddingBagConfig`` and
 :class:`CompositionalEmbeddingConfig` that of its ``EmbeddingConfig``.
@@ -170,7 +170,7 @@ class CompositionalEmbeddingConfig:
                 )
 
     def _given_rules(self) -> list[tuple[str, object]]:
-        """Returns each feature with its rule, as given."""
+        """Returns each feature with the rule given for it, not yet checked; a single rule is for every feature."""
         if self.sse is None:
             return []
         if isinstance(self.sse, Mapping):
@@ -179,11 +179,11 @@ class CompositionalEmbeddingConfig:
 
     @property
     def rules(self) -> dict[str, SSE]:
-        """The rule by which a feature's ids are replaced in training, of each feature that has one."""
+        """The rule that replaces a feature's ids in training, by feature; features without a rule are left out."""
         return {feature: rule for feature, rule in self._given_rules() if isinstance(rule, SSE)}
 
     def _resolve(self, name: str, value: object) -> None:
-        """Replaces a field's value, as the frozen class does not allow otherwise."""
+        """Sets a field of this frozen class to its resolved value."""
         object.__setattr__(self, name, value)
 
     @property
@@ -236,7 +236,8 @@ class CompositionalEmbeddingConfig:
 
     @cached_property
     def _partition_tables(self) -> tuple[PartitionTable, ...]:
-        # planning asks for them a hundred times
+        # cached: planning asks for them a hundred times
+        # a full table's U(-1/sqrt(n), 1/sqrt(n)) has variance 1 / (3 n): the target for the composed vector
         rows = self.scheme.num_rows
         dims = self.combine.partition_dims(self.embedding_dim, len(rows))
         draws = self.combine.initial_weights(1.0 / (3.0 * self.num_embeddings), len(rows), self.embedding_dim)
@@ -295,7 +296,7 @@ def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
 
 
 def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> "FeaturePerturbation":
-    """Returns the module that replaces the ids of these tables' features in training."""
+    """Returns the module that replaces ids in training, for the features with a rule; ``rank`` as there."""
     from distembed.sse import FeaturePerturbation
 
     streams = [
@@ -312,7 +313,7 @@ def common_id_dtype(tables: Iterable[CompositionalEmbeddingConfig]) -> "torch.dt
 
 
 def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
-    """Returns one line, which is the same for two tables if they give the same vectors for the same weights."""
+    """Returns a line that is equal for two tables if they give equal vectors for equal weights."""
     values = table.combine.setting_values().items()
     settings = {name: getattr(value, "__qualname__", value) for name, value in values}
     parts = [table.scheme.name, table.scheme.description, f"{table.combine.name} {settings}"]

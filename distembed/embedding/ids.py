@@ -42,7 +42,10 @@ class IdMapper:
         self._layout: _Layout | None = None
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the batch with mapped ids; the batch itself where neither an id nor the dtype changes."""
+        """Returns the batch with mapped ids; the batch itself where neither an id nor the dtype changes.
+
+        Raises a UserError for a damaged batch and, on the CPU, for an id that is refused.
+        """
         require_whole_batch(features)
         values = features.values()
         if values.is_meta:
@@ -52,6 +55,7 @@ class IdMapper:
         if values.numel() == 0:  # of any dtype: torch.tensor([]) is of float32
             return self._with_ids(features, values.to(self.dtype))
         layout = self._find_layout(features)
+        # the CPU knows which features have ids outside; on a GPU, all features whose ids may change are mapped
         if values.device.type == "cpu":
             changed = layout.hashed + _features_outside(features, layout.last_ids)
         else:
@@ -61,7 +65,7 @@ class IdMapper:
         return self._with_ids(features, self._map(features, ids, changed) if changed else ids)
 
     def _find_layout(self, features: KeyedJaggedTensor) -> "_Layout":
-        """Returns the layout of a batch: the last one while keys, dtype and device stay, else a new one."""
+        """Returns the layout for a batch: the cached one if keys, dtype and device are equal, else a new one."""
         keys, values = features.keys(), features.values()
         layout = self._layout
         if layout is None or (layout.keys, layout.dtype, layout.device) != (keys, values.dtype, values.device):
@@ -70,7 +74,7 @@ class IdMapper:
         return layout
 
     def _map(self, features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], changed: Sequence[int]) -> Tensor:
-        """Returns a batch's ids, mapping the features with the indices ``changed``."""
+        """Returns ``ids``, the batch's ids converted, with the ids of the features ``changed`` (indices) mapped."""
         keys, counts = features.keys(), features.length_per_key()
         raw, pieces = features.values().split(counts), list(ids.split(counts))
         for i in changed:
@@ -78,7 +82,7 @@ class IdMapper:
         return torch.cat(pieces)
 
     def _map_traced(self, features: KeyedJaggedTensor) -> Int[Tensor, " ids"]:
-        """Returns a batch's mapped ids, as operations of a program."""
+        """Returns a batch's mapped ids without looking at values, for a traced or compiled program."""
         keys = features.keys()
         pieces = list(features.values().split(features.length_per_key()))
         for i, key in enumerate(keys):
@@ -95,13 +99,17 @@ class IdMapper:
 def map_ids(
     table: CompositionalEmbeddingConfig, ids: Int[Tensor, " ids"], where: str, first_position: int = 0
 ) -> Int64[Tensor, " ids"]:
-    """Returns the ids that raw ids have in a table.
+    """Returns raw ids as ids of a table, in ``[0, num_embeddings)``: hashed, or else mapped by the table's policy.
 
     Args:
         table: The table, whose hash and policy are applied.
         ids: Tensor of any integers.
-        where: The place of the ids, for the error: ``feature 'C1'``.
-        first_position: The position of the first of ``ids`` in that place.
+        where: Text for the error that says where the ids are from: ``feature 'C1'``.
+        first_position: Position of ``ids[0]`` there, for the error.
+
+    Raises:
+        UserError: The dtype is not of integers, or the policy is ``error`` and an id lies outside (a GPU or a program
+            fails asynchronously instead).
     """
     require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
 
@@ -140,15 +148,16 @@ def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, val
 
 @dataclass(frozen=True)
 class _Layout:
-    """The limits of the ids of all batches with the same keys, dtype and device."""
+    """The limits of each feature's ids, for batches with equal keys, dtype and device."""
 
     keys: list[str]
     dtype: torch.dtype
     device: torch.device
     hashed: list[int]  # indices of the features whose ids are hashed
     mapped: list[int]  # indices of the features whose ids may change: they are hashed, or their policy is not error
-    last_ids: NDArray[np.uint64]  # the largest id of each feature that needs no change
-    device_bounds: Int64[Tensor, " keys"]  # the largest accepted id, with its sign bit flipped to compare unsigned
+    last_ids: NDArray[np.uint64]  # by feature: the largest id that is not changed or refused; no limit if hashed
+    # by feature: the largest id that is not refused; sign bits are flipped, so that a signed comparison is unsigned
+    device_bounds: Int64[Tensor, " keys"]
 
 
 def _make_layout(
@@ -175,7 +184,7 @@ def _make_layout(
 
 
 def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64]) -> list[int]:
-    """Returns the indices of the features with an id beyond their last one."""
+    """Returns the indices of the features with an id above their limit; negative ids, read as unsigned, are above."""
     values = features.values().numpy()
     counts = np.array(features.length_per_key())
     starts = counts.cumsum() - counts
@@ -187,7 +196,7 @@ def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64])
 
 
 def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " keys"]) -> None:
-    """Asserts on the device, without waiting for it, that no id lies beyond its feature's bound."""
+    """Asserts asynchronously on the device that no id exceeds its feature's bound: feature -> bags -> ids."""
     ids, lengths = features.values().long(), features.lengths()
     if features.variable_stride_per_key():
         num_bags = torch.tensor(features.stride_per_key()).to(lengths.device, non_blocking=True)

@@ -40,13 +40,13 @@ class SeededInit:
         return self.fill_part(weight, 0, 0)
 
     def fill_part(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> Tensor:
-        """Fills a range of the weight's rows and columns with its values in the whole weight, and returns it."""
+        """Fills ``part`` with the values that the whole weight has from this row and column on, and returns it."""
         with torch.no_grad():
             self._fill(part, first_row, first_column)
         return part
 
     def _fill(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> None:
-        """Does the same, where gradients are off."""
+        """Draws every block that overlaps the rows; a block that is needed in part is drawn whole, then copied from."""
         end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
         block_rows = max(1, _NUMBERS_PER_BLOCK // self.dim)
         # allocated once: freed and allocated again for every block, glibc's heap would grow by each
@@ -64,7 +64,7 @@ class SeededInit:
                 within.copy_(drawn[max(first_row - start, 0) :][: len(within), columns])
 
     def _generator(self, block: int, device: torch.device) -> torch.Generator:
-        """Returns the random numbers of a block."""
+        """Returns a generator whose seed is a hash of seed, weight name and block, on the weight's device."""
         suffix = f"/{block}" if block else ""
         digest = hashlib.sha256(f"{self.seed}/{self.name}{suffix}".encode()).digest()
         # 63 bits: the seeds that torch's generators accept on every device

@@ -34,7 +34,7 @@ class VectorChunk:
 
 @dataclass(frozen=True)
 class ShareWeight:
-    """A weight, or columns and rows of one, that vectors of a share are composed from."""
+    """A partition's weight, or the rows and columns of it on this rank, from which vectors of a share are composed."""
 
     partition: int  # number of the partition
     weight: Float[Tensor, "rows dim_j"]  # the rows that lie on this rank
@@ -63,7 +63,7 @@ class ShareIds:
         return self._stop - self._first if self._listed is None else len(self._listed)
 
     def between(self, start: int, stop: int, device: torch.device) -> "ChunkIds":
-        """Returns the ids from the ``start``-th to the one before the ``stop``-th, as far as there are so many."""
+        """Returns the share's ids number ``start`` to ``stop - 1``, or fewer at the share's end."""
         if self._listed is not None:
             return ChunkIds(self._listed[start:stop].long(), None)
         first, last = min(self._first + start, self._stop), min(self._first + stop, self._stop)
@@ -78,7 +78,7 @@ class ChunkIds:
     first: int | None  # the first id, where ids follow each other without gaps
 
     def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
-        """Returns the places of other ids in the chunk, and whether the chunk has them; else the place is arbitrary."""
+        """Returns the index of each given id in this chunk (arbitrary if absent), and whether the chunk has it."""
         last = len(self.ids) - 1
         if self.first is not None:
             places = ids - self.first
@@ -89,27 +89,27 @@ class ChunkIds:
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """A chunk of a share that was read, with the graph of its vectors if gradients are wanted."""
+    """A chunk of a share; if it was read with gradients, also the autograd graphs of the columns composed here."""
 
     chunk_ids: ChunkIds  # the ids of the chunk
-    # the composed vector of each; their gradients go to :meth:`TableShare.add_gradients`
+    # the composed vector of each id, detached; pass their gradients to :meth:`TableShare.add_gradients`
     vectors: Float[Tensor, "ids dim"]
-    # vectors that this rank composed from leaves, for each of its ranges of columns; none without gradients
+    # the columns that this rank composed, by range; empty without gradients
     parts: "Sequence[_ComposedPart]" = ()
-    ids_by_rank: Sequence[int] = ()  # number of ids of each rank, where ranks compose columns for one another
+    ids_by_rank: Sequence[int] = ()  # number of ids in each rank's chunk, where ranks compose columns for one another
 
 
 @dataclass(frozen=True)
 class _ComposedPart:
-    """A range of columns of some ids, composed from leaves."""
+    """A range of columns of some ids' vectors, with the leaves of its autograd graph."""
 
     vectors: Float[Tensor, "ids columns"]
-    leaves: list[Tensor]  # rows of vectors for each weight, or the whole weight of functions
-    places: "list[Int64[Tensor, ' ids'] | slice]"
+    leaves: list[Tensor]  # for each weight: its rows for the ids, in float32; functions' weights as a whole
+    places: "list[Int64[Tensor, ' ids'] | slice]"  # for each weight: the rows that the leaf was taken from
 
 
 class TableShare:
-    """The ids of a table whose vectors this rank composes.
+    """The ids of a table whose vectors this rank gets, each id on exactly one rank, and the weights to compose them.
 
     Attributes:
         table: The table.
@@ -119,8 +119,8 @@ class TableShare:
     Args:
         table: The table.
         ids: The ids of this rank.
-        most_ids: Number of ids of the rank that has most.
-        columns: The ranges of columns that this rank composes, of vectors of its ids.
+        most_ids: Number of ids in the largest share of any rank, so that all ranks read equally many chunks.
+        columns: The ranges of columns that this rank composes; none if it has no weights.
         device: Device of the weights.
         group: The process group over which the ids are shared; None for this process alone.
     """
@@ -155,14 +155,14 @@ class TableShare:
         return -(-self._most_ids // most_ids)
 
     def chunks(self, most_ids: int) -> Iterator[VectorChunk]:
-        """Yields this rank's ids with their vectors; all ranks call it, and get equally many chunks."""
+        """Yields this rank's ids and detached vectors; all ranks call it and get equally many chunks."""
         with torch.no_grad():
             for number in range(self.num_chunks(most_ids)):
                 chunk = self.read(number, most_ids)
                 yield VectorChunk(chunk.chunk_ids.ids, chunk.vectors)
 
     def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
-        """Returns one chunk; all ranks call it."""
+        """Returns chunk ``number`` of up to ``most_ids`` ids, perhaps empty at the end; all ranks call it."""
         chunk_ids = self._ids.between(number * most_ids, (number + 1) * most_ids, self._device)
         parts = self._compose(chunk_ids, with_gradients)
         # where rows are few, a rank may have none, and no weights
@@ -172,11 +172,16 @@ class TableShare:
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
     ) -> None:
-        """Adds the gradients of the weights' rows, from the gradients of a chunk's vectors; all ranks call it."""
+        """Propagates gradients of a chunk's vectors to the weights' rows, and adds them to ``totals``.
+
+        ``totals`` has a gradient of each of :attr:`weights`, in order. The chunk was read with gradients. All ranks
+        call it.
+        """
         self._add(chunk.parts, [gradients] if chunk.parts else [], totals)
 
     def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedPart]":
-        """Returns this rank's columns of the vectors of ids."""
+        """Composes this rank's columns of the ids' vectors, each range in an autograd graph of its own."""
+        # in a full table, consecutive ids have consecutive rows: a slice of the weight in place of an index
         ids, first = chunk_ids.ids, chunk_ids.first
         is_slice = first is not None and isinstance(self.table.scheme, Naive)
         rows = None if is_slice else self.table.scheme.rows(ids)
@@ -212,7 +217,7 @@ class TableShare:
 
 
 def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, num_ids: int) -> "Tensor | slice":
-    """Returns the places of ids' leaves in a weight; without ``rows``, the ids follow each other from ``first`` on."""
+    """Returns the rows of a weight that ids need, all of a function's; without ``rows``, they go from ``first`` on."""
     if own.is_function:
         return slice(None)
     if rows is None:
@@ -221,7 +226,7 @@ def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, nu
 
 
 def require_one_vector(table: CompositionalEmbeddingConfig) -> None:
-    """Raises where an id of the table has several vectors: an item has one."""
+    """Raises a UserError for a table with several vectors for each id: scores need one."""
     if table.num_vectors > 1:
         raise UserError(
             f"table {table.name!r} has composition {table.combine.name!r}, with {table.num_vectors} vectors an id, and "

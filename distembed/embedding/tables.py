@@ -39,7 +39,7 @@ class EmbeddedFeature(Generic[TableT]):
 
 
 class CompositionalTables(KnowsTorchRec, Generic[TableT]):
-    """Base of the collections.
+    """Base of the collections: parameters of all partitions, and the steps ids -> mapped ids -> composed vectors.
 
     Attributes:
         functions: The functions of path-based tables by name, ``<table>__p<j>``: float32, with a row for each function.
@@ -102,16 +102,19 @@ class CompositionalTables(KnowsTorchRec, Generic[TableT]):
         return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self.device)
 
     def map_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a batch's ids, and in training replaces ids of tables with SSE."""
+        """Maps raw ids into their tables, refusing damaged batches, and in training replaces ids of tables with SSE."""
         if is_traced():
-            # a program that must not depend on a batch's numbers (fullgraph=False) breaks here once, not in a loop
+            # length_per_key reads the batch's values: torch.compile breaks its graph here once, not in a loop later
             features.length_per_key()
         if self.training and self.sse.replaces_ids:
             require_forward_pass()
         return self.sse(self._map_ids(features))
 
     def embed(self, features: KeyedJaggedTensor, mapped: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
-        """Yields every feature that a table reads, looked up and composed, in the tables' order."""
+        """Yields every feature that a table reads, looked up by ``mapped`` ids and composed, in the tables' order.
+
+        Ids, lengths and weights are the ones of ``features``. Raises a UserError for a missing feature.
+        """
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
         lengths = lengths_by_feature(features)
@@ -161,9 +164,9 @@ def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> No
 def torchrec_configs(
     make: Callable[..., Any], tables: Sequence[TableT], fields: Callable[[TableT], dict[str, Any]] = lambda table: {}
 ) -> list[Any]:
-    """Returns TorchRec's config of every table, for models to read.
+    """Returns a TorchRec config for each table, from which models size their other layers.
 
-    The names of its features are the keys of the output, and its dimension is that of one vector.
+    Its feature names are the keys of the output, and its dimension is that of one vector.
 
     Args:
         make: TorchRec's class.
@@ -184,7 +187,7 @@ def torchrec_configs(
 
 
 def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> list[Any]:
-    """Returns TorchRec's config of every partition that holds vectors, for its sharded modules."""
+    """Returns a TorchRec config of class ``make`` for each partition that holds vectors, for sharded modules."""
     return [
         make(
             name=part.name,
@@ -200,7 +203,7 @@ def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> 
 
 
 def _require_unique(tables: Sequence[TableT]) -> list[TableT]:
-    """Returns the tables as a list."""
+    """Returns the tables as a list; raises a UserError if there are none, or names, features or output keys repeat."""
     if not tables:
         raise UserError("tables is empty; give at least one table.")
     for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):

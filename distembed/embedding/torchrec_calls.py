@@ -1,4 +1,4 @@
-"""Errors in place of silence where TorchRec shards or quantises a model without knowing compositional collections.
+"""Raises errors where TorchRec would shard or quantise a model without knowing compositional collections.
 
 ``DistributedModelParallel`` and ``shard_modules`` put all tables of a module without a sharder on every rank, and
 ``quantize_embeddings`` leaves it in float32. The collection is not told, so it looks at the callers of its methods:
@@ -26,18 +26,18 @@ _SHARDED_COLLECTIONS = ("torchrec.distributed.embeddingbag", "torchrec.distribut
 
 
 class KnowsTorchRec(nn.Module):
-    """A collection that raises where TorchRec would replicate it or leave it unquantised without a word."""
+    """Base of collections: raises a UserError where TorchRec would silently replicate it or leave it unquantised."""
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields child modules by their names."""
+        """Yields child modules by name; raises if TorchRec's sharding is calling and has no sharder for this module."""
         caller = sys._getframe(1)
         if caller.f_code.co_name == _WALKING_FUNCTIONS.get(caller.f_globals.get("__name__", "")):
             _require_sharder(self, caller)
         return super().named_children()
 
     def _require_own_sharder(self) -> None:
-        """Raises if the calling method of the collection was called by TorchRec's sharder of its own collections."""
-        _refuse_stock_sharder(sys._getframe(2))
+        """Raises if the method that calls this was called by TorchRec's sharder of its own collections."""
+        _refuse_stock_sharder(sys._getframe(2))  # frame 1 is the method, frame 2 its caller
 
     @property
     def qconfig(self) -> Any:
@@ -69,7 +69,7 @@ class LookupModules(nn.ModuleDict):
     """The modules that hold the partitions' vectors; TorchRec's planner asks it for parameters."""
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters by their names."""
+        """Yields parameters by name; raises if TorchRec's sharder of its own collections asks for them."""
         caller = sys._getframe(1)
         if caller.f_code.co_name == "shardable_parameters":
             _refuse_stock_sharder(caller)
@@ -91,7 +91,10 @@ def _refuse_stock_sharder(caller: FrameType) -> None:
 
 
 def _require_sharder(module: nn.Module, caller: FrameType) -> None:
-    """Raises unless TorchRec was given a sharder for a module, or need not shard it."""
+    """Raises unless there is one rank or a DDP or FSDP wrapper: TorchRec visits children only of unsharded modules.
+
+    The sharders are read from the local variables of TorchRec's function; the error says if only the plan lacks it.
+    """
     given = caller.f_locals
     if "self" in given:
         envs, sharders, entry = given["self"]._env, given["self"]._sharder_map, "DistributedModelParallel"
@@ -118,7 +121,7 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
 
 
 def _is_wrapped(caller: FrameType | None) -> bool:
-    """Returns whether a module that TorchRec visits is wrapped in DDP or FSDP."""
+    """Returns whether TorchRec came to the visited module through a DDP or FSDP wrapper, by its recursive calls."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
