@@ -79,7 +79,7 @@ class RecordLayout:
 
     @property
     def width(self) -> int:
-        floats_each = self.dtype.itemsize // 4
+        floats_each = self.dtype.itemsize // 4  # float32 numbers that fit in an element; an odd last one is padded
         return len(self.single) + -(-len(self.numbers) // floats_each)
 
 

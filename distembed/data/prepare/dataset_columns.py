@@ -185,6 +185,7 @@ class DatasetColumns:
         )
 
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
+        """Returns the columns of the files: label, weight, time and dense numbers, then features in schema order."""
         outputs: dict[str, OutputColumn] = {}
         keeps_missing = any(column.keeps_missing for column in self.layout.numbers)
         for place, column in enumerate(self.layout.numbers):

@@ -132,7 +132,7 @@ class RowSplits:
         return found
 
     def rows(self, block: SpooledBlock, split: int) -> Rows:
-        """Returns the rows of a block in split number ``split``, ascending, counted in the block."""
+        """Returns the rows of a block that are in split number ``split``, ascending, numbered within the block."""
         place = split_column(self.rule, block.layout)
         if self.rule.kind == "time":
             # number of bounds at or before a row's time = number of its split

@@ -222,7 +222,7 @@ class _RowDistribution:
     def _logits(
         self, times: NDArray[np.float64], dense: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
     ) -> NDArray[np.float64]:
-        # a missing id, which is -1, reads the last id's weight and is then masked
+        # The module's sum, term by term. A missing id, -1, reads the last id's weight and is then masked.
         logits = self._bias + _DRIFT * np.sin(2 * math.pi * times)
         for row, weights in zip(ids, self._id_weights, strict=True):
             logits += np.where(row >= 0, weights[row], 0)
@@ -289,7 +289,7 @@ class _BayesQuality:
 
 
 def _id_texts(feature: int, ids: NDArray[np.int64]) -> pa.Array:
-    """Returns 8 hexadecimal digits for each id, by a bijection of each feature; null for a missing id."""
+    """Scrambles ids into texts of 8 hexadecimal digits, one to one in each feature; null for a missing id."""
     keys = (ids.astype(np.uint32) + np.uint32(feature * 0x01000193)) * np.uint32(2654435769)
     keys ^= keys >> np.uint32(15)
     keys *= np.uint32(0x2C1B3C6D)

@@ -51,7 +51,7 @@ class FilePlan:
 
 
 def plan_files(split: str, num_rows: int, group_rows: int) -> list[FilePlan]:
-    """Returns the files of a split, none where it has no rows; each but the last has whole row groups."""
+    """Cuts a split into files of 2 to 32 row groups, about 64 files if it is large enough; none without rows."""
     groups = -(-num_rows // group_rows)
     rows = group_rows * min(max(-(-groups // _FILES_WANTED), _FEWEST_GROUPS), _MOST_GROUPS)
     return [

@@ -48,7 +48,7 @@ class BatchOrder:
 
 
 def require_at_least(name: str, value: int, least: int) -> None:
-    """Makes sure that a setting is large enough."""
+    """Raises a UserError that names the setting if its value is below ``least``."""
     if value < least:
         raise UserError(f"{name} is {value}: it must be {least} or more")
 
@@ -104,6 +104,7 @@ class EpochOrder:
         return min(self.batches.batch_size, self.num_rows - batch * self.batches.batch_size)
 
     def slot_rows(self, lane: int) -> int:
+        """Returns the rows that a lane gives to every full batch."""
         size, num_lanes = self.batches.batch_size, self.num_lanes
         return (lane + 1) * size // num_lanes - lane * size // num_lanes
 
@@ -131,7 +132,7 @@ class EpochOrder:
         return generator.permutation(window.stop - window.start)
 
     def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        """Returns (lane, first row, last row + 1) for each lane that overlaps a rank's part; rows count in the lane."""
+        """Returns (lane, first, last + 1) for each lane that overlaps a rank's part, rows numbered within the lane."""
         rows, num_lanes = self.batch_rows(batch), self.num_lanes
         first, last = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
@@ -166,7 +167,7 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class BatchShares:
-    """The batches of rows in order, divided into a contiguous range for each rank; lengths differ by at most one."""
+    """The batches of rows in order, a contiguous range of them for each rank; ranks differ by at most one batch."""
 
     num_rows: int  # of all ranks
     batch_size: int  # rows of a batch; the last one may have fewer
@@ -183,7 +184,7 @@ class BatchShares:
         return range(min(first, self.num_rows), min(last, self.num_rows))
 
     def steps(self, rank: int) -> Iterator[range]:
-        """Yields the rows of each step of a rank; steps without a batch of its own have no rows."""
+        """Yields the range of rows of each step of a rank, an empty range once the rank has no batch left."""
         own = self.rows(rank)
         for first in range(own.start, own.start + self.num_steps * self.batch_size, self.batch_size):
             yield own[first - own.start :][: self.batch_size]

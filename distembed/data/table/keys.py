@@ -141,7 +141,7 @@ def plain_numbers(values: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 
 
 def log_bin_keys(distinct: pa.Array) -> Keys:
-    """Returns floor(ln(x)^2) of numbers x above 2, and floor(x) of others, as Criteo's winning models bin counts."""
+    """Returns floor(ln(x)^2) for numbers x above 2, and floor(x) for others; too large results are malformed."""
     numbers, wrong = values_as_numbers(distinct)
     bins = np.where(numbers > 2, np.square(np.log(np.maximum(numbers, 2))), numbers)
     wrong |= ~(np.abs(bins) <= _LARGEST_EXACT)

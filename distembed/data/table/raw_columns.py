@@ -14,7 +14,7 @@ from distembed.base.units import enumerate_names
 from distembed.data.table.schema import BINS, TableSchema
 
 FEW_ROWS = 1024
-"""From here on a column by itself, whose distinct values fit the cache, is parsed as fast as several end to end."""
+"""Columns of more rows are parsed one by one; with fewer rows, parsing several columns end to end is faster."""
 # Kinds of Arrow's types; a number may have a fraction.
 TEXT, NUMBER, INTEGER, BOOLEAN, TIME, LIST = "text", "number", "integer", "boolean", "time", "list"
 
@@ -140,7 +140,7 @@ def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
 
 @lru_cache(maxsize=1024)
 def type_kind(type_: pa.DataType) -> str | None:
-    """Returns the kind of an Arrow type; None for a column without any value, "other" for types without values."""
+    """Returns the kind of an Arrow type; None for the null type, "other" for types that no schema takes, as structs."""
     if pa.types.is_dictionary(type_):
         return type_kind(type_.value_type)
     if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):

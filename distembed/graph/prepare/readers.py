@@ -166,7 +166,7 @@ class EdgeReader:
 
 
 def _list_values(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
-    """Returns the number of values in each row, and all values in order; skips nulls and single empty texts."""
+    """Returns the number of values in each row, and all values in order; skips nulls, and empty texts outside lists."""
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         column = pc.if_else(pc.equal(column, ""), None, column) if pa.types.is_string(column.type) else column
         return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64), column.drop_null()

@@ -293,7 +293,7 @@ _COUNTED = pa.schema([("code", pa.int32()), ("key", pa.string()), ("count", pa.i
 def write_text_vocabularies(
     database: Database, folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Vocabulary], NDArray[np.int32]]:
-    """Writes a vocabulary for each key column, by falling count, then text; returns them and the id of each code.
+    """Writes a vocabulary for each key column, ids by falling count, then text; returns them and each code's id.
 
     A code belongs to one column, so one array serves all. Codes of no row, and code 0 (missing), have id 0.
     """

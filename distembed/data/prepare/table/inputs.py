@@ -227,7 +227,7 @@ def find_inputs(
     note: NoteCallback = ignore,
     is_readable: Callable[[Path], bool] | None = None,
 ) -> list[TableInput]:
-    """Returns the named inputs in their order; a folder or a pattern stands for files, in natural order.
+    """Returns the named inputs in their order; the files of a folder or pattern are sorted, day_2 before day_10.
 
     Args:
         named: Files, folders, patterns like ``day_*.csv``, URLs and pipes; ``-`` is standard input.
