@@ -87,7 +87,7 @@ def plugin_files(plugins: Sequence[str]) -> set[str]:
 
 
 def require_none_being_imported() -> None:
-    """Refuses to run a command while a plugin is imported: a plugin whose top level calls main() would start over."""
+    """Refuses to start a command while a plugin is being imported, as by a plugin whose top level calls main()."""
     if _being_imported:
         raise UserError(
             f"the plugin {_being_imported[-1]} calls main() while it is imported; have it do so under "

@@ -35,7 +35,7 @@ COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
         "path_mlp": "distembed.composition.path:PathMLP",
     }
 )
-"""The class of each name. Each can be built without arguments; its ``settings`` names those that it takes."""
+"""The class of each name. Each can be built without arguments; ``settings`` names the arguments that it takes."""
 
 __all__ = [
     "ACTIVATIONS",

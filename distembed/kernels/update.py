@@ -144,6 +144,7 @@ def _take(scratch: Any, num_bytes: Any) -> Any:
 
 @inline
 def _first_id(job: Any, feature: Any) -> Any:
+    """Returns the place of a feature's first id among all ids; :func:`_end_id` that of its last id, + 1."""
     return read_long(field(job, layout.OFFSETS) + 8 * field(feature_block(job, feature), layout.FIRST_BAG))
 
 

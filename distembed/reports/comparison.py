@@ -141,7 +141,7 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 UNKNOWN = "–"
-"""What stands in place of a number that is not known."""
+"""The text in place of an unknown number."""
 
 
 @dataclass(frozen=True)

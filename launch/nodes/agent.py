@@ -71,7 +71,7 @@ def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
 
 
 def _end_of(agent: "NodeAgent", say: Say) -> int:
-    """Runs the agent and returns the node's exit code; prints the error of failed ranks or of a lost meeting."""
+    """Runs the agent and returns the node's exit code; prints why ranks failed, or that other nodes were not met."""
     try:
         return _run(agent) or 0
     except ChildFailedError as error:

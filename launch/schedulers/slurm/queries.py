@@ -143,7 +143,8 @@ def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord |
 def list_jobs() -> list[JobRecord]:
     """Returns this user's jobs of the last two weeks, from accounting and the controller.
 
-    Where one of the two does not answer, the other's jobs are returned; RunError where neither answers.
+    Where one of the two fails, the other's jobs are returned. RunError where the controller fails and accounting lists
+    no job.
     """
     queue = run_command(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
     past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID,State,JobName")
