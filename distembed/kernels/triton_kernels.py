@@ -14,7 +14,7 @@ MODULUS = tl.constexpr(1)
 FIRST_ROW = tl.constexpr(2)  # the first row on this rank
 NUM_ROWS = tl.constexpr(3)  # number of rows on this rank
 FIRST_KEY = tl.constexpr(4)  # key of FIRST_ROW
-WEIGHT_START = tl.constexpr(5)  # a key's numbers begin at WEIGHT_START + key * columns; negative for some tables
+WEIGHT_START = tl.constexpr(5)  # a key's numbers begin at WEIGHT_START + key * columns; may be negative
 STATE_START = tl.constexpr(6)
 PART_FIELDS = tl.constexpr(7)
 
@@ -44,7 +44,7 @@ def part_field(parts, features, j: tl.constexpr, field: tl.constexpr, NUM_PARTIT
 def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
     """Returns the keys of ids in partition ``j``, NO_KEY where the row is not on this rank.
 
-    ``RULE`` has bit 1 where rows need a division, bit 2 where they need a modulus.
+    ``RULE`` is 1 where rows need a division, 2 where they need a modulus, 3 where they need both.
     """
     rows = ids
     if RULE % 2 == 1:

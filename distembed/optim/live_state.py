@@ -87,7 +87,7 @@ class _FusedLeaf(_Leaf):
     def states(self, _weights: Shards) -> Iterator[ParameterState]:
         states = OPTIMIZERS[self.name].states
         for parameter, weight in self.named():
-            # local_shards() below leaves out parameters' empty shards: their states are left out too
+            # this module's local_shards leaves out empty shards of the parameter: leave out their states too
             has_weights = [shard.tensor.numel() > 0 for shard in weight.local_shards()]
             values = {}
             for (state, per), live in zip(states.items(), self.optimizer.state[weight].values(), strict=True):

@@ -112,5 +112,5 @@ def _multiply(values: Tensor, factor: int, modulus: int) -> Tensor:
 
 def _add(left: Tensor, right: Tensor, modulus: int) -> Tensor:
     """Returns ``left + right mod modulus`` for values in ``[0, modulus)``, exactly also where int64 overflows."""
-    room = modulus - right  # left + right >= modulus exactly where left >= room; neither branch exceeds the modulus
+    room = modulus - right  # left + right >= modulus exactly where left >= room; the chosen branch cannot overflow
     return torch.where(left >= room, left - room, left + right)
