@@ -205,7 +205,11 @@ class EmbeddingConfig:
 
 
 def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the default's settings with a table's own in their place; one of two alternatives replaces the other."""
+    """Returns the default's settings, overridden by a table's.
+
+    Settings classes declare pairs of ``alternatives`` (``collisions``, ``num_buckets``): a table that sets one of a
+    pair does not inherit the other.
+    """
     used, others = _own_settings({**default, **table})
     bases = {base for kind in (TableConfig, *used, *others) for base in kind.__mro__}
     pairs = [pair for base in bases for pair in vars(base).get("alternatives", ())]
@@ -266,11 +270,11 @@ class VectorExchange:
         return "int8" in (self.comms.forward_precision, self.comms.backward_precision)
 
     def vector_bytes(self, num_numbers: float) -> float:
-        """Returns the bytes in which so many numbers of vectors are sent."""
+        """Returns the bytes sent for ``num_numbers`` elements of vectors, in the forward pass."""
         return self._sent_bytes(num_numbers, self.comms.forward_precision)
 
     def gradient_bytes(self, num_numbers: float) -> float:
-        """Returns the bytes in which so many numbers of gradients are sent."""
+        """Returns the bytes sent for ``num_numbers`` elements of gradients, in the backward pass."""
         return self._sent_bytes(num_numbers, self.comms.backward_precision)
 
     def _sent_bytes(self, num_numbers: float, precision: CommPrecision) -> float:

@@ -49,7 +49,7 @@ class ShareColumns:
 
     start: int  # the first column
     stop: int  # the last column + 1
-    # the weights in the order of their partitions, of all partitions that take part in these columns
+    # the weights of the partitions that contribute to these columns, ordered by partition
     weights: Sequence[ShareWeight]
 
 

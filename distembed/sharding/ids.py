@@ -55,6 +55,7 @@ class IdCounts:
 
     @property
     def is_uniform(self) -> bool:
+        """Whether all features have equal numbers of ids, so that ids reshape to ``[features, ids of each]``."""
         return len(set(self.on_host)) == 1
 
     def of_each_id(self, numbers: Int64[Tensor, "*k features"]) -> Int64[Tensor, "*k ids"]:

@@ -101,7 +101,7 @@ class Placement:
         return rows_in_block(self.parts[self.divided].num_rows, self.num_row_blocks, is_grid)
 
     def slice(self, start: int, stop: int) -> TableSlice:
-        """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
+        """Returns columns ``[start, stop)`` of the output, with the partitions' columns that contribute to them."""
         return slice_table(self.table, (start, stop), self._kernels)
 
     @cached_property

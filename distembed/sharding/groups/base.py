@@ -34,7 +34,7 @@ class _ReplicatedStack:
         self.gradient_scale = gradient_scale
 
     def weights(self) -> list[Tensor]:
-        """Returns each table's columns that take part, unstacked."""
+        """Returns each table's weight, cut to the columns that this rank composes."""
         if not self._columns:
             return list(self._weights)
         return [weight[:, own] for weight, own in zip(self._weights, self._columns, strict=True)]
@@ -167,7 +167,7 @@ class Group(ABC):
                 tbe.prefetch(operands["indices"], operands["offsets"], forward_stream=forward_stream)
 
     def trains(self, weights: Tensor | None) -> bool:
-        """Returns whether a lookup has a backward pass; a frozen table's has one only for gradients of the weights."""
+        """Returns whether a lookup has a backward pass, for vectors that are not frozen or for per-sample weights."""
         needs_pass = not self.is_frozen or (weights is not None and weights.requires_grad)
         return torch.is_grad_enabled() and needs_pass
 

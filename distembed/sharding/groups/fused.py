@@ -110,6 +110,7 @@ class FusedGroup(Group):
         ]
 
     def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup | TritonLookup:
+        # for each table and partition: the id's digit, and where rows and states begin in the TBE's flat memory
         first, remaining = self._tables[0], iter(tbes)
         by_table: list[list[TablePart]] = [[] for _ in self._tables]
         for position, own in enumerate(first.partitions):
@@ -150,7 +151,7 @@ class FusedGroup(Group):
         num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
         num_rows: dict[Hashable, list[int]] = {}
         for own, own_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
-            # a rank may have several ranges of a table's columns
+            # a rank may have several ranges of a table's columns: each counts as a table
             table = (own.table.name, *[(each.partition, each.start) for each in own.partitions])
             num_ids[table] += math.ceil(own_ids)
             num_rows[table] = [own.table.scheme.num_rows[each.partition] for each in own.partitions]

@@ -31,10 +31,10 @@ class LookupMemory:
     """Bytes that one lookup takes."""
 
     saved_bytes: int  # bytes saved from the forward to the backward pass
-    forward_bytes: int  # bytes beside these, while the forward pass runs
-    backward_bytes: int  # bytes beside these, at most, while the backward pass runs
-    update_bytes: int  # bytes when gradients reach the tables, and saved bytes are free again
-    gradient_bytes: int = 0  # bytes of lasting gradients of replicated weights, outside of buckets
+    forward_bytes: int  # further bytes while the forward pass runs
+    backward_bytes: int  # further bytes, at most, while the backward pass runs
+    update_bytes: int  # bytes while rows are updated, when the saved bytes are free again
+    gradient_bytes: int = 0  # bytes of replicated weights' gradients that last until the optimizer, outside DDP buckets
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TableLoad:
 
     @property
     def num_composed(self) -> float:
-        """Number of composed ids of all features: the distinct ones of uniform ids, or all."""
+        """Number of ids composed: the expected distinct ids if ids were uniform, or every occurrence."""
         features = self.num_features
         if not self.finds_distinct:
             return self.num_ids
@@ -67,7 +67,7 @@ class TableLoad:
 class LookupWork:
     """The work of looking a table up in a step, forward and backward."""
 
-    lookups: Sequence[tuple[float, float]]  # numbers of looked-up rows and of their sums, in each partition
+    lookups: Sequence[tuple[float, float]]  # for each partition: number of rows looked up, number of sums written
     moved_bytes: float  # bytes that composing, pooling and finding distinct ids read and write
     operations: float = 0.0  # floating-point operations of the functions of paths
     in_one_pass: bool = False  # whether the fused kernels look up and update, without a sort; else FBGEMM
@@ -110,7 +110,7 @@ class GroupLoad:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a composed vector that are composed here."""
+        """Number of a composed vector's columns that this rank composes."""
         return self.slices[0].num_columns
 
     @property
@@ -134,7 +134,7 @@ class GroupLoad:
 
     @property
     def num_composed(self) -> list[int]:
-        """Number of composed ids of each feature: the distinct ones of uniform ids, or all."""
+        """Number of ids composed for each feature: expected distinct ids if ids were uniform, or every occurrence."""
         if not self.finds_distinct:
             return list(map(math.ceil, self.num_ids_per_feature))
         return [

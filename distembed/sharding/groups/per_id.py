@@ -127,7 +127,7 @@ class DistinctGroup(Group):
         backward = max(composed + output + 2 * num_ids * LONG_BYTES, products, unpadding)
         update = looked_up + total * stack_dims * FLOAT_BYTES
         if table.function_tables():
-            # functions run when vectors are there, and their gradients are gone when those of vectors come
+            # functions run after the lookup; in the backward pass they end before the vectors' gradients are made
             functions = functions_memory(load, device_kind)
             saved += functions.saved_bytes
             forward = max(forward, functions.forward_bytes)
@@ -167,7 +167,7 @@ class PerIdGroup(DistinctGroup):
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
         if not weights_need_gradients(features) and self.has_at_most_one_id_each(features):
-            # a product is weighted by weighting one of its factors
+            # weight * (a * b) = (weight * a) * b: the first partition's lookup applies the weights
             return self.request_each_bag(features, [features.weights_or_none(), *[None] * (self.num_slices - 1)])
         return self.request_distinct(features)
 
@@ -256,7 +256,7 @@ class ProductGroup(PerIdGroup):
         num_buckets, codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
         largest = num_rows.index(max(num_rows))
         lookups = [(load.num_ids, num_buckets) if j == largest else (codes, codes) for j in range(len(num_rows))]
-        # sums are read with their gradients, which are written; the pooled sums are as many as bags
+        # numbers moved per column: 4 a bucket (sums and their gradients), 3 a bag (pooled sums and their gradients)
         moved = (4 * num_buckets + 3 * load.num_bags) * load.slice.num_columns * FLOAT_BYTES
         return LookupWork(lookups, moved + load.num_ids * _SPLITTING_BYTES)
 
