@@ -122,10 +122,10 @@ class Task(ABC):
         return self.prepare_batch(batch, None)
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
-        """Returns this rank's batches of an evaluation; None where they are the rows of the split.
+        """Returns this rank's batches of an evaluation, or None to evaluate the rows of the split themselves.
 
-        All ranks return equally many batches; some may have no rows. Predictions are written rank after rank,
-        as :class:`distembed.data.reader.BatchShares` divides rows.
+        All ranks must return equally many batches; a batch may have no rows. Predictions are written in the order of
+        the ranks, so an override must divide rows as :class:`distembed.data.reader.BatchShares` does.
         """
         return None
 

@@ -310,7 +310,11 @@ class NumberCounter:
             self._parts.append((len(numbers), numbers.mean(), numbers.var(), numbers.min(), numbers.max()))
 
     def result(self) -> NumbersOfSplit:
-        """Returns the share of missing numbers, mean, deviation and quantiles."""
+        """Returns the share of missing numbers, mean, deviation and quantiles.
+
+        The least and the greatest number, which are the first and last quantile, are exact. The quantiles between them
+        come from every k-th row, all of which may be missing.
+        """
         if not self._parts:
             missing = 1.0 if self._num_rows else math.nan
             return NumbersOfSplit(missing, math.nan, math.nan, (math.nan,) * len(QUANTILES), self._every)
