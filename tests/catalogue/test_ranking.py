@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.tasks.catalogue import ranking
-from distembed.tasks.catalogue.ranking import CatalogueRanking, RankedItems
+from distembed.tasks.catalogue.ranking import BestItems, CatalogueRanking, RankedItems, ids_of
 from tests.catalogue.fake_catalogue import FakeCatalogue, brute_force
 from tests.ranks import run_on_ranks
 
@@ -91,6 +91,13 @@ def test_a_query_that_is_no_number_has_the_worst_ranks() -> None:
             if row != 2
             else all(rank >= 30 or rank == ranks[place] == -1 for place, rank in enumerate(own))
         )
+
+
+def test_an_item_whose_score_is_no_number_hides_no_other_item() -> None:
+    best = BestItems(2, 2, torch.device("cpu"))
+    best.add(torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, 5.0, torch.nan]]), torch.arange(3))
+    best.add(torch.tensor([[torch.nan, 2.0], [torch.nan, torch.nan]]), torch.arange(3, 5))
+    assert ids_of(best.keys).tolist() == [[2, 4], [1, -1]]
 
 
 def test_equal_vectors_have_equal_scores_in_chunks_of_any_size() -> None:

@@ -313,12 +313,16 @@ class BestItems:
         self.keys = torch.full((num_queries, num_best), _LOWEST, dtype=torch.long, device=device)
 
     def add(self, scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, " ids"]) -> None:
-        """Adds the float32 scores of further ids below 2^32; an id whose score is -inf is never a best item."""
+        """Adds the float32 scores of further ids below 2^32; an id whose score is -inf or NaN is never a best item."""
         num_best = min(self.keys.shape[1], len(ids))
         if not (num_best and len(scores)):
             return
         # later chunks hold a new best item for few queries: the other queries are skipped
-        queries = (scores.amax(1) >= scores_of(self.keys[:, -1])).nonzero().squeeze(1)
+        highest = scores.amax(1)
+        if highest.isnan().any():  # NaN is the greatest for amax and topk
+            scores = torch.where(scores.isnan(), -torch.inf, scores)
+            highest = scores.amax(1)
+        queries = (highest >= scores_of(self.keys[:, -1])).nonzero().squeeze(1)
         rows = scores[queries]
         values, columns = rows.topk(num_best)
         # topk may choose any of the items that tie for the last place; keys, over the whole row, prefer the lowest id
