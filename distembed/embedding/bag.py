@@ -18,11 +18,10 @@ from distembed.partitions import KeyedHash, Partition
 
 
 class CompositionalEmbeddingBag(nn.Module):
-    """Takes the place of ``nn.EmbeddingBag``, and is made and called like it.
+    """Replaces ``nn.EmbeddingBag``: it is constructed and called in the same way, with a partition and a composition.
 
-    It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. ``weights.<j>`` holds the
-    vectors, or the functions, of partition j. The arguments stand one by one, as in ``nn.EmbeddingBag``; from ``mode``
-    on they are given by name.
+    It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. Arguments from ``mode`` on are
+    keyword-only. The parameter ``weights.<j>`` holds the vectors, or the functions, of partition j.
 
     Args:
         num_embeddings: The number of ids; an id lies in ``[0, num_embeddings)``.

@@ -40,7 +40,7 @@ class PartitionTable:
     dim: int  # how many numbers make a row
     init: SeededInit  # fills the weight with its initial values
     is_function: bool  # whether a row is the packed weights of a function (path-based compositions) instead of a vector
-    bytes_per_number: int  # functions are float32, vectors have the table's data type
+    bytes_per_number: int  # 4 for functions, else by the table's data type
 
     @property
     def num_parameters(self) -> int:
@@ -74,23 +74,24 @@ class CompositionalEmbeddingConfig:
         oov_id: The id of unknown values. Unless given it is 1, as in the datasets of ``distembed prepare``, and 0 in a
             table of one id.
         pre_hash: A hash that is applied to every id first, so that ids may be any int64.
-        sse: The rule by which ids are replaced in training, or a rule for each feature that has one, by its name; none
-            are replaced unless it is given.
-        id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's, for
-            batches of any dtype. With int32, which halves their bytes, a table has up to 2^31 ids; a collection takes
-            int64 if any of its tables does.
-        dense_gradient: Whether all rows have gradients in a step, beside the rows that are looked up, as where a
-            softmax goes over all ids. The vectors are then trained by the dense optimizer, with its weight decay, and
-            placed with TorchRec's ``dense`` kernel, since FBGEMM updates looked-up rows.
-        all_scored: Whether all of its vectors are scored, as where items are ranked; its rows are not divided within
-            nodes then (``table_row_wise``, ``grid_shard``).
+        sse: The rule that replaces ids in training, for all features, or a mapping from features to rules; without it
+            no ids are replaced.
+        id_dtype: The dtype, ``int64`` or ``int32`` or torch's, in which ids are sent to the ranks that look them up;
+            batches may have another. With int32, which halves their bytes, a table has up to 2^31 ids; a collection
+            sends int64 if any of its tables does.
+        dense_gradient: Whether a step gives gradients to all rows, and not only to looked-up rows, as a softmax over
+            all ids does. FBGEMM updates looked-up rows only, so the vectors get TorchRec's ``dense`` kernel and are
+            trained by the dense optimizer, with its weight decay.
+        all_scored: Whether a step scores all of the table's vectors, as a ranking of items does; the sharding types
+            ``table_row_wise`` and ``grid_shard`` are then refused.
         kernel: How sharded tables are looked up: ``fused`` maps, looks up, composes and pools in one pass and updates
-            rows in another, ``fbgemm`` goes through one of FBGEMM's lookups for each partition, and ``auto`` takes the
-            one that was measured to be faster on the kind of device, if it supports the table. Results differ by the
-            order of sums alone.
+            rows in another, ``fbgemm`` calls one FBGEMM lookup for each partition, and ``auto`` takes the way that was
+            measured to be faster on the kind of device, if it supports the table. Results differ only by the order of
+            floating-point sums.
 
     Raises:
-        UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
+        UserError: A name, dtype or id is not allowed, a size is below 1 or too large for any machine, or the partition
+            or ``sse`` was made for another number of ids or other features.
     """
 
     name: str

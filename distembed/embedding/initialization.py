@@ -55,7 +55,7 @@ class SeededInit:
             start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
             within = part[max(start, first_row) - first_row : min(stop, end) - first_row]
             generator = self._generator(block, part.device)
-            if within.shape == (stop - start, self.dim):
+            if within.shape == (stop - start, self.dim):  # the whole block: drawn in place
                 self.distribution.fill(within, generator)
             else:
                 if scratch is None:

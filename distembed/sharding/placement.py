@@ -90,7 +90,7 @@ class Placement:
         """Number of ranks between which rows are divided: all ranks, the ranks of a node, or 1."""
         if self.divided is None:
             return 1
-        # every range of columns has equally many
+        # every range of columns has the same number of blocks, so the first range's blocks are counted
         return sum(shard.shard_offsets[1] == 0 for shard in _shards(self.table, self.unit))
 
     @property

@@ -74,6 +74,7 @@ class ColumnShare(TableShare):
             len(range(*slice(start, stop).indices(len(self._ids)))) for start, stop in itertools.pairwise(starts)
         ]
         own_ids = self._ids.between(starts[self._rank], starts[self._rank + 1], self._device)
+        # [ids of all ranks, own columns]: the rows of rank r's ids go to rank r
         composed = torch.cat([part.vectors.detach() for part in parts], dim=1) if parts else None
         received = self._exchange(
             [] if composed is None else composed.split(ids_by_rank),

@@ -141,7 +141,7 @@ def own_ranges(
             shard = ShardMetadata(last.shard_offsets, [last.shard_sizes[0], together], last.placement)
         merged.append(shard)
     _require_all_columns(table, merged)
-    by_rank: dict[int, list[ShardMetadata]] = {}
+    by_rank: dict[int, list[ShardMetadata]] = {}  # merged stays sorted by first column, which the cuts keep
     for shard in merged:
         by_rank.setdefault(shard_rank(shard), []).append(shard)
     widths = {rank: columns or _equal_columns(table, own) for rank, own in by_rank.items()}

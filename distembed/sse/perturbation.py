@@ -120,8 +120,8 @@ class Perturbation(nn.Module):
 class FeaturePerturbation(Perturbation):
     """Replaces ids of a KeyedJaggedTensor independently of each other, in bags and sequences alike.
 
-    Features without a stream stay as they are. A batch may lack features, and have them in any order: the random
-    numbers of a feature depend on neither.
+    Features without a stream stay as they are. A batch may lack features, and have them in any order: random numbers
+    depend on seed, table, feature, step, rank and an id's position within the feature.
     """
 
     _ids_may_be_outside = False
