@@ -90,10 +90,9 @@ def make_plan(
 
 
 def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
-    """Returns the cluster of the running ranks, assuming that all machines are like this one.
+    """Returns the cluster of the running ranks, assuming that all machines are like this one, with this one's memory.
 
-    Speeds are the named device's, or the most similar catalogue device's; memory is this machine's. Refuses a named
-    device of another kind than the ranks' (``UserError``).
+    Speeds are the named device's, which has to be of the ranks' kind, or the most similar catalogue device's.
     """
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host

@@ -69,10 +69,7 @@ def total_storage(storage: Iterable[TableStorage]) -> TableStorage:
 def storage_by_rank(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> dict[int, TableStorage]:
-    """Returns a table's storage on each rank that holds a part of the table, by rank.
-
-    Replicated partitions are on every rank. Ranks with equal parts share one value, computed once.
-    """
+    """Returns a table's storage by rank, for each rank with a part of it; ranks with equal parts share one value."""
     table, replicated = placement.table, replicated_storage(placement.table, placement.replicated, optimizers)
     parts: dict[int, list[_Part]] = {}
     for sharding in placement.sharded.values():

@@ -276,10 +276,7 @@ class LookupTimes:
         )
 
     def _fbgemm_seconds(self, rows: _Rows, compute_kernel: str, in_one_pass: bool) -> float:
-        """Returns the seconds of a lookup, its gradients and its update, by FBGEMM or by the one-pass kernel.
-
-        The sum of seconds per row, bytes over the lookup bandwidth, and bytes of missed rows over the host bandwidth.
-        """
+        """Returns the seconds of a lookup, its gradients and its update, by FBGEMM or by the one-pass kernel."""
         device, slower = self._device, 1.0
         if device.kind == "cuda" and rows.dim < FULL_BLOCK_EMB_DIM:  # narrow rows leave threads of a GPU idle
             slower = HALF_BLOCK_PENALTY if 2 * rows.dim >= FULL_BLOCK_EMB_DIM else QUARTER_BLOCK_PENALTY

@@ -45,10 +45,7 @@ class ExactSearch:
         return self._best, is_complete
 
     def _place(self, loads: Loads, depth: int) -> bool:
-        """Tries all ways to place the tables from ``depth`` on; returns False where the budget ended the search.
-
-        Records a better, accepted assignment in ``_best`` and ``_score``. ``loads`` is afterwards as before.
-        """
+        """Tries all ways to place the tables from ``depth`` on, and keeps the best; False if the budget ends."""
         if depth == len(self._order):
             exact = Loads(self._problem, loads.assignment)  # without the rounding of repeated sums and differences
             score = float(exact.scores(self._aim).max())

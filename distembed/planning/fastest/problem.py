@@ -190,7 +190,7 @@ class Problem:
     def option_sums(self) -> Floats:
         """Numbers that each option adds to the sums of every rank, as if all its shards were on other ranks.
 
-        Rows are options, columns the columns of :attr:`block_sums`. A rank with a shard adds the block's sums on top.
+        A rank that has a shard adds the block's row of :attr:`block_sums`, which has equal columns, on top.
         """
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
         others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]

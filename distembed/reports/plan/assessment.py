@@ -28,7 +28,7 @@ from distembed.training.config import Config
 
 @dataclass(frozen=True)
 class AssessedTable:
-    """A table of the model, and where it goes; places are empty where there is no plan."""
+    """A table of the model, and its place: ``storage`` and all fields after it keep their defaults without a plan."""
 
     name: str
     scheme: str
@@ -36,7 +36,7 @@ class AssessedTable:
     num_embeddings: int
     num_rows: tuple[int, ...]  # of each partition
     ids_per_row: float  # mean number of ids that a row of the batch looks up
-    one_copy: TableStorage  # if one rank held the table whole
+    one_copy: TableStorage  # storage if one rank held the table whole
     storage: TableStorage = TableStorage()  # on all ranks together
     sharding_type: str | None = None
     compute_kernel: str | None = None
@@ -57,7 +57,7 @@ class Assessment:
     ranks: tuple[PlannedRank, ...]  # empty where there is no plan
     plan: ShardingPlan | None
     planner_error: str  # why the planner finds no plan; empty where it finds one
-    plan_inputs: PlanInputs  # to compare when the plan is used again
+    plan_inputs: PlanInputs  # written into a saved plan, and compared when a run applies it
     notes: tuple[str, ...] = ()  # sentences for the reader
     lower_bound_ms: float | None = None  # of the slowest rank's step; no plan that fits goes below it
     is_search_complete: bool = True  # else the search was stopped after its last allowed try
@@ -97,7 +97,7 @@ class Assessment:
 
 
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
-    """Plans a config for a cluster that need not be there.
+    """Plans a config for a cluster, which need not exist; a config that does not fit is no error.
 
     Raises:
         UserError: The settings cannot be planned at all.
@@ -107,7 +107,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
 
 def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
-    """Plans any model for a cluster that need not be there; raises the errors of :func:`assess_capacity`."""
+    """Plans any model for a cluster, which need not exist; raises the errors of :func:`assess_capacity`."""
     to_plan = _on_cluster(plannable, cluster)
     request, planned, planner_error = to_plan.request, None, ""
     try:
@@ -137,11 +137,12 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
 
 
 def is_fitting(plannable: Plannable, cluster: Cluster) -> bool:
-    """Returns whether :func:`assess` would find that the model fits, much sooner where it does; raises its errors."""
+    """Returns ``assess(plannable, cluster).fits`` without the reports, mostly much sooner; raises equal errors."""
     return some_plan_fits(_on_cluster(plannable, cluster).request)
 
 
 def _on_cluster(plannable: Plannable, cluster: Cluster) -> ModelOnCluster:
+    """Returns the model's request; refuses tables in host memory where the size of host memory is unknown."""
     if plannable.plan.allows_host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
         raise UserError(
             "plan.host_memory, or a table's compute_kernels, let tables lie in host memory, and the size of it is not "
@@ -186,7 +187,7 @@ def _column_ranges(placement: Placement) -> tuple[tuple[int, int], ...]:
 
 
 def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> list[str]:
-    """Returns the note that an optimizer trains tables in several ranges of columns a little otherwise than whole."""
+    """Returns a note on tables divided by columns, if the optimizer keeps a state per row: each range has its own."""
     if not OPTIMIZERS[sparse_optimizer].has_row_states:
         return []
     names = [

@@ -1,19 +1,19 @@
 """``distembed plan --compress``: the least compression with which a model fits.
 
 A quotient-remainder table of n ids with m buckets (remainder rows) has ceil(n / m) quotient rows; a remainder table has
-none. Buckets go to the ids that are looked up most: the m most frequent ids have one each (``distembed prepare``
-numbers ids by falling frequency), and the rest share them. So the expected loss is taken to grow with the number of
-training rows whose id is beyond the first m, summed over the tables. For a total number of buckets this sum is least if
-the ids above one count, equal for all tables, have a bucket each. So tables of few or of frequent ids stay whole.
+none. The m most frequent ids have a bucket each (``distembed prepare`` numbers ids by falling frequency), and the rest
+share these buckets. The loss is assumed to grow with the number of training rows whose id is beyond the first m, summed
+over the tables. For a total number of buckets this sum is least with one threshold for all tables: each id that is
+looked up more often than the threshold has a bucket. So tables of few or of frequent ids stay whole.
 
 Where a table's counts are not known its ids are taken to follow Zipf's law. Without any counts, and with ``hash_seed``
 where ids are in no order of frequency, all tables then have the same number of rows, or all that they need.
 
-The bytes of all tables are the most with which the plan fits, found by bisection. Two things bend the rule:
+The bytes of all tables are the most with which the plan fits, found by bisection. The rule has two exceptions:
 
-- No table has fewer rows than take the fewest bytes: below that number the quotient's rows take more than is saved.
-- A table whose last row costs much, since whole it has another shape than compressed (``concat``), is whole only if
-  there is room for that when all other tables have the rows of the rule.
+- Each table has at least the number of buckets with the fewest bytes: with fewer, the added quotient rows take more.
+- A whole table may be much larger than the compressed one with the most buckets (``concat``). It is whole only if there
+  is room for it after all other tables have the buckets of the rule.
 """
 
 import dataclasses
@@ -43,15 +43,15 @@ from distembed.training.config import Config
 
 
 class CountedIds:
-    """Ids of a vocabulary with their counts, which are in no order where the vocabulary has grown."""
+    """The counts of a vocabulary's ids, in any order: a vocabulary that has grown is not sorted by count."""
 
     def __init__(self, counts: NDArray[np.int64]) -> None:
         self._rising_counts = np.sort(counts)
 
     def num_ids_above(self, threshold: float) -> int:
-        """Returns how many ids are looked up more often than a threshold.
+        """Returns how many ids are looked up more often than a threshold, which may be between two whole counts.
 
-        Between two whole numbers it grows step by step, so that of the ids of one count any number can be taken.
+        These are all ids above ceil(threshold), and the share ceil(threshold) - threshold of the ids with this count.
         """
         count = math.ceil(threshold)
         first, behind = np.searchsorted(self._rising_counts, (count, count + 1))
@@ -66,7 +66,7 @@ class ZipfIds:
     first_count: float = 1.0  # count of the first id
 
     def num_ids_above(self, threshold: float) -> int:
-        """Returns how many ids are looked up more often than a threshold."""
+        """Returns how many ids are looked up more often than a threshold: all i with first_count / i above it."""
         if threshold * self.num_ids <= self.first_count:
             return self.num_ids
         return int(self.first_count / threshold)
@@ -77,9 +77,9 @@ IdCounts = CountedIds | ZipfIds
 
 
 def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> dict[str, IdCounts]:
-    """Returns the counts of each feature's ids by its name, from the config's dataset where that has a vocabulary."""
+    """Returns each feature's id counts by feature name: the dataset's vocabulary if it has one, else Zipf's law."""
     counts: dict[str, IdCounts] = {feature.name: ZipfIds(feature.num_embeddings) for feature in features}
-    # hashed ids are in no order of frequency
+    # hashed ids are not sorted by frequency, so the first m ids are not the most frequent ones
     if config.data.path is None or config.embedding.default.hash_seed is not None:
         return counts
     dataset = config.data.require_path()
@@ -97,7 +97,7 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
             # the reserved ids come first, and count as much as the most frequent
             counts[feature.name] = CountedIds(np.concatenate([np.full(FIRST_ID, counted.max(initial=1)), counted]))
         else:
-            # the sum of 1/i is about the logarithm and Euler's constant
+            # all counts sum to num_rows x ids per row; the sum of 1/i up to n is about log(n) + Euler's constant
             harmonic = math.log(feature.num_embeddings) + np.euler_gamma
             first_count = max(1.0, num_rows * feature.mean_ids_per_row / harmonic)
             counts[feature.name] = ZipfIds(feature.num_embeddings, first_count)
@@ -105,11 +105,10 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
 
 
 class CompressibleTable:
-    """A table with as many buckets as it is given; its bytes are summed over all ranks.
+    """The bytes of one table, over all ranks, as a function of its number of buckets; ``settings`` leave that out.
 
-    Functions of path-based tables lie on every rank, vectors on one. The fewest buckets are the number that takes the
-    fewest bytes; with the most, the table is still smaller than whole. ``settings`` are the compressed table's without
-    ``num_buckets``.
+    Functions of path-based tables lie on every rank, vectors on one. The allowed numbers of buckets reach from the one
+    with the fewest bytes to the largest with which the table is still smaller than whole; they may be none.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class CompressibleTable:
 
         whole = _build_table(self.num_ids, replace(settings, partition="naive"))
         self.whole_bytes, self._whole_parameters = num_bytes(whole), whole.num_parameters
-        # of 1 bucket and 1 quotient row, of 2 buckets, and of 2 quotient rows
+        # tiny tables with (buckets, quotient rows) = (1, 1), (2, 1) and (1, 2)
         probes = [
             _build_table(num_ids, replace(settings, num_buckets=num_buckets, force=True))
             for num_ids, num_buckets in ((1, 1), (2, 2), (2, 1))
@@ -138,7 +137,7 @@ class CompressibleTable:
         self._bytes, self._parameters = self._linear(*sizes), self._linear(*(probe.num_parameters for probe in probes))
         fewest = self._find_min_buckets((sizes[2] - sizes[0]) / (sizes[1] - sizes[0]))
         self.min_bytes, self._range = self.num_bytes(fewest), None if fewest is None else (fewest, fewest)
-        if fewest is not None:  # beyond the second number of buckets the table may as well be whole
+        if fewest is not None:  # the most buckets: one less than the least number that saves nothing
             too_many = least_enough(fewest, self.num_ids, lambda number: not self._saves(number))
             self._range = fewest, max(fewest, too_many - 1)
 
@@ -147,9 +146,9 @@ class CompressibleTable:
         return self.whole_bytes if num_buckets is None else self._bytes(num_buckets)
 
     def num_buckets(self, threshold: float, stays_compressed: bool) -> int | None:
-        """Returns the buckets for a row to each id that is looked up more often than a threshold; None for whole.
+        """Returns the allowed number of buckets nearest to the ids above a threshold; None for the whole table.
 
-        A table that stays compressed is not whole even where that many rows would make it so.
+        It is whole if more ids than the most buckets are above (unless ``stays_compressed``) or no number is allowed.
         """
         num_ids = self.num_ids_above(threshold)
         if self._range is None or (num_ids > self._range[1] and not stays_compressed):
@@ -157,25 +156,26 @@ class CompressibleTable:
         return min(max(self._range[0], num_ids), self._range[1])
 
     def _linear(self, one: int, two_buckets: int, two_quotients: int) -> Callable[[int], int]:
-        """Returns a size that grows with each bucket and each quotient row, as a function of the buckets."""
+        """Returns a * m + b * ceil(n / m) + c as a function of the buckets m, from the sizes of the three probes."""
         per_bucket, per_quotient = two_buckets - one, two_quotients - one
         fixed = one - per_bucket - per_quotient
         return lambda num_buckets: per_bucket * num_buckets + per_quotient * -(-self.num_ids // num_buckets) + fixed
 
     def _saves(self, num_buckets: int) -> bool:
-        """Returns whether the table is compressed at all with so many buckets, and smaller than whole."""
+        """Returns whether ``build_tables`` compresses the table with so many buckets, and to fewer bytes."""
         if self._bytes(num_buckets) >= self.whole_bytes:
             return False
         saves_parameters = self._parameters(num_buckets) < self._whole_parameters
         return self._settings.force or (self.num_ids > self._settings.threshold and saves_parameters)
 
     def _find_min_buckets(self, ratio: float) -> int | None:
-        """Returns the number of buckets that takes the fewest bytes; None where the whole table does.
+        """Returns the number of buckets with the fewest bytes, or None if no number saves any.
 
-        The ratio is that of a quotient row's bytes to a bucket's.
+        ``ratio`` r is a quotient row's bytes over a bucket's: m + r n / m is least at m = sqrt(r n).
         """
         best = math.sqrt(self.num_ids * ratio)
-        # of buckets x and quotients n/x, rounding up costs at most one of each; beyond this x itself costs more
+        # at m = best + d the cost m + best^2 / m exceeds its least, 2 best, by d^2 / (best + d), and rounding up costs
+        # at most 1 + r (a bucket and a quotient row). Both are equal at d = reach: no number further away costs less
         reach = (1 + ratio + math.sqrt((1 + ratio) ** 2 + 4 * (1 + ratio) * best)) / 2
         low, high = max(1, math.floor(best - reach)), min(self.num_ids, math.ceil(best + reach) + 1)
         return min(filter(self._saves, range(low, high + 1)), key=self.num_bytes, default=None)
@@ -186,21 +186,21 @@ def _build_table(num_ids: int, settings: TableConfig) -> CompositionalEmbeddingC
     return table
 
 
-_PRECISION = 0.002  # share of the tables' bytes to which these are found
-_BISECTIONS = 60  # of the range of counts, after which no table's rows change any more
+_PRECISION = 0.002  # relative precision of the tables' total bytes
+_BISECTIONS = 60  # halvings of the range of thresholds, after which no table's buckets change any more
 BucketsByTable = dict[str, int | None]
 """Number of remainder rows by the name of the table; None where the table is whole."""
 
 
 def compress_config(config: Config, cluster: Cluster) -> Config:
-    """Returns the config with its tables compressed as little as the cluster asks for; itself where it fits as it is.
+    """Returns the config with its tables compressed as little as makes it fit; the given config if that fits.
 
-    Compressed tables are hashed where the default is, else quotient-remainder ones. Tables that have settings of their
-    own keep these.
+    Compressed tables use the remainder scheme where the default does, else quotient-remainder. Tables with settings of
+    their own keep them. Raises ``InsufficientMemory`` where no compression makes the model fit.
     """
     if is_fitting(ConfiguredModel(config), cluster):
         return config
-    # tables that have no settings of their own
+    # features whose tables have no settings of their own
     own_tables, dense_tables = config.embedding.tables, config.task.build().dense_tables
     features = [feature for feature in config.data.load_schema().categorical if feature.name not in own_tables]
     id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
@@ -216,7 +216,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     ]
 
     def compressed(num_bytes: float) -> Config:
-        """Returns the config with settings for each of these tables; settings that are there stay."""
+        """Returns the config with settings for each compressible table, whose buckets take ``num_bytes`` in all."""
         whole = dataclasses.replace(config.embedding.default, partition="naive")
         buckets = allocate_buckets(tables, num_bytes).items()
         new = {name: whole if own is None else _compressed_settings(config, own) for name, own in buckets}
@@ -234,31 +234,33 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     if fits(high):
         low = high
     while high > (1 + _PRECISION) * low:
-        # the geometric middle, since the answer may be a thousandth of the whole
+        # the geometric mean, since the answer may be a thousandth of the largest size
         middle = math.isqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return compressed(low)
 
 
 def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> BucketsByTable:
-    """Returns the buckets of each table by the rule above, within so many bytes or with the fewest there can be."""
+    """Returns each table's buckets by the module's rule, within ``max_bytes`` in all or with the fewest possible."""
+    # the threshold is found by bisection. A table that turns whole at the next lower threshold may leave many bytes
+    # unused: it is kept compressed, the threshold is lowered again, and in the end wholes are added while there is room
     compressed: set[str] = set()
 
     def buckets_above(threshold: float) -> BucketsByTable:
-        """Returns the buckets with which every id above a count has one."""
+        """Returns the buckets with which every id above the threshold has one."""
         return {table.name: table.num_buckets(threshold, table.name in compressed) for table in tables}
 
     def total_bytes(buckets: BucketsByTable) -> int:
         return sum(table.num_bytes(buckets[table.name]) for table in tables)
 
     def lowest_threshold() -> tuple[float, float]:
-        """Returns a count above which all ids have a bucket within the bytes, and a lower one that is too low."""
+        """Returns the lowest threshold within the bytes, and one just below it that is not; twice 0 if all fits."""
         if total_bytes(buckets_above(0.0)) <= max_bytes:
             return 0.0, 0.0
         high = 1.0
         while any(table.num_ids_above(high) for table in tables):
             high *= 2
-        low = 0.25 / max(table.num_ids for table in tables)  # all ids of one count, but for less than half of one
+        low = 0.25 / max(table.num_ids for table in tables)  # so low that all ids are above it
         for _ in range(_BISECTIONS):
             middle = math.sqrt(low * high)
             low, high = (low, middle) if total_bytes(buckets_above(middle)) <= max_bytes else (middle, high)
@@ -271,7 +273,7 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
         turned_whole -= {name for name, own in buckets.items() if own is None}
         if not turned_whole:
             break
-        # these do not fit as wholes; other tables may have the bytes that this leaves
+        # these tables do not fit whole: keep them compressed and give other tables the bytes left
         compressed |= turned_whole
     used_bytes = total_bytes(buckets)
     for table in sorted(tables, key=lambda table: table.num_ids):

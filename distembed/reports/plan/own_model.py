@@ -54,7 +54,10 @@ class MadeModel:
 
 
 class OwnModel(Plannable):
-    """Someone's own model, with its step and optimizers; options that do not go with the model are refused."""
+    """Someone's own model, with its step and optimizers.
+
+    Refuses ids per row of an unknown feature, and a sparse optimizer where each table declares its own (``UserError``).
+    """
 
     def __init__(self, made: MadeModel, step: OwnStep, plan: PlanConfig) -> None:
         self.made, self.step = made, step
@@ -73,7 +76,7 @@ class OwnModel(Plannable):
                 f"--sparse-optimizer is {step.sparse_optimizer!r}, and every table of the model declares its "
                 f"optimizer ({names}); leave it out."
             )
-        # the optimizer that keeps most stands for all
+        # all tables are counted with the largest declared optimizer: a plan that fits then fits with any of them
         sparse = largest_optimizer(declared.values(), step.sparse_optimizer)
         is_fused = OPTIMIZERS[sparse].fused_class is not None
         self.table_optimizers = TableOptimizers(sparse, step.dense_optimizer, is_fused)
@@ -108,7 +111,7 @@ class OwnModel(Plannable):
         return ModelOnCluster(request, plan_inputs, notes)
 
     def _workload(self, cluster: Cluster) -> tuple[Workload, list[str]]:
-        """Returns the step on a cluster, and a sentence for each fact about it that is unknown."""
+        """Returns the step on a cluster, and notes: why the networks' step is unknown, features with assumed ids."""
         step, num_rows = self.step, Workload(self.batch_size).rows_of_rank(cluster.world_size)
         batch = None
         if step.example is not None:
@@ -150,9 +153,10 @@ class OwnModel(Plannable):
 
 
 def make_own_model(function: NamedFunction) -> MadeModel:
-    """Calls the function that makes a model, or a model and its sharders; refuses a model that no plan can place.
+    """Calls, on the meta device, a function that returns a model, or a pair of a model and its sharders.
 
-    The function may take a ``device``.
+    The function may take a ``device``. A ``UserError`` refuses other return values, modules with tables that cannot be
+    planned or have no sharder, and a model without tables.
     """
     with OnDevice("meta"):
         made = function.call(**({"device": torch.device("meta")} if function.takes("device") else {}))

@@ -32,7 +32,7 @@ class NamedFunction:
     function: Callable[..., Any]
 
     def call(self, *arguments: Any, **named: Any) -> Any:
-        """Calls the function. Its prints go to the error stream: with ``--json`` the output is JSON alone."""
+        """Calls the function with stdout sent to stderr; its errors become a ``UserError`` that names the option."""
         try:
             inspect.signature(self.function).bind(*arguments, **named)
         except ValueError:
@@ -51,7 +51,11 @@ class NamedFunction:
 
 
 def find_function(option: str, name: str) -> NamedFunction:
-    """Imports a module as ``python -m`` would, from the current folder as well, and returns the function of it."""
+    """Imports MODULE of ``MODULE:FUNCTION``, also from the current folder, and returns its function.
+
+    Raises a ``UserError`` for a malformed name, a module that is missing or fails, and an attribute that is missing or
+    cannot be called.
+    """
     module_name, separator, attribute = name.partition(":")
     if not separator or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise UserError(f"{option} is {name!r}; give MODULE:FUNCTION, such as my_package.models:make_model.")
@@ -82,14 +86,14 @@ def find_function(option: str, name: str) -> NamedFunction:
 
 
 def _run(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Calls a function of the user's; its errors, and a call of exit, are raised as a ``UserError`` with their line."""
+    """Calls a user's function, with stdout sent to stderr; errors and exits become a ``UserError`` with the line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return function(*arguments, **named)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        # the last line of the user's own that led to the error
+        # the innermost frame outside Python, installed packages and distembed: the user's own line
         installed = (*sysconfig.get_paths().values(), str(Path(__file__).parents[2]), "<")
         frames = [own for own in traceback.extract_tb(error.__traceback__) if not own.filename.startswith(installed)]
         places: list[tuple[str | None, int | None]] = [(own.filename, own.lineno) for own in frames]
@@ -118,7 +122,7 @@ class OwnStep:
 
 
 def parse_ids_per_row(text: str) -> dict[str, float]:
-    """Returns the numbers of ``item=1,words=12.5``, by feature."""
+    """Returns the numbers of a text like ``item=1,words=12.5`` by feature; refuses repeated and impossible ones."""
     numbers: dict[str, float] = {}
     for part in text.split(","):
         feature, _, number = part.rpartition("=")

@@ -59,7 +59,7 @@ def _paragraphs(lines: Iterable[str]) -> str:
 
 
 def _rank_section(quantity: RankQuantity) -> str:
-    """Returns the bars of all ranks, and their numbers in a table: a line for ranks that are alike."""
+    """Returns HTML with a chart and a table: a bar and a line for each group of ranks with equal numbers."""
     drawn = render_svg(lambda drawing: draw_ranks(quantity, drawing.add_subplot()), (9, 4))
     names = "".join(f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in _colours(quantity).items())
     groups, left_out = quantity.shown_groups(_MAX_BARS)
@@ -69,7 +69,7 @@ def _rank_section(quantity: RankQuantity) -> str:
 
 
 def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marked: Callable[[LineT], bool]) -> str:
-    """Returns a table; the lines of marked rows are coloured."""
+    """Returns an HTML table whose texts are escaped; marked rows are coloured."""
 
     def line(tag: str, cells: Iterable[str], scope: str = "") -> str:
         kinds = ("" if column.is_number else ' class="text"' for column in columns)
@@ -90,7 +90,7 @@ def _colours(quantity: RankQuantity) -> Mapping[str, str]:
 
 
 def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
-    """Draws a bar for each group of ranks, stacked by item; of very many groups the largest and the smallest."""
+    """Draws a bar for each group of ranks, stacked by item; of more than 64 groups the largest and the smallest."""
     groups, _ = quantity.shown_groups(_MAX_BARS)
     highest, limit = max(map(quantity.bar, quantity.ranks)) or 1.0, quantity.limit
     has_limit = limit is not None and limit < 2.5 * highest  # where little is used the limit is far above the bars
@@ -135,7 +135,7 @@ def render_chart(assessment: Assessment, file_format: str) -> bytes:
             text = "\n".join(tables.shortage_lines(assessment))
             drawing.text(0.01, 0.8, text, va="top", wrap=True, parse_math=False)
         content = io.BytesIO()
-        # a date would make other bytes of the same values
+        # no date: equal values give equal bytes
         metadata = {"Date": None, "Creator": MADE_BY} if file_format == "svg" else {"Software": MADE_BY}
         drawing.savefig(content, format=file_format, dpi=150, metadata=metadata)
     return content.getvalue()

@@ -21,13 +21,13 @@ class PlanFiles:
     overwrite: bool = False  # whether any file that is there is replaced
 
     def requested(self) -> Iterator[tuple[str, Path]]:
-        """Yields the option and the file of each that was asked for."""
+        """Yields option and path of each requested file."""
         for option in ("output", "compress", "report"):
             if (file := getattr(self, option)) is not None:
                 yield f"--{option}", file
 
     def require_writable(self) -> None:
-        """Refuses files that could not be written, before there is anything to write, and two options with one file."""
+        """Raises a ``UserError`` for a file that cannot be written, and for two options with one file."""
         option_by_file: dict[Path, str] = {}
         for option, file in self.requested():
             other = option_by_file.setdefault(file.absolute(), option)
@@ -39,7 +39,7 @@ class PlanFiles:
 
 
 def require_known_suffix(file: Path) -> None:
-    """Refuses a file whose suffix is of no form of report."""
+    """Raises a ``UserError`` for a suffix other than :data:`REPORT_SUFFIXES`, and for a folder."""
     if file.suffix.lower() not in REPORT_SUFFIXES:
         found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
         raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")

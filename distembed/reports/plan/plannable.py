@@ -32,7 +32,8 @@ class ModelOnCluster:
 class Plannable(ABC):
     """A model with its step and settings, to be planned for any cluster.
 
-    Methods that change a setting return the option to type for the change, and the changed model.
+    ``with_`` methods leave this model unchanged. They return the text to type for the change, and the changed model;
+    :meth:`with_plan` returns the model alone.
 
     Args:
         plan: Ways in which tables may be placed.
@@ -49,7 +50,7 @@ class Plannable(ABC):
 
     @abstractmethod
     def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
-        """Returns the request of a plan for a cluster; refuses settings that cannot be planned at all."""
+        """Returns the plan request for a cluster; raises a ``UserError`` for settings that no plan can have."""
 
     @abstractmethod
     def table_bytes(self) -> int:
@@ -57,11 +58,11 @@ class Plannable(ABC):
 
     @abstractmethod
     def with_plan(self, plan: PlanConfig) -> Self:
-        """Returns the model whose tables may be placed in other ways."""
+        """Returns the model with other settings of the plan."""
 
     @abstractmethod
     def with_batch_size(self, num_rows: int) -> tuple[str, Self]:
-        """Changes the rows of a step."""
+        """Changes the rows of a step on all ranks."""
 
     @abstractmethod
     def with_sparse_optimizer(self, name: str) -> tuple[str, Self]:
@@ -85,7 +86,7 @@ _UNKNOWN_STEP = (
 
 
 class ConfiguredModel(Plannable):
-    """The model of a config."""
+    """The model of a config; its changes are typed as overrides, like ``train.batch_size=512``."""
 
     def __init__(self, config: Config) -> None:
         default, train = config.embedding.default, config.train
@@ -137,7 +138,7 @@ class ConfiguredModel(Plannable):
         return 0 if self.collisions is None else min(2 * largest, _MAX_COLLISIONS)  # one doubling beyond the largest
 
     def with_collisions(self, collisions: int) -> "tuple[str, ConfiguredModel]":
-        """Compresses the default's tables; tables with settings of their own keep them."""
+        """Compresses the tables of ``embedding.default``; the typed text repeats settings that other tables inherit."""
         embedding = self.config.embedding
         default = embedding.default
         scheme = "quotient_remainder" if default.partition == "naive" else default.partition
@@ -145,7 +146,7 @@ class ConfiguredModel(Plannable):
         settings = [] if scheme == default.partition else [f"embedding.default.partition={scheme}"]
         settings += [] if default.num_buckets is None else ["embedding.default.num_buckets=null"]
         settings.append(f"embedding.default.collisions={collisions}")
-        # settings that tables keep, and have from the default that changes
+        # tables with entries of their own inherit unset fields from the default, which changes: state them explicitly
         for name, table in embedding.tables.items():
             own = f"embedding.tables.{name}"
             if table.partition == default.partition != scheme:

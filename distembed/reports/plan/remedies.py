@@ -47,14 +47,14 @@ _GIB = 2**30
 class Remedies:
     """Changes that make a model fit."""
 
-    arguments: tuple[str, ...] = ()  # to type after the command, one remedy each
-    is_complete: bool = True  # whether every kind of remedy was looked for to the end
+    arguments: tuple[str, ...] = ()  # texts to type after the command; each alone makes the model fit
+    is_complete: bool = True  # False if the time or the number of ranks cut the search short
 
 
 def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Cluster) -> int:
-    """Returns the bytes that all ranks of a cluster would have for tables if a batch had no rows: more than they do.
+    """Returns an upper bound of the bytes for tables on all ranks together: the room with a batch of no rows.
 
-    The assessment is of the same model for any cluster.
+    ``assessment`` may be of this model on another cluster: the bytes used are equal on all clusters of several ranks.
     """
     items = assessment.workload.bytes_beside_tables(world_size=2).items()  # with gradients, which one rank has as well
     beside = sum(num_bytes for item, num_bytes in items if item != "activations")
@@ -64,13 +64,15 @@ def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Clust
 
 
 def least_enough(too_few: int, enough: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the least number that is enough, by bisection; where a number is enough, larger ones are taken to be."""
+    """Returns the least number above ``too_few`` that is enough, by bisection; larger ones must be enough too."""
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
     return enough
 
 
+# ways to find the least size above too_few, up to most, that fits, or None: one by one, by bisection after checking
+# the largest size, and by doubling until a size fits and bisecting the last step
 def _in_turn(too_few: int, most: int, fits: Callable[[int], bool]) -> int | None:
     return next(filter(fits, range(too_few + 1, most + 1)), None)
 
@@ -88,16 +90,16 @@ def _by_doubling(too_few: int, most: int, fits: Callable[[int], bool]) -> int | 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of change."""
+    """A kind of change, like more nodes, with sizes from small to large."""
 
-    find: Callable[[int, int, Callable[[int], bool]], int | None]
-    too_few: int  # size that changes nothing
+    find: Callable[[int, int, Callable[[int], bool]], int | None]  # finds the least size that fits
+    too_few: int  # the size that the model or cluster has now
     most: int  # largest size; at most `too_few` where no change of the kind helps
     change: Callable[[int], tuple[str, Plannable, Cluster]]  # text to type for a size; model and cluster to plan
 
 
 def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is_given: bool) -> list[_Kind]:
-    """Returns the kinds of changes in the order in which they are looked for."""
+    """Returns the kinds of changes in the order of the search, the cluster's first and compression last."""
     device, is_cpu, plan = cluster.device, cluster.device.kind == "cpu", model.plan
     nodes, gpus, is_fixed = cluster.nodes, cluster.ranks_per_node, bool(cluster.memory_by_rank)
 
@@ -117,7 +119,7 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
     # on a CPU further ranks would share its memory
     most_gpus = 0 if nodes > 1 or is_cpu or is_fixed else _MAX_GPUS
     most_nodes = 0 if is_fixed else nodes * _MAX_NODES_FACTOR
-    halvings = (model.batch_size // cluster.world_size).bit_length() - 1  # that leave a row for each rank
+    halvings = (model.batch_size // cluster.world_size).bit_length() - 1  # most halvings that leave each rank a row
     kinds = [
         _Kind(_in_turn, gpus, most_gpus, lambda number: on(f"--gpus {number}", ranks_per_node=number)),
         _Kind(_by_doubling, nodes, most_nodes, lambda number: on(f"--nodes {number}", nodes=number)),
@@ -130,7 +132,7 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
     freed = {name: value for name, value in free.items() if getattr(plan, name) != value}
     settings = " ".join(f"plan.{name}={'null' if value is None else value}" for name, value in freed.items())
     has_weight_states = model.sparse_optimizer is not None and OPTIMIZERS[model.sparse_optimizer].has_weight_states
-    # all tables on any one rank, whose share of its node's this is
+    # host memory of a node (GiB) with which each rank's share has room for all tables
     most_host = gpus * (assessment.one_copy.total // _GIB + 1) if plan.allows_host_memory and not is_cpu else 0
     host, most_collisions = cluster.host_memory_bytes // _GIB, model.max_collisions()
     return [
@@ -151,19 +153,19 @@ def find_remedies(
 ) -> Remedies:
     """Finds one remedy of each kind for a model that does not fit: the smallest change, or the smallest found in time.
 
-    ``memory_is_given`` says that ``--memory`` was typed. No search begins after ``max_seconds``. The assessment of the
-    model on the cluster is made unless given.
+    ``memory_is_given`` says that ``--memory`` was typed, so that a larger device is suggested by its memory. No size is
+    planned after ``max_seconds``. ``assessment`` is the model's on this cluster; it is made unless given.
     """
     found = assessment if assessment is not None else assess(plannable, cluster)
     arguments, is_complete, end = list[str](), True, time.monotonic() + max_seconds
     kinds = _kinds(plannable, cluster, found, memory_is_given)
     for i, kind in enumerate(kinds):
-        # each kind has a share of the remaining time, so that none takes all
+        # each kind may use an equal share of the time left, so that one kind does not take all
         now = time.monotonic()
         deadline = now + (end - now) / (len(kinds) - i)
 
         def fits(size: int, kind: _Kind = kind, deadline: float = deadline) -> bool:
-            """Returns whether a changed model or cluster fits; False if settings refuse the change, or time is over."""
+            """Returns whether the change of a size fits; False if settings refuse it, or if time is up."""
             nonlocal is_complete
             try:
                 _, model, on = kind.change(size)
@@ -182,7 +184,7 @@ def find_remedies(
 
 
 _ONE_BY_ONE = 8  # sizes that are planned before gaps double
-_BELOW = 3  # sizes below the answer that are planned
+_BELOW = 3  # sizes right below the answer that have to be planned and not fit
 _REMEDY = (
     "  take larger devices (--gpu), let tables be divided by rows (plan.sharding_types, plan.tables), compress them "
     "(embedding.default.collisions), or make networks or train.batch_size smaller"
@@ -191,7 +193,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Smallest:
-    """Outcome of a search for the smallest cluster."""
+    """The result of a search for the smallest cluster."""
 
     assessment: Assessment | None  # plan for the smallest cluster that fits; None where none was found
     tried: tuple[tuple[Cluster, bool], ...]  # planned clusters, from small to large, and whether the model fits each
@@ -216,15 +218,18 @@ class Smallest:
 
 
 def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
-    """Returns the smallest cluster that a model fits; how many nodes the one given has does not matter."""
+    """Finds the smallest cluster of the given devices that a model fits; the number of given nodes is not read.
+
+    Raises the ``UserError`` of the settings where they refuse one device, one node and two nodes alike.
+    """
     gpus, outcomes = cluster.ranks_per_node, dict[int, bool]()
 
     def size(number: int) -> Cluster:
-        """Returns the cluster of a number in the drawing above."""
+        """Returns the cluster of a number in the module's drawing."""
         return dataclasses.replace(cluster, nodes=max(1, number - gpus + 1), ranks_per_node=min(number, gpus))
 
     def fits(number: int) -> bool:
-        """Returns whether the model fits a size; False where the settings refuse it. Each size is searched once."""
+        """Returns whether the model fits a size, False where settings refuse it; remembers the outcome."""
         if number not in outcomes:
             try:
                 outcomes[number] = is_fitting(plannable, size(number))
@@ -233,7 +238,7 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
         return outcomes[number]
 
     def outcome(number: int) -> Assessment | UserError:
-        """Returns the plan for a size, or why the settings refuse it."""
+        """Returns the full plan for a size, or the error of settings that refuse it; remembers whether it fits."""
         found: Assessment | UserError
         try:
             found = assess(plannable, size(number))
@@ -253,7 +258,7 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
         raise first
     numbers, table_bytes = range(1, gpus + max(0, MAX_RANKS // gpus - 1) + 1), plannable.table_bytes()
     sizes = [number for number in numbers if table_bytes <= max_table_bytes(plannable, first, size(number))]
-    # where not even the largest has the memory, its shortage is told
+    # sizes with enough memory for the tables; without any, the largest, to report its shortage
     sizes = [1] if fits(1) else sizes or [numbers[-1]]
     if not fits(sizes[0]) and (lack := _lack_of_room(plannable, size(sizes[-1]))):
         return Smallest(None, tried(), 0, None, (lack,), is_proven=True)
@@ -271,7 +276,10 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
 
 
 def _smallest_place(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
-    """Returns the place of the smallest size that fits, so that the sizes right below it do not; None for none."""
+    """Returns the index in ``sizes`` of the smallest that was found to fit; None if the largest does not fit either.
+
+    The three sizes right below the answer are planned too, and do not fit.
+    """
     low, high, gap = 0, 0, 1
     while not fits(sizes[high]):
         if high == len(sizes) - 1:
@@ -288,7 +296,7 @@ def _smallest_place(sizes: list[int], fits: Callable[[int], bool]) -> int | None
 
 
 def _lack_of_room(plannable: Plannable, cluster: Cluster) -> str:
-    """Returns which bytes that stay from step to step exceed a cluster's memory; empty where none do."""
+    """Returns the error that weights and optimizer states alone exceed a cluster's memory; empty if they do not."""
     try:
         require_room(plannable.on_cluster(cluster).request)
     except InsufficientMemory as error:

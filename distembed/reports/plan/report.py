@@ -20,9 +20,9 @@ _CATALOGUE_ERROR = 0.3
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run to cost."""
+    """A training run whose time and price are asked for."""
 
-    num_rows: int  # epochs added up
+    num_rows: int  # rows read in all epochs together
     price: float | None = None  # of one device for an hour
 
 
@@ -64,7 +64,10 @@ class TrainingCost:
 
 
 def training_cost(assessment: Assessment, run: TrainingRun) -> TrainingCost:
-    """Returns steps, hours and price of a run under a plan that fits; all ranks wait for the slowest."""
+    """Returns steps, hours and price of a run under a plan that fits, by the slowest rank's step.
+
+    With relative error e, hours and money range from 1 / (1 + e) to 1 + e times the estimate.
+    """
     cluster = assessment.cluster
     error = cluster.device.error
     factor = 1 + (_CATALOGUE_ERROR if error is None else error)
@@ -111,9 +114,10 @@ class CapacityReport:
 def report_capacity(
     plannable: Plannable, cluster: Cluster, memory_is_given: bool, find_cluster: bool = False
 ) -> CapacityReport:
-    """Plans a model for a cluster or the smallest that it fits; where it does not fit, looks for remedies.
+    """Plans a model for a cluster, and looks for remedies where the model does not fit.
 
-    ``memory_is_given`` says that ``--memory`` was typed, so that no other device would have more.
+    With ``find_cluster`` it plans the smallest cluster that fits instead, if there is one. ``memory_is_given`` says
+    that ``--memory`` was typed: remedies then name a larger memory and no other device.
     """
     smallest = find_smallest(plannable, cluster) if find_cluster else None
     found = None if smallest is None else smallest.assessment
@@ -123,7 +127,7 @@ def report_capacity(
 
 
 def report_as_json(report: CapacityReport) -> dict[str, Any]:
-    """Returns the values of an assessment, with all notes and the remedies."""
+    """Returns the assessment's values, with all notes, remedies, the smallest cluster and the training run."""
     values = assessment_as_json(report.assessment)
     values |= {"notes": list(report.notes), "remedies": list(report.remedies.arguments)}
     if (smallest := report.smallest) is not None:

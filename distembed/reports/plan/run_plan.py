@@ -29,7 +29,11 @@ def run_plan(
     console: Console | None,
     errors: Console,
 ) -> bool:
-    """Plans, prints and writes; returns whether the model fits. Without a console for tables, JSON is printed."""
+    """Plans, prints, and writes the requested files; returns whether the model fits.
+
+    ``console`` None prints JSON. ``--output`` and ``--compress`` are not written where the model does not fit, and
+    ``errors`` says so; ``--report`` is always written.
+    """
     reason, config = "it does not fit", None
     if files.compress is not None:
         assert isinstance(plannable, ConfiguredModel)

@@ -1,6 +1,6 @@
 """Tables and sentences of a plan, as the terminal and the page show them. Texts are plain: a renderer escapes them.
 
-Ranks whose numbers read alike are one group, so that 1,024 ranks with equal shards are one line.
+Ranks with equal texts in all columns are one group, so that 1,024 ranks with equal shards are one line.
 """
 
 import math
@@ -26,12 +26,12 @@ _NO_ALTERNATIVES = "none"
 _GREY = "#9a9a9a"
 
 LineT = TypeVar("LineT")
-RankGroup = tuple[PlannedRank, ...]  # ranks whose numbers read alike; the first stands for all
+RankGroup = tuple[PlannedRank, ...]  # ranks with equal texts in all columns; the first stands for all
 
 
 @dataclass(frozen=True)
 class PlanColumn(Generic[LineT]):
-    """A column of a table."""
+    """A column of a printed table, whose lines are ranks, groups of ranks or embedding tables."""
 
     heading: str
     text: Callable[[LineT], str]  # returns the cell of one line
@@ -40,11 +40,11 @@ class PlanColumn(Generic[LineT]):
 
 @dataclass(frozen=True)
 class RankItem:
-    """A part of a rank's memory or time."""
+    """A part of a rank's memory or time: one colour of a bar, one column of numbers."""
 
     name: str
-    keys: tuple[str, ...]  # of a rank's memory or times, which are added up
-    colour: int | str  # its number in the colours of pages, or a colour of its own
+    keys: tuple[str, ...]  # items of PlannedRank.memory, or fields of its times, that are added up
+    colour: int | str  # a number in the colours of pages, or a colour
     is_rare: bool = False  # whether it is left out where it is zero on all ranks
 
     def amount(self, rank: PlannedRank) -> float:
@@ -79,7 +79,7 @@ TIME_ITEMS = (
 
 @dataclass(frozen=True)
 class RankQuantity:
-    """The memory or the time of all ranks of an assessment that has a plan."""
+    """The memory or the time of all ranks under a plan, with all that its chart and its table show."""
 
     name: str
     ranks: Sequence[PlannedRank]
@@ -90,8 +90,8 @@ class RankQuantity:
     caption: str  # explains the bars
     total_heading: str
     columns_beside: Sequence[PlanColumn[PlannedRank]]  # after the total
-    remarks: Sequence[PlanColumn[PlannedRank]] = ()  # last, on the page alone
-    limit: float | None = None  # of a bar
+    remarks: Sequence[PlanColumn[PlannedRank]] = ()  # last columns, which the terminal leaves out
+    limit: float | None = None  # amount at which charts draw a line: the memory that a plan may fill
     has_room: Callable[[PlannedRank], bool] = lambda rank: True
 
     @cached_property
@@ -100,7 +100,7 @@ class RankQuantity:
 
     @cached_property
     def bar_items(self) -> list[RankItem]:
-        """The items that bars show: all but the bytes that are kept free."""
+        """The items that bars show: all but the allocator's bytes, which are kept free."""
         return [item for item in self.items if item is not _ALLOCATOR]
 
     def bar(self, rank: PlannedRank) -> float:
@@ -120,7 +120,7 @@ class RankQuantity:
 
     @property
     def columns(self) -> list[PlanColumn[RankGroup]]:
-        """The columns of the table, whose lines are groups; the last are remarks."""
+        """The columns of the table of groups: ranks, items, total, further columns, and remarks last."""
 
         def of_first(column: PlanColumn[PlannedRank]) -> PlanColumn[RankGroup]:
             return PlanColumn(column.heading, lambda group: column.text(group[0]), column.is_number)
@@ -129,7 +129,7 @@ class RankQuantity:
 
     @cached_property
     def groups(self) -> list[RankGroup]:
-        """Ranks that read alike, in the order of the first of each group."""
+        """The ranks in groups with equal texts, in the order of each group's first rank."""
         by_texts = dict[tuple[str, ...], list[PlannedRank]]()
         for rank in self.ranks:
             by_texts.setdefault(tuple(own.text(rank) for own in self._rank_columns), []).append(rank)
@@ -141,9 +141,9 @@ class RankQuantity:
         return sorted(self.groups, key=lambda group: -self.total(group[0]))
 
     def shown_groups(self, max_lines: int) -> tuple[list[RankGroup], list[str]]:
-        """Returns the groups to show, and a line that counts the ranks that are left out.
+        """Returns at most ``max_lines`` groups, and no or one line that counts the ranks left out.
 
-        More groups than ``max_lines`` are cut to the groups with the most and the groups with the least, sorted.
+        Of more groups, half have the most and half the least, sorted by amount; otherwise all in rank order.
         """
         if len(self.groups) <= max_lines:
             return self.groups, []
@@ -154,7 +154,7 @@ class RankQuantity:
 
 
 def group_text(group: RankGroup) -> str:
-    """Returns the ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
+    """Returns the numbers of a group's ranks: ``7``, or ``0-3, 8 (5)`` with their count in parentheses."""
     numbers = format_ranges([rank.rank for rank in group])
     return numbers if len(group) == 1 else f"{numbers} ({len(group):,})"
 
@@ -217,7 +217,7 @@ def _percent_at_most(share: float) -> str:
 
 
 def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
-    """Returns the columns of the table by table; where there is no plan they say sizes alone."""
+    """Returns the columns of the list of embedding tables: sizes, and places if there is a plan."""
     columns = [
         PlanColumn[AssessedTable]("table", lambda table: table.name, is_number=False),
         PlanColumn[AssessedTable]("scheme", lambda table: table.scheme, is_number=False),
@@ -242,7 +242,7 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
 
 
 def reason_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
-    """Returns the columns of reasons and of other placements, whose texts are long."""
+    """Returns the long columns ``why`` and ``instead`` (other placements); none where there is no plan."""
     if not assessment.ranks:
         return []
     why = PlanColumn[AssessedTable]("why", lambda table: table.why, is_number=False)
@@ -251,7 +251,10 @@ def reason_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
 
 
 def reason_lines(assessment: Assessment) -> list[str]:
-    """Returns a line for each text, like ``why (C1, C2): whole: fastest``; of too many texts the first ones."""
+    """Returns a line for each distinct text of the long columns, like ``why (C1, C2): whole: fastest``.
+
+    Only the first 32 texts of a column are listed; one more line counts the tables left out.
+    """
     lines, num_tables = list[str](), len(assessment.tables)
     for column in reason_columns(assessment):
         names_by_text: dict[str, list[str]] = {}
@@ -274,7 +277,7 @@ def is_in_host_memory(table: AssessedTable) -> bool:
 
 
 def _alternatives_text(table: AssessedTable) -> str:
-    """Returns a line for each: ``row_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
+    """Returns a line for each alternative: ``row_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent``."""
 
     def signed(difference: float, text: Callable[[int], str]) -> str:
         return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"  # type: ignore[arg-type]
@@ -293,7 +296,7 @@ def _alternatives_text(table: AssessedTable) -> str:
 
 
 def _sharding_text(placed: AssessedTable | Alternative) -> str:
-    """Returns a sharding type, with the kernel where that is not the usual one; of replicated tables it is torch's."""
+    """Returns a sharding type, with its kernel unless that is ``fused`` or the table is replicated (torch's kernel)."""
     is_usual = placed.compute_kernel == "fused" or placed.sharding_type == "data_parallel"
     return f"{placed.sharding_type}{'' if is_usual else f' ({placed.compute_kernel})'}"
 
@@ -311,7 +314,7 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
-    """Returns the fullest rank, the slowest rank, the size of a step, and how near the plan is to the fastest."""
+    """Returns lines on the fullest rank, the slowest rank, the rows of a step, and the lower bound of its time."""
     fullest, speed = memory.sorted_groups[0], assessment.rows_per_second
     depth = pipeline_depth(assessment.cluster.device.kind, assessment.cluster.world_size)
     return [
@@ -350,7 +353,7 @@ def _ranks(group: RankGroup) -> str:
 
 
 def _bound_lines(assessment: Assessment) -> list[str]:
-    """Returns how far a plan that fits is from the fastest one there can be, and whether the search was stopped."""
+    """Returns lines on the gap between the plan's time and the lower bound; none for a plan that does not fit."""
     if not assessment.fits:
         return []
     slowest, bound = max(rank.times.total for rank in assessment.ranks), assessment.lower_bound_ms or 0.0
@@ -379,14 +382,14 @@ def host_lines(assessment: Assessment) -> list[str]:
 
 
 def shortage_lines(assessment: Assessment) -> list[str]:
-    """Returns the missing bytes, and the planner's message; [] where the config fits."""
+    """Returns lines on the missing bytes, each overfull rank and the planner's error; [] where the config fits."""
     if assessment.fits:
         return []
     beside, capacity = assessment.bytes_beside_tables, assessment.cluster.rank_bytes
     by_size = sorted(beside.items(), key=lambda item: -item[1])
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in by_size if count)
     if (num_bytes := sum(beside.values())) > capacity:
-        # then tables have no part in it, whatever the planner says
+        # the networks' step alone does not fit: the planner's error about tables would mislead
         return [
             f"without any tables each rank needs {format_bytes(num_bytes)}, {format_bytes(num_bytes - capacity)} more "
             f"than it has: {items}"
@@ -408,7 +411,7 @@ def shortage_lines(assessment: Assessment) -> list[str]:
 
 
 def _overfull_ranks(assessment: Assessment) -> list[str]:
-    """Returns a line for the memory of devices, and one for host memory, where some rank has too little of it."""
+    """Returns a line on the rank that lacks most device memory, and one on host memory; none where all have room."""
     lines = []
     for number, memory in enumerate(("memory", "host memory")):
         over = [rank for rank in assessment.ranks if rank.excess_bytes[number] > 0]

@@ -59,7 +59,7 @@ def _print_tables(assessment: Assessment, console: Console) -> None:
 
 
 def _print_ranks(quantity: RankQuantity, console: Console) -> None:
-    """Prints a line for ranks that are alike; a narrow terminal shows no parts."""
+    """Prints a line for each group of ranks with equal numbers; a narrow terminal leaves the items out."""
     groups, left_out = quantity.shown_groups(_MAX_LINES)
     columns = quantity.columns[: len(quantity.columns) - len(quantity.remarks)]
     if console.width < _LEAST_COLUMN * len(columns):
@@ -80,7 +80,7 @@ def _grid(
     style: str,
     gap: int = 1,
 ) -> Table:
-    """Returns a table with some lines in a style; cells are folded between words, and long words of texts within."""
+    """Returns a table whose marked lines have a style; cells fold between words, and within words longer than 12."""
     grid = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
     )
