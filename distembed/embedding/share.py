@@ -199,7 +199,7 @@ class TableShare:
         if not any(own.is_function for own in part.weights):
             return self.table.combine.compose(leaves)
         assert rows is not None
-        in_leaves = rows.clone()  # vectors are leaves row by row, functions as a whole
+        in_leaves = rows.clone()  # leaf 0 has a row for each id, in order; leaves of functions are whole
         in_leaves[0] = torch.arange(rows.shape[1], device=rows.device)
         return self.table.combine.embed(leaves, in_leaves)
 

@@ -91,6 +91,7 @@ class ColumnShare(TableShare):
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
     ) -> None:
+        # the way of read backward: each rank gets its own columns' gradients, for the ids of all ranks
         own_ranges = self._columns_by_rank[self._rank]
         received = self._exchange(
             [

@@ -77,7 +77,7 @@ class Drawer:
         shape = counts, starts, rank
         is_same, self._shape = shape == self._shape, shape
         if not is_same or step not in self._drawn:
-            # the next steps' as well if this batch has the shape of the one before, and few ids of it are replaced
+            # If this batch's shape repeats the last one's, draw further steps too: numpy's cost per call is shared.
             num_steps = self._steps_at_once if is_same else 1
             steps = range(step, step + num_steps)
             draws = self._draw(counts, starts, steps, rank)

@@ -122,7 +122,7 @@ class Replacer:
 
     def _another(self, old: Array, streams: Array, draws: StepDraws) -> tuple[Array, Array | None]:
         """Returns an unreserved id for each id, different from it, and which ids are reserved (None if none can be)."""
-        # Drawn uniformly among the N - 1 others: number the ids without the old one, and step over it.
+        # Uniform among the N - 1 other ids: draw a number as if the old one were left out, then step over it.
         #   ids       0 1 2 [3] 4 5      reserved ids are stepped over in the same way, from the least on
         #   numbers   0 1 2     3 4      new = number + (number >= old)
         among_others = sent_to_device(draws.among_others, self.device)

@@ -46,7 +46,7 @@ class _ReplicatedStack:
         return CommOpGradientScaling.apply(stacked, self.gradient_scale) if self.gradient_scale > 1 else stacked
 
     def first_rows(self) -> list[int]:
-        """Returns the first row of each table's weight."""
+        """Returns the row of the stack at which each table's weight begins."""
         return list(accumulate([len(weight) for weight in self._weights], initial=0))[:-1]
 
 
@@ -59,8 +59,8 @@ class LookupRequest:
 
     # rows to look up in each slice, then in each function partition
     rows: Int64[Tensor, "slices rows"] | list[Int64[Tensor, " rows"]]
-    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]  # starts of the bags to look up, and the last one's end, by slice
-    weights: Sequence[Float[Tensor, " rows"] | None]  # weights of the rows of each slice; None for an unweighted one
+    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]  # for each slice: bag offsets into its rows
+    weights: Sequence[Float[Tensor, " rows"] | None]  # for each slice: weights of its rows, or None if unweighted
     features: KeyedJaggedTensor  # the batch
     distinct: DistinctIds | None = None  # the batch's distinct ids, where distinct ids are looked up
     buckets: Buckets | None = None  # the batch's bags by code, where buckets are looked up
