@@ -258,8 +258,8 @@ class _Search:
         if self._fits(first.assignment):
             fitting = first
         else:
-            # the count of a whole step exceeds the sum of bytes that the solver knows: give it less capacity until the
-            # count fits, twice: starting from the last solution, and from nothing
+            # a step's exact count exceeds the sum of bytes that the solver limits: lower the capacity until the count
+            # fits, once by repairing the last solution and once by a new search each time; the faster end is improved
             ends = [
                 self._tightened(first, self._solver.repaired),
                 self._tightened(first, lambda _, less: self._solver.fastest(less)),
@@ -291,7 +291,7 @@ class _Search:
             if excess <= 0:
                 return solution, capacity
             if (lower <= 0).all() or not solution.fits:
-                break  # less capacity does not help
+                break  # no capacity is left, or the solver could not keep the last one
             capacity = np.minimum(lower, capacity)
             solution = again(solution, capacity)
         return None

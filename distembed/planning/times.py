@@ -50,13 +50,13 @@ ExchangeKey = tuple[str, str]
 Phase = tuple[ExchangeKey, str]
 """An exchange and its part: ``ids``, ``sums`` within a node, or ``vectors``, with their gradients.
 
-On CPUs, the work for other ranks' shards adds to the rank's own, so it has phases:
+On CPUs, a rank's work for other ranks' shards adds to its work for its own shards. It therefore has phases of its own:
 ``ids of others`` and ``vectors of others``.
 """
 
 
 def exchange_key(placement: Placement) -> ExchangeKey:
-    """Returns the key of a table's exchange."""
+    """Returns the collection path and sharding type of a placed table; tables with equal keys are sent together."""
     return placement.collection, placement.unit.sharding_type
 
 

@@ -76,7 +76,7 @@ _GUESSES = 24
 _CONSTRUCTING = 2_000_000
 """Units to place guesses on top of a third of the search's units, divided by the number of tables."""
 _IMPROVING = 60
-"""Work to improve a solution that fits in tight memory, in units of a budget that grows with the tables."""
+"""Factor of the budget to improve a solution that fits in tight memory; the usual factor is 6."""
 
 
 @dataclass(frozen=True)
