@@ -148,7 +148,9 @@ def convert_command(
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="OURS=THEIRS", help="What the stock model calls a module of this model. May be repeated."),
+        typer.Option(
+            metavar="OURS=THEIRS", help="Module of this model and its name in the stock model; may be repeated."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -171,7 +171,7 @@ _OF_EVERY_TABLE = frozenset(setting_names(TableConfig)) - _OF_SCHEMES
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class EmbeddingConfig:
-    """The ``embedding`` section."""
+    """Holds the section ``embedding`` of a config: the settings of every table, and exceptions by feature."""
 
     default: TableSection = field(default_factory=TableConfig)  # the settings of every table
     # exceptions by the feature's name; in a file an exception has only the keys that differ from ``default``

@@ -51,7 +51,7 @@ class NetworkEstimate:
     # buckets; on a single rank gradients are among them as they arise
     peak: int = 0
     flops: int = 0  # floating-point operations of the forward and backward passes
-    output_bytes_per_row: float = 8.0  # what the task returns for metrics, like a logit and a label
+    output_bytes_per_row: float = 8.0  # outputs that the task returns for metrics, for example a logit and a label
     is_step_known: bool = True  # whether a step could be followed; else `peak` and `flops` are 0 and say nothing
 
 

@@ -124,7 +124,7 @@ def constrained_request(
         raise UserError(f"batch_size is {batch_size}; give the rows of one rank's batch, 1 or more.")
     request = PlanRequest(model, sharders, cluster, Workload(batch_size * cluster.world_size))
     if not request.tables_by_collection:
-        raise UserError("No sharder takes a collection of the model; add those of default_sharders().")
+        raise UserError("No sharder takes a collection of the model; add the sharders that default_sharders() returns.")
     ids_per_row, weighted = dict[str, float](), set[str]()
     for table in (table for tables in request.tables_by_collection.values() for table in tables):
         own, features = constraints.get(table.name, ParameterConstraints()), table.feature_names

@@ -149,7 +149,7 @@ class GroupTable:
     """A row for each group of runs that differ in their seed alone."""
 
     headings: list[str]  # text above each column
-    rows: list[list[str]]  # the cells of each group, the first of which is its name
+    rows: list[list[str]]  # the cells of each group; the first cell is the group's name
     note: str  # explains the numbers in a sentence or two
 
     @classmethod

@@ -32,11 +32,10 @@ class TableSSEConfig:
     rho: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     # folder that ``distembed prepare graph`` made; relative to the working directory
     graph: Annotated[str, Field(min_length=1)] | None = None
-    walk: WalkConfig | None = None  # random walk that draws neighbours; null for those next to the id
+    walk: WalkConfig | None = None  # random walk that draws neighbours; null to draw the id's neighbours in the graph
     # points ``[step, factor]`` between which p0 is multiplied by a linear factor
     schedule: list[_Point] = field(default_factory=list)
-    # ids that are never drawn; null for those that ``distembed prepare`` gave to missing and out-of-vocabulary
-    # values
+    # ids that are never drawn; null for the ids of missing and of out-of-vocabulary values
     reserved: Annotated[list[NonNegativeInt], Field(max_length=MAX_RESERVED)] | None = None
     keep_reserved: bool = False  # whether reserved ids are never replaced either
 

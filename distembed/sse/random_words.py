@@ -97,7 +97,7 @@ class DrawnPlaces:
 
     features: Integers  # index of each id's feature, ascending
     places: Integers  # index of each id in the batch, ascending within a feature
-    states: Words  # state of each id's random words, of which word 0 is used up
+    states: Words  # state of each id's random words; word 0 is used up
 
 
 def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], keys: Words) -> DrawnPlaces:

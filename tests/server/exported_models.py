@@ -19,7 +19,7 @@ _MADE: dict[str, Any] = {}
 
 
 def once(name: str, make: Callable[[], T]) -> T:
-    """Returns what ``make`` returned when it was called first in this session."""
+    """Returns the value that the first call of ``make`` under this name gave in this process."""
     if name not in _MADE:
         _MADE[name] = make()
     found: T = _MADE[name]
@@ -43,12 +43,12 @@ def exported(run: Path, folder: Path, **options: Any) -> Path:
 
 
 def session_run(factory: pytest.TempPathFactory) -> Path:
-    """Returns the run of this session, on rows of every kind of column."""
+    """Returns the one run that all tests share, on rows of every kind of column."""
     return once("run", lambda: trained_run(factory.mktemp("exported")))
 
 
 def session_model(factory: pytest.TempPathFactory) -> Path:
-    """Returns the export of the session's run."""
+    """Returns the export of the shared run."""
     run = session_run(factory)
     return once("model", lambda: exported(run, run.parent / "model"))
 

@@ -123,7 +123,7 @@ MANIFEST_VERSION = 2
 
 @dataclass(frozen=True)
 class DataFile:
-    """One Parquet file."""
+    """Names a Parquet file of a dataset, with its numbers of rows and bytes."""
 
     path: str  # relative to the dataset folder
     num_rows: int

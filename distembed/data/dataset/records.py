@@ -85,7 +85,7 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class RecordBlock:
-    """Decoded rows."""
+    """Holds decoded rows: single values side by side in one array, and each column of lists apart."""
 
     records: NDArray[Any]  # row-major array of the single-valued columns [num_rows, width]; see RecordLayout
     jagged: dict[str, Jagged]  # columns of lists by their names

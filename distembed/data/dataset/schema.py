@@ -28,7 +28,7 @@ from distembed.base.errors import UserError
 
 @dataclass(frozen=True)
 class CategoricalFeature:
-    """One categorical column."""
+    """Describes a categorical column of a dataset: its ids, and whether a row has one id or a list."""
 
     name: str
     num_embeddings: int  # ids lie in [0, num_embeddings)

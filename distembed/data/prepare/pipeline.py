@@ -199,7 +199,7 @@ def _input_version(described: RawInput) -> str:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """One preparation."""
+    """Prepares one dataset: counts values, assigns ids, and writes the files."""
 
     source: RowSource
     options: PrepareOptions

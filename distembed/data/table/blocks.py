@@ -82,7 +82,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A malformed row."""
+    """Locates a malformed row in its block, with the reason and the text for ``rejected.tsv``."""
 
     line: int  # in the block, from 0; of rows that are not lines, the number of the row
     reason: str  # one of the source's

@@ -135,7 +135,7 @@ class CategoricalColumn:
     """A column of values that get ids; null stands for the schema's min_count and hash_size."""
 
     column: str | None = None  # the table's column; null for the dataset's name
-    # integer: of 64 bits; hexadecimal: of up to 8 digits, as those of a number; log_bins: the square of the
+    # integer: of 64 bits; hexadecimal: the digits of a number, at most 8; log_bins: the square of the
     # logarithm of a number above 2, rounded down, and lower numbers rounded down themselves; quantile_bins: bins of
     # equally many training rows, as far as equal numbers allow
     kind: Literal["string", "integer", "hexadecimal", "log_bins", "quantile_bins"] = "string"

@@ -206,7 +206,7 @@ class CoOccurrenceReader:
         self._dataset, self._table, self._within = dataset, table, within
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns no files."""
+        """Returns an empty list, as the edges come from a dataset and from no input file."""
         return []
 
     def edges(self, tables: EdgeTables) -> Iterator[Edges]:

@@ -238,7 +238,7 @@ class Solver:
     def _from_guesses(self, aim: Aim, enough: float) -> Found:
         """Returns the best assignment found from first guesses; stops as soon as a score is at most ``enough``."""
         # 24 guesses are placed -> the best 7 are improved -> 3 are shaken -> 1 is shaken longest, as in a tournament;
-        # `total` is the work left, of which placing takes at most a third
+        # `total` is the work that is left; placing takes at most a third of it
         num_tables, placed = self._problem.num_tables, list[Found]()
         total = Budget(60_000 + 200 * num_tables)
         constructing = Budget(total.units / 3 + _CONSTRUCTING / num_tables)

@@ -313,7 +313,7 @@ class NumberCounter:
         """Returns the share of missing numbers, mean, deviation and quantiles.
 
         The least and the greatest number, which are the first and last quantile, are exact. The quantiles between them
-        come from every k-th row, all of which may be missing.
+        come from every k-th row; they are NaN if all of these rows are missing.
         """
         if not self._parts:
             missing = 1.0 if self._num_rows else math.nan

@@ -119,7 +119,9 @@ def estimates(statistics: DatasetStatistics) -> list[str]:
     found = []
     every = max((each.every for column in statistics.columns.values() for each in column.values()), default=1)
     if every > 1:
-        found.append(f"Quantiles of numbers, but the least and the most, are those of one row in {every:,}.")
+        found.append(
+            f"Quantiles of numbers come from one row in {every:,}; the least and the greatest come from all rows."
+        )
     if statistics.equal_rows.sampled < 1:
         found.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
     return found

@@ -130,7 +130,7 @@ def _fit_single(table: CompositionalEmbeddingConfig, full: _WeightedVectors, ini
 
 
 def _fit_concat(table: CompositionalEmbeddingConfig, full: _WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
-    """Returns the partitions, each of which gives some of the columns: a row is the weighted mean of its ids there."""
+    """Returns the rows of partitions that each give some columns: a row is the weighted mean of its ids' columns."""
     columns = table.combine.columns(table.embedding_dim, len(initial))
     assert columns is not None
     return [_weighted_means(full, j, own, initial[j]) for j, own in enumerate(columns)]
