@@ -45,53 +45,57 @@ def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros
     num_features, most_bags = field(job, layout.NUM_FEATURES), 0
     for feature in range(num_features):
         most_bags = max(most_bags, field(feature_block(job, feature), layout.NUM_BAGS))
-    first, last = most_bags * share // num_shares, most_bags * (share + 1) // num_shares
+    first_bag, end_bag = most_bags * share // num_shares, most_bags * (share + 1) // num_shares
     # the vectors of one bag's features are neighbours in the output: write all features of 64 bags, then the next 64
-    for start in range(first, last, layout.BLOCK_IDS):
+    for start in range(first_bag, end_bag, layout.BLOCK_IDS):
         for feature in range(num_features):
-            stop = min(start + layout.BLOCK_IDS, last, field(feature_block(job, feature), layout.NUM_BAGS))
+            stop = min(start + layout.BLOCK_IDS, end_bag, field(feature_block(job, feature), layout.NUM_BAGS))
             if start < stop and not _compose_bags(job, feature, start, stop, scratch, zeros):
                 return 1 + feature
     return 0
 
 
 @inline
-def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> Any:
-    """Composes bags ``first`` to ``last - 1`` of a feature; returns False at an id whose row is not on this rank."""
-    # Ids are taken in blocks of 64, which need not end where a bag ends: a bag's sum continues in the next block.
-    # `target` is the vector of the current bag, one before the first at the start; empty bags on the way get zeros.
-    own, stride = feature_block(job, feature), field(job, layout.STRIDE)
+def _compose_bags(job: Any, feature: Any, first_bag: Any, end_bag: Any, rows: Any, zeros: Any) -> Any:
+    """Composes bags ``first_bag`` to ``end_bag - 1`` of a feature; returns False where an id's row is not on this rank.
+
+    Ids are read in blocks of 64, which need not end where a bag ends: a bag's sum continues in the next block.
+    """
+    # bags      A: ids 0, 1   B: none   C: id 2        with first_bag = A
+    # target    A - 1 at the start, then A at position 0; at position 2 B, which is cleared, and C
+    # offset    address of bag_end, the position at which the current bag ends: 0 at the start, then 2; 2, 3
+    fields, stride = feature_block(job, feature), field(job, layout.STRIDE)
     width, weights = field(job, layout.WIDTH), field(job, layout.WEIGHTS)
-    ends = field(job, layout.OFFSETS) + 8 * field(own, layout.FIRST_BAG)
-    start, end = read_long(ends + 8 * first), read_long(ends + 8 * last)
-    bag_end, ends = start, ends + 8 * first
-    target = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) + (first - 1) * stride
+    offset = field(job, layout.OFFSETS) + 8 * field(fields, layout.FIRST_BAG)
+    start, end = read_long(offset + 8 * first_bag), read_long(offset + 8 * end_bag)
+    bag_end, offset = start, offset + 8 * first_bag
+    target = field(job, layout.VECTORS) + field(fields, layout.VECTOR_START) + (first_bag - 1) * stride
     while start < end:
         stop = min(start + layout.BLOCK_IDS, end)
         if not _find_rows(job, feature, start, stop, rows):
             return False
-        i = start
-        while i < stop:
-            is_first = i >= bag_end
-            while i >= bag_end:
+        position = start
+        while position < stop:
+            is_first = position >= bag_end
+            while position >= bag_end:
                 target += stride
-                ends += 8
-                bag_end = read_long(ends)
-                if i >= bag_end:
+                offset += 8
+                bag_end = read_long(offset)
+                if position >= bag_end:
                     clear(target, width, zeros)
-            own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
+            id_rows, id_weights = rows + 8 * (position - start), weights + 4 * position if weights != 0 else 0
             # a bag of one id needs no loop, whose end would depend on a number yet to be read: the branch is predicted
-            if is_first and bag_end == i + 1:
-                _compose_one(job, target, own_rows, own_weights, zeros)
-                i += 1
+            if is_first and bag_end == position + 1:
+                _compose_one(job, target, id_rows, id_weights, zeros)
+                position += 1
             else:
-                num_ids = min(bag_end, stop) - i
-                _compose_ids(job, target, own_rows, num_ids, own_weights, is_first, zeros)
-                i += num_ids
+                num_ids = min(bag_end, stop) - position
+                _compose_ids(job, target, id_rows, num_ids, id_weights, is_first, zeros)
+                position += num_ids
         start = stop
-    final = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) + last * stride
+    vectors_end = field(job, layout.VECTORS) + field(fields, layout.VECTOR_START) + end_bag * stride
     target += stride
-    while target < final:
+    while target < vectors_end:
         clear(target, width, zeros)
         target += stride
     return True
@@ -105,16 +109,16 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
     """
     ids, outside = field(job, layout.IDS), 0
     for j in range(field(job, layout.NUM_PARTITIONS)):
-        part, partition = part_block(job, feature, j), partition_block(job, j)
+        table_part, partition = part_block(job, feature, j), partition_block(job, j)
         row_bytes = field(partition, layout.ROW_BYTES)
-        base = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
-        place, last = rows + 8 * layout.BLOCK_IDS * j, field(part, layout.NUM_ROWS) - 1
-        for i in range(start, stop):
-            row = row_of(read_long(ids + 8 * i), part)
-            outside |= is_outside(row, last)
+        base = field(partition, layout.WEIGHT_ADDRESS) + field(table_part, layout.WEIGHT_START)
+        row_address, last_row = rows + 8 * layout.BLOCK_IDS * j, field(table_part, layout.NUM_ROWS) - 1
+        for position in range(start, stop):
+            row = row_of(read_long(ids + 8 * position), table_part)
+            outside |= is_outside(row, last_row)
             address = base + row * row_bytes
-            write(place, address)
-            place += 8
+            write(row_address, address)
+            row_address += 8
             ask_for(address, row_bytes)
     return outside >= 0
 
@@ -136,9 +140,9 @@ def _num_common(job: Any) -> Any:
 def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
     """Returns some lanes of an id's composed vector, from the rows of partitions ``j`` to ``j + num_common - 1``."""
     vector = read(read_long(rows + 8 * layout.BLOCK_IDS * j), column, rows_are_half(job, j), zeros)
-    for other in range(j + 1, j + num_common):
-        own = read(read_long(rows + 8 * layout.BLOCK_IDS * other), column, rows_are_half(job, other), zeros)
-        vector = vector * own if field(job, layout.IS_PRODUCT) else vector + own
+    for partition in range(j + 1, j + num_common):
+        row = read(read_long(rows + 8 * layout.BLOCK_IDS * partition), column, rows_are_half(job, partition), zeros)
+        vector = vector * row if field(job, layout.IS_PRODUCT) else vector + row
     return vector
 
 
@@ -147,10 +151,10 @@ def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> 
     """Writes the weighted composed vector of a bag's only id to ``target``; arguments as of :func:`_compose_ids`."""
     num_common, factor = _num_common(job), _weight(weights, 0, zeros)
     for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
-        partition = partition_block(job, j)
-        place = target + 4 * field(partition, layout.COLUMN_START)
-        for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
-            store(place + 4 * column, _compose_rows(job, rows, j, num_common, column, zeros) * factor)
+        block = partition_block(job, j)
+        target_column = target + 4 * field(block, layout.COLUMN_START)
+        for column in range(0, field(block, layout.NUM_COLUMNS), lanes_of(zeros)):
+            store(target_column + 4 * column, _compose_rows(job, rows, j, num_common, column, zeros) * factor)
 
 
 @inline
@@ -158,14 +162,14 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
     """Adds ids' weighted composed vectors to the bag's vector, ``target``; replaces it where the ids are the first."""
     num_common = _num_common(job)
     for j in range(0, field(job, layout.NUM_PARTITIONS), num_common):
-        partition = partition_block(job, j)
-        place = target + 4 * field(partition, layout.COLUMN_START)
-        for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
-            summed = zeros if is_first else load_floats(place + 4 * column, zeros)
-            for i in range(num_ids):
-                vector = _compose_rows(job, rows + 8 * i, j, num_common, column, zeros)
-                summed = multiply_add(vector, _weight(weights, i, zeros), summed)
-            store(place + 4 * column, summed)
+        block = partition_block(job, j)
+        target_column = target + 4 * field(block, layout.COLUMN_START)
+        for column in range(0, field(block, layout.NUM_COLUMNS), lanes_of(zeros)):
+            summed = zeros if is_first else load_floats(target_column + 4 * column, zeros)
+            for index in range(num_ids):
+                vector = _compose_rows(job, rows + 8 * index, j, num_common, column, zeros)
+                summed = multiply_add(vector, _weight(weights, index, zeros), summed)
+            store(target_column + 4 * column, summed)
 
 
 @entry

@@ -61,8 +61,8 @@ def _has_halves() -> bool:
     from llvmlite import binding
     from numba.core import config
 
-    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009  # set as numba is imported
-    return "+f16c" in (binding.get_host_cpu_features().flatten() if given is None else given).split(",")
+    cpu_features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009  # set as numba is imported
+    return "+f16c" in (binding.get_host_cpu_features().flatten() if cpu_features is None else cpu_features).split(",")
 
 
 @cache

@@ -51,13 +51,17 @@ class FusedLookup:
         ends = np.cumsum(tables)
         self._features_of_tables = np.stack([ends - tables, ends], 1)
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
-        for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
-            own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
-            own[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
+        for fields, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
+            fields[layout.NUM_COLUMNS], fields[layout.COLUMN_START] = len(columns), columns.start
+            fields[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
         self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
         itemsizes = [storage.itemsize for storage in storages]
         self._parts = np.array(
-            [[_part_fields(part, size) for part, size in zip(own, itemsizes, strict=True)] for own in parts], np.int64
+            [
+                [_part_fields(part, itemsize) for part, itemsize in zip(table_parts, itemsizes, strict=True)]
+                for table_parts in parts
+            ],
+            np.int64,
         )
         self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
         self._given_parts, self._given_tables = parts, tables
@@ -109,7 +113,7 @@ class FusedLookup:
         needs_id_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
         if self.formula.needs_rows or needs_id_gradients:
             self._waiting.add(step)  # a weak reference: a step whose graph is dropped waits no longer
-        all_weights = [weight for own in storages for weight in own.weights]
+        all_weights = [weight for storage in storages for weight in storage.weights]
         return _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
 
     def backward(
@@ -124,24 +128,28 @@ class FusedLookup:
         Raises:
             UserError: The gradients depend on rows that have been updated since the forward pass.
         """
-        if step.kept is None and (self.formula.needs_rows or needs_id_gradients):
+        if step.saved_vectors is None and (self.formula.needs_rows or needs_id_gradients):
             self.updates.require(step.updates, step.storages)
         self._waiting.discard(step)
         step.batch = None
         if all(storage.is_frozen for storage in step.storages):
-            nothing: list[Tensor | None] = [None for storage in step.storages for _ in storage.weights]
-            return self._weight_gradients(step, batch, gradients) if needs_id_gradients else None, nothing
-        # This update changes rows on which gradients of other lookups depend: they get copies of their vectors first.
-        for other in self._waiting:
-            if other.updates == self.updates.so_far(other.storages):  # else its rows have changed: its backward raises
-                other.kept = self._vectors_of_ids(other)
-        self._waiting.clear()
+            no_gradients: list[Tensor | None] = [None for storage in step.storages for _ in storage.weights]
+            return self._weight_gradients(step, batch, gradients) if needs_id_gradients else None, no_gradients
+        self._save_waiting_vectors()
         if any(storage.optimizer is not None for storage in step.storages):
             self.updates.count()
         id_gradients = self._weight_gradients(step, batch, gradients) if needs_id_gradients else None
-        by_kept = step.kept is not None and self.formula.needs_rows
-        update = self._update_by_kept if by_kept else self.update
+        uses_saved_vectors = step.saved_vectors is not None and self.formula.needs_rows
+        update = self._update_from_saved_vectors if uses_saved_vectors else self.update
         return id_gradients, update(step, batch, gradients)
+
+    def _save_waiting_vectors(self) -> None:
+        """Copies the vectors of the steps whose backward pass is still to come, before an update changes their rows."""
+        for step in self._waiting:
+            rows_are_unchanged = step.updates == self.updates.so_far(step.storages)
+            if rows_are_unchanged:  # else the step's own backward pass raises
+                step.saved_vectors = self._vectors_of_ids(step)
+        self._waiting.clear()
 
     def compose(self, step: "_Step", batch: "_Batch") -> Float[Tensor, "bags width"]:
         """Returns the composed vectors of a step's bags."""
@@ -162,37 +170,37 @@ class FusedLookup:
 
     def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
         """Returns the error that names the first id of a feature whose row is not on this rank, from a new search."""
-        first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
-        for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
+        first_bag, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
+        for raw_id in batch.ids[batch.offsets[first_bag] : batch.offsets[first_bag + num_bags]].tolist():
             for j, part in enumerate(self._given_parts[feature]):
-                row = own_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
+                row = raw_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
                 if not part.first_row <= row < part.first_row + part.num_rows:
                     return IndexError(
-                        f"id {own_id} of feature {feature} of a fused lookup has row {row} in partition {j}, of which "
+                        f"id {raw_id} of feature {feature} of a fused lookup has row {row} in partition {j}, of which "
                         f"rows {part.first_row} to {part.first_row + part.num_rows - 1} are on this rank; the id lies "
                         "outside of its table, or was sent to a rank that does not have its row."
                     )
         return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")
 
-    def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
+    def _bag_per_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
         """Returns a step and a batch of the same ids without weights, in which each id is a bag: ``[ids, width]``."""
-        features, begins = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
-        features[:, layout.FIRST_BAG] = begins.numpy()
-        features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
+        features, first_ids = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
+        features[:, layout.FIRST_BAG] = first_ids.numpy()
+        features[:, layout.NUM_BAGS] = torch.diff(first_ids, append=batch.offsets[-1:]).numpy()
         features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
-        each = _Step(self, features, step.storages, (len(batch.ids), width), step.updates)
-        return each, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
+        id_step = _Step(self, features, step.storages, (len(batch.ids), width), step.updates)
+        return id_step, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
 
     def _id_gradients(self, batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> Float[Tensor, "ids width"]:
         """Returns each id's gradient: its bag's part of ``[bags, features * width]``, or its own row in a sequence."""
         gradients = gradients.float()
         if not self.formula.pools:
             return gradients.contiguous()
-        by_bag = gradients.unflatten(1, (self._num_features, self.formula.width)).transpose(0, 1).flatten(0, 1)
-        first, last = int(batch.offsets[0]), int(batch.offsets[-1])
-        own = torch.zeros(len(batch.ids), self.formula.width)
-        own[first:last] = by_bag.repeat_interleave(torch.diff(batch.offsets), dim=0)
-        return own
+        bag_gradients = gradients.unflatten(1, (self._num_features, self.formula.width)).transpose(0, 1).flatten(0, 1)
+        first_id, end_id = int(batch.offsets[0]), int(batch.offsets[-1])
+        id_gradients = torch.zeros(len(batch.ids), self.formula.width)
+        id_gradients[first_id:end_id] = bag_gradients.repeat_interleave(torch.diff(batch.offsets), dim=0)
+        return id_gradients
 
     def _weight_gradients(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
@@ -201,29 +209,29 @@ class FusedLookup:
 
         With ``bag = sum_i w_i v_i``, the gradient of ``w_i`` is the dot product of ``v_i`` and the bag's gradient.
         """
-        if step.kept is None:
-            vectors = self.compose(*self._each_id(step, batch, self.formula.width))
+        if step.saved_vectors is None:
+            vectors = self.compose(*self._bag_per_id(step, batch, self.formula.width))
         else:
-            vectors = torch.stack(step.kept).prod(0)
+            vectors = torch.stack(step.saved_vectors).prod(0)
         return (vectors * self._id_gradients(batch, gradients)).sum(1)
 
     def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
         """Returns a lookup of partition ``j`` alone, in which each id gets its row, with its step and batch."""
         width = len(self.formula.columns[j])
-        parts = [[own[j]] for own in self._given_parts]
+        parts = [[table_parts[j]] for table_parts in self._given_parts]
         lookup = FusedLookup(Formula([range(width)], False, False), parts, self._given_tables, [step.storages[j]])
-        each, ids = self._each_id(step, batch, width)
-        return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
+        id_step, id_batch = self._bag_per_id(step, batch, width)
+        return lookup, replace(id_step, lookup=lookup, storages=[step.storages[j]]), id_batch
 
     def _vectors_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
         """Returns tensors whose product is each id's vector: its rows in a product, else the composed vector alone."""
         assert step.batch is not None
         if not self.formula.needs_rows:
-            return [self.compose(*self._each_id(step, step.batch, self.formula.width))]
-        alone = [self._alone(j, step, step.batch) for j in range(len(step.storages))]
-        return [lookup.compose(each, ids) for lookup, each, ids in alone]
+            return [self.compose(*self._bag_per_id(step, step.batch, self.formula.width))]
+        partition_lookups = [self._alone(j, step, step.batch) for j in range(len(step.storages))]
+        return [lookup.compose(id_step, id_batch) for lookup, id_step, id_batch in partition_lookups]
 
-    def _update_by_kept(
+    def _update_from_saved_vectors(
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
     ) -> list[Tensor | None]:
         """Updates a product partition by partition, from the rows that were copied before another update.
@@ -234,14 +242,14 @@ class FusedLookup:
         id_gradients = self._id_gradients(batch, gradients)
         if batch.weights is not None:
             id_gradients = id_gradients * batch.weights[:, None]
-        assert step.kept is not None
+        assert step.saved_vectors is not None
         returned: list[Tensor | None] = []
-        for j in range(len(step.kept)):
-            own = id_gradients
-            for other, rows in enumerate(step.kept):
-                own = own if other == j else own * rows
-            lookup, each, ids = self._alone(j, step, batch)
-            returned += lookup.update(each, ids, own)
+        for j in range(len(step.saved_vectors)):
+            row_gradients = id_gradients
+            for partition, rows in enumerate(step.saved_vectors):
+                row_gradients = row_gradients if partition == j else row_gradients * rows
+            lookup, id_step, id_batch = self._alone(j, step, batch)
+            returned += lookup.update(id_step, id_batch, row_gradients)
         return returned
 
     def update(self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
@@ -257,7 +265,7 @@ class FusedLookup:
                 returned.append(None)
                 continue
             sums = [torch.zeros(weight.shape, dtype=torch.float32) for weight in storage.weights]
-            addresses = np.array([own.data_ptr() for own in sums], np.int64)
+            addresses = np.array([gradient.data_ptr() for gradient in sums], np.int64)
             placed.partitions[j, layout.GRADIENT_ADDRESS] = addresses[0]
             placed.parts[:, j, layout.GRADIENT_START] = addresses[self._table_of_feature] - addresses[0]
             returned += sums
@@ -273,15 +281,18 @@ class FusedLookup:
             num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
             # torch's allocator reuses this memory from step to step
             scratch = torch.empty(num_bytes, dtype=torch.uint8)
-            done = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
-            if done < 0:
-                raise self._row_outside(-done - 1, step, batch)
+            status = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
+            if status < 0:
+                raise self._row_outside(-status - 1, step, batch)
 
         in_threads(update, len(tables))
-        weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
+        weights = [(weight, storage.gradient_scale) for storage in step.storages for weight in storage.weights]
+        for gradient, (_, scale) in zip(returned, weights, strict=True):
+            if gradient is not None and scale > 1:
+                gradient.mul_(scale)
         return [
-            None if own is None else own.mul_(scale).to(weight.dtype) if scale > 1 else own.to(weight.dtype)
-            for own, (weight, scale) in zip(returned, weights, strict=True)
+            None if gradient is None else gradient.to(weight.dtype)
+            for gradient, (weight, _) in zip(returned, weights, strict=True)
         ]
 
     def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[npt.NDArray[np.int64]]:
@@ -295,31 +306,31 @@ class FusedLookup:
         if num_threads == 1:
             return [ranges]
         ends = batch.offsets.numpy()
-        begins = ends[step.features[ranges[:, 0], layout.FIRST_BAG]]
-        num_ids = np.diff(begins, append=ends[-1])
+        first_ids = ends[step.features[ranges[:, 0], layout.FIRST_BAG]]
+        num_ids = np.diff(first_ids, append=ends[-1])
         shares: list[list[int]] = [[] for _ in range(num_threads)]
         loads = [0] * num_threads
         for table in np.argsort(-num_ids, kind="stable").tolist():
-            least = loads.index(min(loads))
-            loads[least] += int(num_ids[table])
-            shares[least].append(table)
+            least_loaded = loads.index(min(loads))
+            loads[least_loaded] += int(num_ids[table])
+            shares[least_loaded].append(table)
         return [ranges[share] for share in shares]
 
     def _placed(self, storages: Sequence[Storage]) -> "_Placed":
         """Returns copies of the kernel's blocks with this step's addresses, learning rates and dtypes filled in."""
         placed = _Placed(self._partitions.copy(), self._parts.copy())
-        numbers = placed.partitions.view(np.float64)
-        for j, own in enumerate(storages):
-            addresses = np.array([weight.data_ptr() for weight in own.weights], np.int64)
+        float_fields = placed.partitions.view(np.float64)
+        for j, storage in enumerate(storages):
+            addresses = np.array([weight.data_ptr() for weight in storage.weights], np.int64)
             placed.partitions[j, layout.WEIGHT_ADDRESS] = addresses[0]
-            placed.partitions[j, layout.IS_HALF] = own.itemsize == 2
-            placed.partitions[j, layout.ROW_BYTES] = own.row_bytes(len(self.formula.columns[j]))
-            if own.optimizer is None:
+            placed.partitions[j, layout.IS_HALF] = storage.itemsize == 2
+            placed.partitions[j, layout.ROW_BYTES] = storage.row_bytes(len(self.formula.columns[j]))
+            if storage.optimizer is None:
                 placed.parts[:, j, layout.WEIGHT_START] = addresses[self._table_of_feature] - addresses[0]
                 continue
-            placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[own.optimizer]
-            placed.partitions[j, layout.STATE_ADDRESS] = 0 if own.states is None else own.states.data_ptr()
-            numbers[j, layout.LEARNING_RATE], numbers[j, layout.EPS] = own.learning_rate, own.eps
+            placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[storage.optimizer]
+            placed.partitions[j, layout.STATE_ADDRESS] = 0 if storage.states is None else storage.states.data_ptr()
+            float_fields[j, layout.LEARNING_RATE], float_fields[j, layout.EPS] = storage.learning_rate, storage.eps
         return placed
 
     def _job(self, step: "_Step", batch: "_Batch", placed: "_Placed", vectors: Tensor) -> Any:
@@ -360,7 +371,7 @@ class _Step:
     shape: tuple[int, int]
     updates: tuple[int, ...]  # updates before this lookup, as of Updates.so_far
     batch: _Batch | None = None  # until the backward pass
-    kept: list[Tensor] | None = None  # [ids, width], whose product is each id's vector, if rows were updated since
+    saved_vectors: list[Tensor] | None = None  # [ids, width], their product is each id's vector; set if rows changed
 
 
 class _Fused(torch.autograd.Function):
@@ -417,10 +428,10 @@ def in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
 
     Returns when all have ended, and raises the first error.
     """
-    others = [_pool().submit(run, share, num_shares) for share in range(1, num_shares)]
+    futures = [_pool().submit(run, share, num_shares) for share in range(1, num_shares)]
     try:
         run(0, num_shares)
     finally:  # also after an error: the threads write to memory that the caller frees
-        wait(others)
-    for other in others:
-        other.result()
+        wait(futures)
+    for future in futures:
+        future.result()

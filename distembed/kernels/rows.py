@@ -23,9 +23,9 @@ _LINE_BYTES = 64
 
 
 @inline
-def field(block: Any, place: Any) -> Any:
-    """Returns the 64-bit number at ``place``, a constant of ``layout``, of the block at an address."""
-    return read_long(block + 8 * place)
+def field(block: Any, index: Any) -> Any:
+    """Returns the 64-bit number at ``index``, a constant of ``layout``, of the block at an address."""
+    return read_long(block + 8 * index)
 
 
 @inline
@@ -63,23 +63,23 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 
 
 @inline
-def row_of(own_id: Any, part: Any) -> Any:
+def row_of(raw_id: Any, table_part: Any) -> Any:
     """Returns ``(id // divisor) % modulus - first row``: an id's place among a part's rows on this rank, or outside."""
-    row, modulus = own_id, field(part, layout.MODULUS)
-    if field(part, layout.DIVISOR) != 1:
-        row = _divide(row, field(part, layout.DIVISOR), field(part, layout.DIVISOR_RECIPROCAL))
+    row, modulus = raw_id, field(table_part, layout.MODULUS)
+    if field(table_part, layout.DIVISOR) != 1:
+        row = _divide(row, field(table_part, layout.DIVISOR), field(table_part, layout.DIVISOR_RECIPROCAL))
     if modulus != 0:
-        row -= _divide(row, modulus, field(part, layout.MODULUS_RECIPROCAL)) * modulus
-    return row - field(part, layout.FIRST_ROW)
+        row -= _divide(row, modulus, field(table_part, layout.MODULUS_RECIPROCAL)) * modulus
+    return row - field(table_part, layout.FIRST_ROW)
 
 
 @inline
-def is_outside(row: Any, last: Any) -> Any:
-    """Returns a negative number unless ``0 <= row <= last``: the sign bit of ``row`` or of ``last - row`` is set.
+def is_outside(row: Any, last_row: Any) -> Any:
+    """Returns a negative number unless ``0 <= row <= last``: the sign bit of ``row`` or of ``last_row - row`` is set.
 
     Results of many rows joined by ``|`` are negative where one row is outside, so that one branch checks all.
     """
-    return row | (last - row)
+    return row | (last_row - row)
 
 
 @inline
@@ -93,10 +93,10 @@ def read(address: Any, column: Any, is_half: Any, zeros: Any) -> Any:
 @inline
 def ask_for(address: Any, num_bytes: Any) -> Any:
     """Prefetches all cache lines of ``num_bytes`` from an address on; does not wait for them."""
-    place = address
-    while place < address + num_bytes:
-        prefetch(place)
-        place += _LINE_BYTES
+    line_address = address
+    while line_address < address + num_bytes:
+        prefetch(line_address)
+        line_address += _LINE_BYTES
 
 
 @inline

@@ -110,8 +110,10 @@ def splat(typing_context: Any, value: Any, like: Any) -> Any:
 
     def build(builder: Any, number: Any, _: Any) -> Any:
         undefined = ir.Constant(like.llvm, ir.Undefined)
-        one = builder.insert_element(undefined, number, _INT(0))
-        return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes))
+        single_lane = builder.insert_element(undefined, number, _INT(0))
+        return builder.shuffle_vector(
+            single_lane, undefined, ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes)
+        )
 
     return _typed(like(types.float32, like), build)
 
@@ -136,14 +138,14 @@ def lanes_of(typing_context: Any, vector: Any) -> Any:
 def multiply_add(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
     """Returns ``first * second + third``, rounded once."""
     name = f"llvm.fma.v{first.lanes}f32"
-    return _typed(first(first, second, third), lambda builder, *own: _call(builder, name, first.llvm, own))
+    return _typed(first(first, second, third), lambda builder, *operands: _call(builder, name, first.llvm, operands))
 
 
 @_intrinsic
 def square_root(typing_context: Any, vector: Any) -> Any:
     """Returns the square root of each number."""
     name = f"llvm.sqrt.v{vector.lanes}f32"
-    return _typed(vector(vector), lambda builder, *own: _call(builder, name, vector.llvm, own))
+    return _typed(vector(vector), lambda builder, *operands: _call(builder, name, vector.llvm, operands))
 
 
 @_intrinsic
@@ -154,10 +156,10 @@ def sum_lanes(typing_context: Any, vector: Any) -> Any:
         lanes = vector.lanes
         while lanes > 1:
             lanes //= 2
-            moved = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
-            kept = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
+            upper_half = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
+            lower_half = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
             summed = builder.fadd(
-                builder.shuffle_vector(summed, summed, kept), builder.shuffle_vector(summed, summed, moved)
+                builder.shuffle_vector(summed, summed, lower_half), builder.shuffle_vector(summed, summed, upper_half)
             )
         return builder.extract_element(summed, _INT(0))
 
@@ -168,14 +170,14 @@ def _define(function: Callable[..., Any], instruction: str) -> None:
     """Makes numba compile a Python operator, for two vectors of one length, to an LLVM instruction of this name."""
 
     def compute(typing_context: Any, first: Any, second: Any) -> Any:
-        return _typed(first(first, second), lambda builder, *own: getattr(builder, instruction)(*own))
+        return _typed(first(first, second), lambda builder, *intrinsic: getattr(builder, instruction)(*intrinsic))
 
-    own = _intrinsic(compute)
+    intrinsic = _intrinsic(compute)
 
     @overload(function)
     def overloaded(first, second):  # type: ignore[no-untyped-def]  # numba compares it with what it returns
         if isinstance(first, Floats) and first == second:
-            return lambda first, second: own(first, second)
+            return lambda first, second: intrinsic(first, second)
         return None
 
 
@@ -204,9 +206,9 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 def high_product(typing_context: Any, first: Any, second: Any) -> Any:
     """Returns the upper 64 bits of the product of two unsigned numbers of 64 bits."""
 
-    def build(builder: Any, *own: Any) -> Any:
+    def build(builder: Any, *operands: Any) -> Any:
         wide = ir.IntType(128)
-        factors = [builder.zext(factor, wide) for factor in own]
+        factors = [builder.zext(factor, wide) for factor in operands]
         return builder.trunc(builder.lshr(builder.mul(*factors), wide(64)), _LONG)
 
     return _typed(types.uint64(types.uint64, types.uint64), build)

@@ -68,7 +68,7 @@ class Formula:
     @property
     def width(self) -> int:
         """Number of columns of a composed vector."""
-        return max(own.stop for own in self.columns)
+        return max(columns.stop for columns in self.columns)
 
     @property
     def needs_rows(self) -> bool:
@@ -83,7 +83,9 @@ class Formula:
 
 def lanes_for(columns: Sequence[range]) -> int:
     """Returns the number of columns that kernels take at once: the largest of 16, 8 and 4 that divides all ranges."""
-    return next(n for n in (16, 8, 4) if not any(own.start % n or len(own) % n for own in columns))
+    return next(
+        n for n in (16, 8, 4) if not any(column_range.start % n or len(column_range) % n for column_range in columns)
+    )
 
 
 class Updates:
@@ -98,9 +100,9 @@ class Updates:
 
     def so_far(self, storages: Sequence[Storage]) -> tuple[int, ...]:
         """Returns the number of updates of FBGEMM's rows, and torch's version of each replicated weight, as a tuple."""
-        others = [weight for own in storages if own.optimizer is None for weight in own.weights]
+        replicated_weights = [weight for storage in storages if storage.optimizer is None for weight in storage.weights]
         # torch counts no changes of tensors that were made for inference
-        return (self._number, *[0 if weight.is_inference() else weight._version for weight in others])
+        return (self._number, *[0 if weight.is_inference() else weight._version for weight in replicated_weights])
 
     def require(self, updates: tuple[int, ...], storages: Sequence[Storage]) -> None:
         """Raises a UserError if rows have changed since the forward pass noted ``updates``, by :meth:`so_far`."""

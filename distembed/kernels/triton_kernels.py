@@ -61,9 +61,9 @@ def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITI
 def rows_of_keys(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
     """Returns the rows of keys in float32, and zeros for lanes without an id or a key."""
     columns = tl.arange(0, PADDED)
-    places = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+    row_starts = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
     mask = (are_ids & (keys >= 0))[:, None] & (columns < NUM_COLUMNS)[None, :]
-    return tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(weights + row_starts, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -83,13 +83,15 @@ def _bags(
         features = tl.where(is_bag, lanes // num_bags, 0)
         vectors = tl.where(is_bag, (lanes - features * num_bags) * num_features + features, -1)
     else:
-        numbers = tl.arange(0, PADDED_FEATURES)
-        last = tl.load(offsets + num_features * num_bags).to(tl.int64)
-        others = numbers < num_features - 1
-        ends_of_features = tl.load(offsets + (numbers + 1) * num_bags, mask=others, other=num_ids).to(tl.int64)
-        is_behind = (lanes[:, None] >= ends_of_features[None, :]) & others[None, :]
-        features = tl.sum(is_behind.to(tl.int64), 1)
-        starts, ends = lanes, tl.where(lanes < last, lanes + 1, lanes)
+        feature_numbers = tl.arange(0, PADDED_FEATURES)
+        ids_end = tl.load(offsets + num_features * num_bags).to(tl.int64)
+        is_earlier = feature_numbers < num_features - 1
+        ends_of_features = tl.load(offsets + (feature_numbers + 1) * num_bags, mask=is_earlier, other=num_ids).to(
+            tl.int64
+        )
+        ends_at_or_before = (lanes[:, None] >= ends_of_features[None, :]) & is_earlier[None, :]
+        features = tl.sum(ends_at_or_before.to(tl.int64), 1)
+        starts, ends = lanes, tl.where(lanes < ids_end, lanes + 1, lanes)
         vectors = tl.where(lanes < num_ids, lanes, -1)
     return features, starts, ends, vectors
 
@@ -149,14 +151,14 @@ def _pool(
     # all lanes of a tile take as many steps as its longest bag; a lane without a further id adds zeros
     sums = tl.zeros([starts.shape[0], PADDED], tl.float32)
     for step in range(0, tl.max(ends - starts, 0)):
-        places = starts + step
-        are_ids = places < ends
-        own = tl.load(ids + places, mask=are_ids, other=0)
+        positions = starts + step
+        are_ids = positions < ends
+        bag_ids = tl.load(ids + positions, mask=are_ids, other=0)
         composed = _composed(
-            own, are_ids, features, parts, weights, FIRST, STOP, RULES, IS_PRODUCT, NUM_COLUMNS, PADDED
+            bag_ids, are_ids, features, parts, weights, FIRST, STOP, RULES, IS_PRODUCT, NUM_COLUMNS, PADDED
         )
         if HAS_WEIGHTS:
-            composed *= tl.load(id_weights + places, mask=are_ids, other=0.0)[:, None]
+            composed *= tl.load(id_weights + positions, mask=are_ids, other=0.0)[:, None]
         sums += composed
     columns = tl.arange(0, PADDED)
     targets = (vectors * WIDTH + COLUMN_START)[:, None] + columns[None, :]
@@ -232,21 +234,21 @@ def write_keys(
     num_partitions: tl.constexpr = len(keys)
     features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
     if POOLS:
-        own_owners = vectors
+        lane_owners = vectors
     else:
-        own_owners = features
+        lane_owners = features
     for step in range(0, tl.max(ends - starts, 0)):
-        places = starts + step
-        are_ids = places < ends
-        own = tl.load(ids + places, mask=are_ids, other=0)
-        tl.store(owners + places, own_owners.to(tl.int32), mask=are_ids)
+        positions = starts + step
+        are_ids = positions < ends
+        bag_ids = tl.load(ids + positions, mask=are_ids, other=0)
+        tl.store(owners + positions, lane_owners.to(tl.int32), mask=are_ids)
         for j in tl.static_range(num_partitions):
-            own_keys = _keys(own, features, parts, j, RULES[j], num_partitions)
-            tl.store(keys[j] + places, own_keys.to(keys[j].dtype.element_ty), mask=are_ids)
+            row_keys = _keys(bag_ids, features, parts, j, RULES[j], num_partitions)
+            tl.store(keys[j] + positions, row_keys.to(keys[j].dtype.element_ty), mask=are_ids)
     if tl.program_id(0) == 0:  # ids after the end of the last bag are in no bag: they get NO_KEY
-        behind = tl.load(offsets + num_bags * num_features).to(tl.int64)
-        for start in range(behind, num_ids, LANES):
-            places = start + tl.arange(0, LANES)
+        ids_end = tl.load(offsets + num_bags * num_features).to(tl.int64)
+        for start in range(ids_end, num_ids, LANES):
+            positions = start + tl.arange(0, LANES)
             for j in tl.static_range(num_partitions):
-                none = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
-                tl.store(keys[j] + places, none, mask=places < num_ids)
+                no_keys = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
+                tl.store(keys[j] + positions, no_keys, mask=positions < num_ids)

@@ -56,10 +56,10 @@ class TritonLookup:
                 "The weights of ids need a gradient, which lookups in one pass do not have on a GPU; detach them, or "
                 "give the tables kernel='fbgemm'."
             )
-        rows = tuple(_rows(own) for own in storages)
-        all_weights = [weight for own in storages for weight in own.weights]
+        rows = tuple(_rows(storage) for storage in storages)
+        all_weights = [weight for storage in storages for weight in storage.weights]
         # FBGEMM's weights on CUDA need no gradient; autograd calls a backward pass only if some argument needs one
-        placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
+        placeholder = torch.empty(0, requires_grad=any(storage.optimizer is not None for storage in storages))
         step = _Step(self, self._tables.num_features, rows, storages, self.updates.so_far(storages))
         batch = (
             as_operand(ids, ids.device, torch.int64),
@@ -112,8 +112,8 @@ class TritonLookup:
     def _require_rows(self, batch: TritonBatch) -> None:
         """Raises an :class:`IndexError` where the row of an id is not on this rank; waits for the device."""
         keys, _ = find_keys(self._tables, batch)
-        for j, own in enumerate(keys):
-            missing = (own[: int(batch.offsets[-1])] < 0).nonzero()
+        for j, partition_keys in enumerate(keys):
+            missing = (partition_keys[: int(batch.offsets[-1])] < 0).nonzero()
             if len(missing) > 0:
                 position = int(missing[0])
                 raise IndexError(
@@ -205,12 +205,12 @@ def update_tables(
     """
     dense = {
         j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        for j, (own, rows) in enumerate(zip(storages, batch.rows, strict=True))
-        if own.optimizer is None
+        for j, (storage, rows) in enumerate(zip(storages, batch.rows, strict=True))
+        if storage.optimizer is None
     }
     if len(batch.ids) > 0 and batch.num_bags > 0:
         step = _Backward.of(tables, batch, gradients)
-        updated = [j for j, own in enumerate(storages) if own.optimizer is not None]
+        updated = [j for j, storage in enumerate(storages) if storage.optimizer is not None]
         largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
         waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
         sums = {j: step.sum_rows(j) for j in waiting}
@@ -219,9 +219,9 @@ def update_tables(
         for j in updated:
             if j not in waiting:
                 step.reduce(j, _Target.of_update(batch.rows[j], storages[j]))
-        for j, own in sums.items():
-            step.update_by(own, _Target.of_update(batch.rows[j], storages[j]))
-    return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
+        for j, row_sums in sums.items():
+            step.update_by(row_sums, _Target.of_update(batch.rows[j], storages[j]))
+    return [gradient for j, storage in enumerate(storages) for gradient in _gradients_of_weights(storage, dense.get(j))]
 
 
 def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -258,12 +258,20 @@ def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[in
         num_columns: Number of columns of each partition.
     """
     key_bytes = [key_type(number).itemsize for number in num_keys]
-    held = num_ids * (_OWNER_BYTES + sum(key_bytes))
-    in_order = num_ids * sum(own + _ORDER_BYTES for own in key_bytes)
-    sorting = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # working memory of torch's sort
-    pieces = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
-    sums = [min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)]
-    return held + in_order + max(sorting, pieces) + sum(sums) - sums[num_keys.index(max(num_keys))]
+    key_and_owner_bytes = num_ids * (_OWNER_BYTES + sum(key_bytes))
+    sorted_bytes = num_ids * sum(itemsize + _ORDER_BYTES for itemsize in key_bytes)
+    sort_bytes = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # working memory of torch's sort
+    partial_sum_bytes = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
+    row_sum_bytes = [
+        min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)
+    ]
+    return (
+        key_and_owner_bytes
+        + sorted_bytes
+        + max(sort_bytes, partial_sum_bytes)
+        + sum(row_sum_bytes)
+        - row_sum_bytes[num_keys.index(max(num_keys))]
+    )
 
 
 def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:
@@ -272,8 +280,8 @@ def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor
         return [None] * len(storage.weights)
     if storage.gradient_scale > 1:
         dense.mul_(storage.gradient_scale)
-    split = dense.split([len(weight) for weight in storage.weights])
-    return [own.to(weight.dtype) for own, weight in zip(split, storage.weights, strict=True)]
+    gradients = dense.split([len(weight) for weight in storage.weights])
+    return [gradient.to(weight.dtype) for gradient, weight in zip(gradients, storage.weights, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -350,9 +358,11 @@ class _Backward:
         by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
         columns = formula.columns[j]
         num_chunks, padded = num_blocks(num_ids, CHUNK), power_of_two(len(columns))
-        pieces = torch.empty(2, num_chunks, len(columns), dtype=torch.float32, device=self.gradients.device).unbind()
+        partial_sums = torch.empty(
+            2, num_chunks, len(columns), dtype=torch.float32, device=self.gradients.device
+        ).unbind()
         lanes = num_lanes(padded)
-        ends = (target.numbers, *pieces, num_ids, tables.num_features, *target.optimizer_arguments)
+        ends = (target.numbers, *partial_sums, num_ids, tables.num_features, *target.optimizer_arguments)
         settings = self._settings(j, target)
         triton_kernels().sum_runs[(num_blocks(num_chunks, lanes),)](
             by_key.keys,

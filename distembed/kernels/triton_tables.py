@@ -59,23 +59,25 @@ class DeviceTables:
         self.formula, self.num_features = formula, len(parts)
         num_partitions = len(formula.columns)
         first_features = [0, *accumulate(tables)][:-1]
-        self.rules = tuple(_rule([own[j] for own in parts]) for j in range(num_partitions))
+        self.rules = tuple(_rule([table_parts[j] for table_parts in parts]) for j in range(num_partitions))
         num_keys = [0] * num_partitions
         first_keys: list[list[int]] = []
-        for feature, own in enumerate(parts):
+        for feature, table_parts in enumerate(parts):
             if feature in first_features:
                 first_keys.append(list(num_keys))
-                num_keys = [number + part.num_rows for number, part in zip(num_keys, own, strict=True)]
+                num_keys = [number + part.num_rows for number, part in zip(num_keys, table_parts, strict=True)]
             else:
                 first_keys.append(first_keys[-1])
         self.num_keys = tuple(num_keys)
         self._fields = torch.tensor(
             [
                 [
-                    _part_fields(part, key, len(columns), storage.optimizer)
-                    for part, key, columns, storage in zip(own, keys, formula.columns, storages, strict=True)
+                    _part_fields(part, first_key, len(columns), storage.optimizer)
+                    for part, first_key, columns, storage in zip(
+                        table_parts, keys, formula.columns, storages, strict=True
+                    )
                 ]
-                for own, keys in zip(parts, first_keys, strict=True)
+                for table_parts, keys in zip(parts, first_keys, strict=True)
             ],
             dtype=torch.int64,
         )
@@ -98,17 +100,25 @@ class DeviceTables:
         two.
         """
         columns = self.formula.columns
-        shared = all(own == columns[0] for own in columns)
+        shared = all(column_range == columns[0] for column_range in columns)
         groups: list[int] = []
-        for first, stop in [(0, len(columns))] if shared else [(j, j + 1) for j in range(len(columns))]:
-            own = columns[first]
-            groups += [first, stop, own.start, len(own), power_of_two(len(own))]
+        for first_partition, end_partition in (
+            [(0, len(columns))] if shared else [(j, j + 1) for j in range(len(columns))]
+        ):
+            group_columns = columns[first_partition]
+            groups += [
+                first_partition,
+                end_partition,
+                group_columns.start,
+                len(group_columns),
+                power_of_two(len(group_columns)),
+            ]
         return tuple(groups)
 
 
 def key_type(num_keys: int) -> torch.dtype:
     """Returns the smallest integer type for keys 0 to ``num_keys - 1``: a radix sort takes a pass for each byte."""
-    return next(own for own in _KEY_TYPES if num_keys - 1 <= torch.iinfo(own).max)
+    return next(dtype for dtype in _KEY_TYPES if num_keys - 1 <= torch.iinfo(dtype).max)
 
 
 def power_of_two(number: int) -> int:

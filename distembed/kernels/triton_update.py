@@ -29,16 +29,16 @@ _NONE_BEFORE = tl.constexpr(-2)
 
 
 @triton.jit
-def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
+def _owners(order, owners, sorted_positions, are_ids, num_features, POOLS: tl.constexpr):
     """Returns, for places among the sorted ids: the ids' places in the batch, their features, and their vectors."""
     # a pooled id's owner is its vector, bag * num_features + feature; else it is the feature
-    ids = tl.load(order + places, mask=are_ids, other=0)
-    own = tl.load(owners + ids, mask=are_ids, other=0)
+    ids = tl.load(order + sorted_positions, mask=are_ids, other=0)
+    id_owners = tl.load(owners + ids, mask=are_ids, other=0)
     if POOLS:
-        features = (own % num_features).to(tl.int64)
-        vectors = own.to(tl.int64)
+        features = (id_owners % num_features).to(tl.int64)
+        vectors = id_owners.to(tl.int64)
     else:
-        features = own.to(tl.int64)
+        features = id_owners.to(tl.int64)
         vectors = ids
     return ids, features, vectors
 
@@ -48,10 +48,12 @@ def _shaken(values, seed, starts, columns):
     """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value."""
     # float32 has 13 more bits of mantissa: a random number of 13 bits is added, and the lowest 13 bits are cut off.
     # Below 2 ** -14 float16 is subnormal, with steps of 2 ** -24: there multiples of the step are rounded alike.
-    drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
-    kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
-    multiples = tl.floor(values * 16777216.0 + drawn.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
-    return tl.where(tl.abs(values) < 6.103515625e-05, multiples * 5.9604644775390625e-08, kept)
+    random_bits = (
+        tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
+    )
+    truncated = ((values.to(tl.int32, bitcast=True) + random_bits) & -0x2000).to(tl.float32, bitcast=True)
+    multiples = tl.floor(values * 16777216.0 + random_bits.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
+    return tl.where(tl.abs(values) < 6.103515625e-05, multiples * 5.9604644775390625e-08, truncated)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _finish(
     sums,
     are_whole,
     keys,
-    places,
+    sorted_positions,
     features,
     parts,
     target,
@@ -81,7 +83,7 @@ def _finish(
     if ACTION == WRITE_AT_KEY:
         tl.store(target + (keys * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
     elif ACTION == WRITE_AT_PLACE:
-        tl.store(target + (places * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
+        tl.store(target + (sorted_positions * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
     else:
         starts = part_field(parts, features, J, WEIGHT_START, NUM_PARTITIONS)
         rows = target + (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
@@ -93,22 +95,22 @@ def _finish(
                 change = sums * learning_rate
             elif ACTION == UPDATE_ADAGRAD:
                 state_starts = part_field(parts, features, J, STATE_START, NUM_PARTITIONS)
-                own = states + (state_starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
-                squares = tl.load(own, mask=mask, other=1.0) + sums * sums
+                state_addresses = states + (state_starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+                squares = tl.load(state_addresses, mask=mask, other=1.0) + sums * sums
                 change = tl.div_rn(sums * learning_rate, tl.sqrt_rn(squares) + eps)
             else:
-                own = states + part_field(parts, features, J, STATE_START, NUM_PARTITIONS) + keys
-                total = tl.sum(sums * sums, 1)
-                mean = tl.div_rn(total, tl.zeros_like(total) + NUM_COLUMNS)
-                squares = tl.load(own, mask=are_whole, other=1.0) + mean
+                state_addresses = states + part_field(parts, features, J, STATE_START, NUM_PARTITIONS) + keys
+                square_sums = tl.sum(sums * sums, 1)
+                mean = tl.div_rn(square_sums, tl.zeros_like(square_sums) + NUM_COLUMNS)
+                squares = tl.load(state_addresses, mask=are_whole, other=1.0) + mean
                 change = sums * tl.div_rn(tl.zeros_like(squares) + learning_rate, tl.sqrt_rn(squares) + eps)[:, None]
             # several threads may hold the same number of a tile, such as a row's state, and each loads it for itself:
             # none is overwritten before all have it
             tl.debug_barrier()
             if ACTION == UPDATE_ADAGRAD:
-                tl.store(own, squares, mask=mask)
+                tl.store(state_addresses, squares, mask=mask)
             if ACTION == UPDATE_ROW_WISE_ADAGRAD:
-                tl.store(own, squares, mask=are_whole)
+                tl.store(state_addresses, squares, mask=are_whole)
             values -= change
             if ROUNDS_AT_RANDOM:
                 values = _shaken(values, seed, starts + keys * NUM_COLUMNS, columns)
@@ -117,7 +119,7 @@ def _finish(
 
 @triton.jit
 def _contributions(
-    places,
+    positions,
     are_ids,
     owners,
     keys,
@@ -136,7 +138,7 @@ def _contributions(
 ):
     """Returns each id's share of the gradient of its row in partition ``J``: weight * gradient * its other rows.
 
-    ``places`` are the ids' places in the batch, ``owners`` the numbers of their vectors.
+    ``positions`` are the ids' places in the batch, ``owners`` the numbers of their vectors.
     """
     num_partitions: tl.constexpr = len(weights)
     columns = tl.arange(0, PADDED)
@@ -144,13 +146,13 @@ def _contributions(
     sources = (owners * WIDTH + COLUMN_START)[:, None] + columns[None, :]
     vectors = tl.load(gradients + sources, mask=mask, other=0.0)
     if HAS_WEIGHTS:
-        vectors *= tl.load(id_weights + places, mask=are_ids, other=0.0)[:, None]
+        vectors *= tl.load(id_weights + positions, mask=are_ids, other=0.0)[:, None]
     if IS_PRODUCT:
-        for other in tl.static_range(num_partitions):
-            if other != J:
-                own = tl.load(keys[other] + places, mask=are_ids, other=0).to(tl.int64)
-                starts = part_field(parts, features, other, WEIGHT_START, num_partitions)
-                vectors *= rows_of_keys(weights[other], starts, own, are_ids, NUM_COLUMNS, PADDED)
+        for k in tl.static_range(num_partitions):
+            if k != J:
+                other_keys = tl.load(keys[k] + positions, mask=are_ids, other=0).to(tl.int64)
+                starts = part_field(parts, features, k, WEIGHT_START, num_partitions)
+                vectors *= rows_of_keys(weights[k], starts, other_keys, are_ids, NUM_COLUMNS, PADDED)
     return vectors
 
 
@@ -196,19 +198,21 @@ def sum_runs(
     chunks = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     columns = tl.arange(0, PADDED)
     is_column = (columns < NUM_COLUMNS)[None, :]
-    pieces = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
+    partial_sums = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
     firsts = chunks * CHUNK
     is_chunk = firsts < num_ids
     before = tl.load(sorted_keys + firsts - 1, mask=is_chunk & (chunks > 0), other=_NONE_BEFORE).to(tl.int64)
     key = tl.load(sorted_keys + firsts, mask=is_chunk, other=NO_KEY).to(tl.int64)
     sums = tl.zeros([LANES, PADDED], tl.float32)
     for step in range(0, CHUNK):
-        places = firsts + step
-        following = tl.load(sorted_keys + places + 1, mask=places + 1 < num_ids, other=NO_KEY).to(tl.int64)
+        sorted_positions = firsts + step
+        following = tl.load(sorted_keys + sorted_positions + 1, mask=sorted_positions + 1 < num_ids, other=NO_KEY).to(
+            tl.int64
+        )
         are_ids = key >= 0
-        own, features, vectors = _owners(order, owners, places, are_ids, num_features, POOLS)
+        positions, features, vectors = _owners(order, owners, sorted_positions, are_ids, num_features, POOLS)
         sums += _contributions(
-            own,
+            positions,
             are_ids,
             vectors,
             keys,
@@ -227,13 +231,13 @@ def sum_runs(
         )
         ends = are_ids & ((step == CHUNK - 1) | (following != key))
         is_new = key != before
-        tl.store(heads + pieces, sums, mask=(ends & (key == before))[:, None] & is_column)
-        tl.store(tails + pieces, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
+        tl.store(heads + partial_sums, sums, mask=(ends & (key == before))[:, None] & is_column)
+        tl.store(tails + partial_sums, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
         _finish(
             sums,
             ends & is_new & (following != key),
             key,
-            places,
+            sorted_positions,
             features,
             parts,
             target,
@@ -282,9 +286,9 @@ def join_runs(
     Adds its tail and the heads of all following chunks that begin with its key, ``LANES`` chunks at a time.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    last = chunk * CHUNK + CHUNK - 1
-    key = tl.load(sorted_keys + last, mask=last < num_ids, other=NO_KEY).to(tl.int64)
-    following = tl.load(sorted_keys + last + 1, mask=last + 1 < num_ids, other=NO_KEY).to(tl.int64)
+    last_position = chunk * CHUNK + CHUNK - 1
+    key = tl.load(sorted_keys + last_position, mask=last_position < num_ids, other=NO_KEY).to(tl.int64)
+    following = tl.load(sorted_keys + last_position + 1, mask=last_position + 1 < num_ids, other=NO_KEY).to(tl.int64)
     before = tl.load(sorted_keys + chunk * CHUNK - 1, mask=chunk > 0, other=_NONE_BEFORE).to(tl.int64)
     if (key >= 0) & (key == following) & (key != before):
         columns = tl.arange(0, PADDED)
@@ -296,17 +300,17 @@ def join_runs(
             chunks = start + tl.arange(0, LANES)
             firsts = tl.load(sorted_keys + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=NO_KEY).to(tl.int64)
             are_same = firsts == key
-            pieces = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
-            sums += tl.sum(tl.load(heads + pieces, mask=are_same[:, None] & is_column[None, :], other=0.0), 0)
+            partial_sums = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
+            sums += tl.sum(tl.load(heads + partial_sums, mask=are_same[:, None] & is_column[None, :], other=0.0), 0)
             start += LANES
             goes_on = tl.min(are_same.to(tl.int32), 0)
-        one = tl.zeros([1], tl.int64)
-        _, features, _ = _owners(order, owners, one + last, one == 0, num_features, POOLS)
+        zero = tl.zeros([1], tl.int64)
+        _, features, _ = _owners(order, owners, zero + last_position, zero == 0, num_features, POOLS)
         _finish(
             sums[None, :],
-            one == 0,
-            one + key,
-            one + last,
+            zero == 0,
+            zero + key,
+            zero + last_position,
             features,
             parts,
             target,
@@ -352,17 +356,19 @@ def update_rows(
 
     The place of a run is its last one in the chunk in which it begins, so that each run is found here exactly once.
     """
-    places = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    firsts = places // CHUNK * CHUNK
-    key = tl.load(sorted_keys + places, mask=places < num_ids, other=NO_KEY).to(tl.int64)
-    following = tl.load(sorted_keys + places + 1, mask=places + 1 < num_ids, other=NO_KEY).to(tl.int64)
-    has_before = (firsts > 0) & (places < num_ids)
+    sorted_positions = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    firsts = sorted_positions // CHUNK * CHUNK
+    key = tl.load(sorted_keys + sorted_positions, mask=sorted_positions < num_ids, other=NO_KEY).to(tl.int64)
+    following = tl.load(sorted_keys + sorted_positions + 1, mask=sorted_positions + 1 < num_ids, other=NO_KEY).to(
+        tl.int64
+    )
+    has_before = (firsts > 0) & (sorted_positions < num_ids)
     before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
     # the last place of a run within a chunk, or the last place of the chunk in which a longer run begins
-    are_runs = (key >= 0) & (key != before) & ((key != following) | (places == firsts + CHUNK - 1))
-    _, features, _ = _owners(order, owners, places, are_runs, num_features, POOLS)
+    are_runs = (key >= 0) & (key != before) & ((key != following) | (sorted_positions == firsts + CHUNK - 1))
+    _, features, _ = _owners(order, owners, sorted_positions, are_runs, num_features, POOLS)
     columns = tl.arange(0, PADDED)
-    slots = places
+    slots = sorted_positions
     if AT_KEY:
         slots = key
     mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
@@ -371,7 +377,7 @@ def update_rows(
         gradients,
         are_runs,
         key,
-        places,
+        sorted_positions,
         features,
         parts,
         target,

@@ -55,7 +55,7 @@ from distembed.kernels.simd import (
     zeros_8,
     zeros_16,
 )
-from distembed.kernels.slots import NUM_SLOTS, PLACES, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
+from distembed.kernels.slots import BUCKETS, NUM_SLOTS, SLOT_ROWS, SLOTS_FIELDS, find_slots, make_slots, slots_bytes
 
 _AHEAD_BAGS, _AHEAD_SLOTS = 8, 8
 """Number of bags ahead whose gradients, and of slots ahead whose rows, are prefetched."""
@@ -90,15 +90,15 @@ def _add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: 
 def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of two rows that are multiplied."""
     half_0, half_1 = rows_are_half(job, 0), rows_are_half(job, 1)
-    other = targets + 8 * _TARGET_FIELDS
-    row_0, row_1 = field(targets, _TARGET_ROW), field(other, _TARGET_ROW)
-    sum_0, sum_1 = field(targets, _TARGET_SUM), field(other, _TARGET_SUM)
+    target_1 = targets + 8 * _TARGET_FIELDS
+    row_0, row_1 = field(targets, _TARGET_ROW), field(target_1, _TARGET_ROW)
+    sum_0, sum_1 = field(targets, _TARGET_SUM), field(target_1, _TARGET_SUM)
     for column in range(0, field(job, layout.WIDTH), lanes_of(zeros)):
-        own = load_floats(gradient + 4 * column, zeros) * factor
-        place_0, place_1 = sum_0 + 4 * column, sum_1 + 4 * column
+        row_gradient = load_floats(gradient + 4 * column, zeros) * factor
+        sum_column_0, sum_column_1 = sum_0 + 4 * column, sum_1 + 4 * column
         vector_0, vector_1 = read(row_0, column, half_0, zeros), read(row_1, column, half_1, zeros)
-        store(place_0, multiply_add(own, vector_1, load_floats(place_0, zeros)))
-        store(place_1, multiply_add(own, vector_0, load_floats(place_1, zeros)))
+        store(sum_column_0, multiply_add(row_gradient, vector_1, load_floats(sum_column_0, zeros)))
+        store(sum_column_1, multiply_add(row_gradient, vector_0, load_floats(sum_column_1, zeros)))
 
 
 @compiled
@@ -114,15 +114,17 @@ def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: A
             store(products + _PRODUCT_BYTES * j, product)
             product = product * read(field(target, _TARGET_ROW), column, rows_are_half(job, j), zeros)
             target += 8 * _TARGET_FIELDS
-        behind = splat(np.float32(1), zeros)
+        later_rows = splat(np.float32(1), zeros)
         for j in range(num_partitions - 1, -1, -1):
             target -= 8 * _TARGET_FIELDS
-            place = field(target, _TARGET_SUM) + 4 * column
+            sum_column = field(target, _TARGET_SUM) + 4 * column
             store(
-                place,
-                multiply_add(load_floats(products + _PRODUCT_BYTES * j, zeros), behind, load_floats(place, zeros)),
+                sum_column,
+                multiply_add(
+                    load_floats(products + _PRODUCT_BYTES * j, zeros), later_rows, load_floats(sum_column, zeros)
+                ),
             )
-            behind = behind * read(field(target, _TARGET_ROW), column, rows_are_half(job, j), zeros)
+            later_rows = later_rows * read(field(target, _TARGET_ROW), column, rows_are_half(job, j), zeros)
 
 
 @compiled
@@ -132,8 +134,8 @@ def _add_sum(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> 
         partition, target = partition_block(job, j), field(targets + 8 * _TARGET_FIELDS * j, _TARGET_SUM)
         start = gradient + 4 * field(partition, layout.COLUMN_START)
         for column in range(0, field(partition, layout.NUM_COLUMNS), lanes_of(zeros)):
-            own, summed = load_floats(start + 4 * column, zeros), load_floats(target + 4 * column, zeros)
-            store(target + 4 * column, multiply_add(own, factor, summed))
+            row_gradient, summed = load_floats(start + 4 * column, zeros), load_floats(target + 4 * column, zeros)
+            store(target + 4 * column, multiply_add(row_gradient, factor, summed))
 
 
 @inline
@@ -150,8 +152,10 @@ def _first_id(job: Any, feature: Any) -> Any:
 
 @inline
 def _end_id(job: Any, feature: Any) -> Any:
-    own = feature_block(job, feature)
-    return read_long(field(job, layout.OFFSETS) + 8 * (field(own, layout.FIRST_BAG) + field(own, layout.NUM_BAGS)))
+    fields = feature_block(job, feature)
+    return read_long(
+        field(job, layout.OFFSETS) + 8 * (field(fields, layout.FIRST_BAG) + field(fields, layout.NUM_BAGS))
+    )
 
 
 @compiled
@@ -171,13 +175,13 @@ def _scratch_bytes(job: Any, feature: Any, num_ids: Any) -> Any:
 @compiled
 def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) -> None:
     """Writes the block of each partition's slots and sums, and lays both out in ``scratch``."""
-    # where gradients are returned, PLACES is 0: no slots, and each row's sum is at its place in the gradient itself
+    # where gradients are returned, BUCKETS is 0: no slots, and each row's sum is at its place in the gradient itself
     for j in range(field(job, layout.NUM_PARTITIONS)):
         partition, part = partition_block(job, j), part_block(job, feature, j)
         num_rows, sum_bytes = field(part, layout.NUM_ROWS), 4 * field(partition, layout.NUM_COLUMNS)
         write(sums + 8 * _SUM_BYTES, sum_bytes)
         if field(partition, layout.GRADIENT_ADDRESS) != 0:
-            write(sums + 8 * PLACES, 0)
+            write(sums + 8 * BUCKETS, 0)
             write(sums + 8 * _SUMS, field(partition, layout.GRADIENT_ADDRESS) + field(part, layout.GRADIENT_START))
         else:
             make_slots(sums, num_rows, num_ids, scratch)
@@ -193,7 +197,11 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
 
     New rows get slots, whose sums are cleared. Returns False where a row is not on this rank.
     """
-    # each id's _TARGET_SUM holds its row first, then its slot (unless every row has a sum), then the sum's address
+    # three loops over the ids of a partition fill the two fields of each id's target; id 7 as an example:
+    #            _TARGET_ROW         _TARGET_SUM
+    # rows       address of row 7    7
+    # slots      address of row 7    1, the slot of row 7; skipped where every row of the table has a sum
+    # sums       address of row 7    address of sum 1
     ids, num_partitions = field(job, layout.IDS) + 8 * start, field(job, layout.NUM_PARTITIONS)
     step, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
@@ -201,25 +209,26 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
         row_bytes, num_columns = field(partition, layout.ROW_BYTES), field(partition, layout.NUM_COLUMNS)
         base = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
         target = targets + 8 * _TARGET_FIELDS * j
-        own_sums, outside, last = target + 8 * _TARGET_SUM, 0, field(part, layout.NUM_ROWS) - 1
-        for i in range(num_ids):
-            row = row_of(read_long(ids + 8 * i), part)
-            outside |= is_outside(row, last)
-            write(target + 8 * _TARGET_ROW + step * i, base + row * row_bytes)
-            write(own_sums + step * i, row)
+        sum_fields, outside = target + 8 * _TARGET_SUM, 0
+        last_row = field(part, layout.NUM_ROWS) - 1
+        for index in range(num_ids):
+            row = row_of(read_long(ids + 8 * index), part)
+            outside |= is_outside(row, last_row)
+            write(target + 8 * _TARGET_ROW + step * index, base + row * row_bytes)
+            write(sum_fields + step * index, row)
             ask_for(base + row * row_bytes, row_bytes)
         if outside < 0:
             return False
         first_sum, sum_bytes = field(sums, _SUMS), field(sums, _SUM_BYTES)
-        if field(sums, PLACES) != 0:
+        if field(sums, BUCKETS) != 0:
             num_slots = field(sums, NUM_SLOTS)
-            find_slots(sums, own_sums, step, num_ids)
-            num_new = field(sums, NUM_SLOTS) - num_slots
-            clear(first_sum + (num_slots + 1) * sum_bytes, num_new * num_columns, zeros)
-        for i in range(num_ids):
-            place = first_sum + read_long(own_sums + step * i) * sum_bytes
-            write(own_sums + step * i, place)
-            ask_for(place, sum_bytes)
+            find_slots(sums, sum_fields, step, num_ids)
+            num_new_slots = field(sums, NUM_SLOTS) - num_slots
+            clear(first_sum + (num_slots + 1) * sum_bytes, num_new_slots * num_columns, zeros)
+        for index in range(num_ids):
+            sum_address = first_sum + read_long(sum_fields + step * index) * sum_bytes
+            write(sum_fields + step * index, sum_address)
+            ask_for(sum_address, sum_bytes)
         sums += 8 * _SUMS_FIELDS
     return True
 
@@ -227,22 +236,23 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
 @compiled
 def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
     """Adds the gradients of all ids of a feature to the sums; returns False at an id whose row is not on this rank."""
-    own, stride, gradient_bytes = feature_block(job, feature), field(job, layout.STRIDE), 4 * field(job, layout.WIDTH)
+    fields, gradient_bytes = feature_block(job, feature), 4 * field(job, layout.WIDTH)
+    stride = field(job, layout.STRIDE)
     weights, target_bytes = field(job, layout.WEIGHTS), 8 * _TARGET_FIELDS * field(job, layout.NUM_PARTITIONS)
-    gradient = field(job, layout.VECTORS) + field(own, layout.VECTOR_START) - stride
-    bag = field(job, layout.OFFSETS) + 8 * field(own, layout.FIRST_BAG)
+    gradient = field(job, layout.VECTORS) + field(fields, layout.VECTOR_START) - stride
+    bag = field(job, layout.OFFSETS) + 8 * field(fields, layout.FIRST_BAG)
     start, end = read_long(bag), _end_id(job, feature)
     bag_end = start
     while start < end:
         stop, target = min(start + layout.BLOCK_IDS, end), targets
         if not _write_targets(job, feature, sums, start, stop, targets, zeros):
             return False
-        for i in range(start, stop):
-            while i >= bag_end:
+        for position in range(start, stop):
+            while position >= bag_end:
                 gradient, bag = gradient + stride, bag + 8
                 bag_end = read_long(bag)
                 ask_for(gradient + _AHEAD_BAGS * stride, gradient_bytes)
-            weight = read_float(weights + 4 * i) if weights != 0 else np.float32(1)
+            weight = read_float(weights + 4 * position) if weights != 0 else np.float32(1)
             _add_gradient(job, target, products, gradient, weight, zeros)
             target += target_bytes
         start = stop
@@ -261,17 +271,17 @@ def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: A
     if optimizer == layout.ROW_WISE_ADAGRAD:
         squares = zeros
         for column in range(0, num_columns, lanes):
-            own = load_floats(gradient + 4 * column, zeros)
-            squares = multiply_add(own, own, squares)
+            gradient_lanes = load_floats(gradient + 4 * column, zeros)
+            squares = multiply_add(gradient_lanes, gradient_lanes, squares)
         summed = read_float(state) + sum_lanes(squares) / np.float32(num_columns)
         write(state, summed)
         rate = np.float32(rate / (np.sqrt(summed) + eps))
     rates, all_eps = splat(rate, zeros), splat(eps, zeros)
     for column in range(0, num_columns, lanes):
-        own = load_floats(gradient + 4 * column, zeros)
-        change = own * rates
+        gradient_lanes = load_floats(gradient + 4 * column, zeros)
+        change = gradient_lanes * rates
         if optimizer == layout.ADAGRAD:
-            states = multiply_add(own, own, load_floats(state + 4 * column, zeros))
+            states = multiply_add(gradient_lanes, gradient_lanes, load_floats(state + 4 * column, zeros))
             store(state + 4 * column, states)
             change = change / (square_root(states) + all_eps)
         values = read(weight, column, halves, zeros) - change
@@ -290,9 +300,9 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
     states = field(partition, layout.STATE_ADDRESS) + field(part, layout.STATE_START)
     slot_rows, num_slots, gradient = field(sums, SLOT_ROWS), field(sums, NUM_SLOTS), field(sums, _SUMS)
     for slot in range(1, num_slots + 1):
-        ahead = np.int64(read_int(slot_rows + 4 * min(slot + _AHEAD_SLOTS, num_slots)))
-        ask_for(weights + ahead * row_bytes, row_bytes)
-        ask_for(states + ahead * state_bytes, state_bytes)
+        prefetched_row = np.int64(read_int(slot_rows + 4 * min(slot + _AHEAD_SLOTS, num_slots)))
+        ask_for(weights + prefetched_row * row_bytes, row_bytes)
+        ask_for(states + prefetched_row * state_bytes, state_bytes)
         row, gradient = np.int64(read_int(slot_rows + 4 * slot)), gradient + field(sums, _SUM_BYTES)
         _update_row(partition, weights + row * row_bytes, states + row * state_bytes, gradient, zeros)
 
@@ -313,7 +323,7 @@ def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, 
         if not _add_gradients(job, feature, sums, targets, products, zeros):
             return 1 + feature
     for j in range(num_partitions):
-        if field(sums, PLACES) != 0:
+        if field(sums, BUCKETS) != 0:
             _update_rows(job, first_feature, j, sums, zeros)
         sums += 8 * _SUMS_FIELDS
     return 0

@@ -89,13 +89,15 @@ def calibration_bins(
     probabilities, labels = sigmoid(logits), labels.astype(np.float64)
     order = np.argsort(probabilities, kind="stable")
     bins = [rows for rows in np.array_split(order, num_bins) if len(rows)]
-    found = []
+    calibration = []
     for rows in bins:
-        own = None if weights is None else weights[rows].astype(np.float64)
-        if own is None or own.sum() > 0:
-            predicted, observed = (float(np.average(each[rows], weights=own)) for each in (probabilities, labels))
-            found.append({"predicted": predicted, "observed": observed, "rows": len(rows)})
-    return found
+        row_weights = None if weights is None else weights[rows].astype(np.float64)
+        if row_weights is None or row_weights.sum() > 0:
+            predicted, observed = (
+                float(np.average(values[rows], weights=row_weights)) for values in (probabilities, labels)
+            )
+            calibration.append({"predicted": predicted, "observed": observed, "rows": len(rows)})
+    return calibration
 
 
 Integers = npt.NDArray[np.integer]
@@ -178,16 +180,16 @@ def _count_pairs(
     begins_run[1:] |= scores[1:] != scores[:-1]
     begins_group[0] = begins_run[0] = True
     runs = np.flatnonzero(begins_run)
-    of_rows = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
-    positive = np.add.reduceat(np.where(is_positive, of_rows, 0.0), runs)
-    negative = np.add.reduceat(np.where(is_positive, 0.0, of_rows), runs)
-    behind = np.cumsum(negative) - negative
+    row_weights = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    positive = np.add.reduceat(np.where(is_positive, row_weights, 0.0), runs)
+    negative = np.add.reduceat(np.where(is_positive, 0.0, row_weights), runs)
+    negative_below = np.cumsum(negative) - negative
     starts = np.flatnonzero(begins_group[runs])
-    behind -= np.repeat(behind[starts], np.diff(starts, append=len(runs)))
+    negative_below -= np.repeat(negative_below[starts], np.diff(starts, append=len(runs)))
     return _Pairs(
         positive=np.add.reduceat(positive, starts),
         negative=np.add.reduceat(negative, starts),
-        ordered=np.add.reduceat(positive * (behind + negative / 2), starts),
+        ordered=np.add.reduceat(positive * (negative_below + negative / 2), starts),
         num_rows=np.diff(runs[starts], append=len(order)),
     )
 
@@ -201,8 +203,8 @@ def bin_counts(
     int64, with weights they are sums of weights in float64.
     """
     # in float64, in which asinh is monotonic over all float32 numbers
-    places = (logits.double() / _SCALE).asinh() * (_SCALE * _BINS_PER_UNIT) + NUM_BINS / 2
-    bins = places.clamp(0, NUM_BINS - 1).nan_to_num(nan=NUM_BINS).long()
+    positions = (logits.double() / _SCALE).asinh() * (_SCALE * _BINS_PER_UNIT) + NUM_BINS / 2
+    bins = positions.clamp(0, NUM_BINS - 1).nan_to_num(nan=NUM_BINS).long()
     cells = bins + (labels > 0.5) * (NUM_BINS + 1)
     counted = torch.ones_like(cells) if weights is None else weights.double()
     return counted.new_zeros(2 * (NUM_BINS + 1)).index_add_(0, cells, counted).view(2, -1)

@@ -42,8 +42,8 @@ class ClickTask(Task):
         self._config, self._group = config, config.group
         self._weights = RowWeights()
         self._no_groups: tuple[int, ...] = ()
-        auc, *others = CLICK_METRICS
-        reported = CLICK_METRICS if config.group is None else (auc, *GROUPED_METRICS, *others)
+        auc, *other_metrics = CLICK_METRICS
+        reported = CLICK_METRICS if config.group is None else (auc, *GROUPED_METRICS, *other_metrics)
         self.reported_metrics = headline_first(reported, config.headline)
 
     def start(self, context: TaskContext) -> None:
@@ -87,16 +87,16 @@ class ClickTask(Task):
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         weights = weights_of(rows)
-        found = dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"], weights))
-        found |= total_weight(rows)
+        metrics = dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"], weights))
+        metrics |= total_weight(rows)
         if GROUPS not in rows:
-            return found
+            return metrics
         # a reserved id, of missing or unknown values, stands for no single group: its rows are left out of the GAUC
         is_grouped = ~np.isin(rows[GROUPS], self._no_groups)
-        own = None if weights is None else weights[is_grouped]
+        grouped_weights = None if weights is None else weights[is_grouped]
         logits, labels, groups = (rows[name][is_grouped] for name in ("logits", "labels", GROUPS))
-        grouped = grouped_auc(logits, labels, groups, own)
-        return found | {"gauc": grouped.value, "gauc_groups": grouped.num_groups, "gauc_rows": grouped.num_rows}
+        grouped = grouped_auc(logits, labels, groups, grouped_weights)
+        return metrics | {"gauc": grouped.value, "gauc_groups": grouped.num_groups, "gauc_rows": grouped.num_rows}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         return {"bins": bin_counts(outputs["logits"], outputs["labels"], outputs.get(WEIGHTS))}

@@ -51,11 +51,12 @@ class ClickConfig:
         """Refuses labels other than 0 and 1, also fractions, for which no AUC is defined."""
         is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
         if is_wrong.any():
-            found = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
+            wrong_labels = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
             raise UserError(
-                f"task.name is 'click', which takes labels of 0 and 1, and {where} has {enumerate_names(found, most=5)}"
-                ". Prepare the data with `label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of "
-                "numbers; or predict the number by task={name: rating} and model.name=mf."
+                f"task.name is 'click', which takes labels of 0 and 1, and {where} has "
+                f"{enumerate_names(wrong_labels, most=5)}. Prepare the data with "
+                "`label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of numbers; or predict the "
+                "number by task={name: rating} and model.name=mf."
             )
 
     def batch_schema(self, schema: Schema) -> Schema:

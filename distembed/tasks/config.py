@@ -91,12 +91,12 @@ def batch_schema(task: TaskConfig, schema: Schema) -> Schema:
     return task.batch_schema(schema) if isinstance(task, AddingTaskConfig) else schema
 
 
-def require_among(headline: str | None, known: list[str]) -> None:
+def require_among(headline: str | None, known_metrics: list[str]) -> None:
     """Refuses a headline metric that the task does not compute."""
-    if headline is not None and headline not in known:
-        guess = nearest(headline, known)
+    if headline is not None and headline not in known_metrics:
+        guess = nearest(headline, known_metrics)
         hint = "" if guess is None else f" (did you mean {guess!r}?)"
-        raise ValueError(f"headline is {headline!r}, which is not known{hint}; known: {', '.join(known)}")
+        raise ValueError(f"headline is {headline!r}, which is not known{hint}; known: {', '.join(known_metrics)}")
 
 
 def require_no_weights(task: str, schema: Schema) -> None:

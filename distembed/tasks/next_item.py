@@ -109,19 +109,19 @@ class NextItemTask(Task):
         return self._context
 
     @cached_property
-    def _taken(self) -> UserItems:
+    def _training_items(self) -> UserItems:
         """The distinct items of each user in the training split, read at first use."""
         return UserItems.of_splits(self._started.dataset, [self._started.data.train])
 
     @cached_property
     def _draws(self) -> NegativeDraws:
-        weights = item_weights(self._taken.users_of_items(), self._config.negative_exponent, self._reserved)
-        return NegativeDraws(weights, self._taken, self._started.seed)
+        weights = item_weights(self._training_items.users_of_items(), self._config.negative_exponent, self._reserved)
+        return NegativeDraws(weights, self._training_items, self._started.seed)
 
     @cached_property
     def _log_frequencies(self) -> Float[Tensor, " items"]:
         """The logarithm of each item's share of all targets, estimated by its share of (user, distinct item) pairs."""
-        counts = item_weights(self._taken.users_of_items(), 1.0, ())
+        counts = item_weights(self._training_items.users_of_items(), 1.0, ())
         return (counts / counts.sum()).log().float().to(self._started.ranks.device)
 
     @cached_property
@@ -143,26 +143,26 @@ class NextItemTask(Task):
         lengths = item_lengths(features)
         cut = Cuts.of_evaluation if position is None else Cuts.of_training
         cuts = cut(lengths, self._config.max_length)
-        own = columns(features)
-        found = cut_lists(features, self._lists, lengths, cuts)
-        targets = own[ITEM][0][torch.from_numpy(cuts.targets.entries)]
-        found[ITEM_TARGET] = self._replaced(ITEM_TARGET, targets, position), cuts.targets.counts
+        feature_columns = columns(features)
+        prepared = cut_lists(features, self._lists, lengths, cuts)
+        targets = feature_columns[ITEM][0][torch.from_numpy(cuts.targets.entries)]
+        prepared[ITEM_TARGET] = self._replaced(ITEM_TARGET, targets, position), cuts.targets.counts
         fields = {**batch.fields}
         if self._config.draws_negatives:
-            users = own[USER][0].long()
-            found[ITEM_NEGATIVE], log_probabilities = self._negatives(users, cuts.targets.counts, position)
+            users = feature_columns[USER][0].long()
+            prepared[ITEM_NEGATIVE], log_probabilities = self._negatives(users, cuts.targets.counts, position)
             if position is not None:
                 fields[LOG_PROBABILITIES] = log_probabilities
                 if len(self._draws.users_without_items):
                     counts = torch.from_numpy(cuts.targets.counts)
                     fields[HAS_NEGATIVES] = self._draws.has_items(users).repeat_interleave(counts)
         num_rows = features.stride()
-        fields[SPARSE_FEATURES] = jagged(found, num_rows)
+        fields[SPARSE_FEATURES] = jagged(prepared, num_rows)
         if DENSE_SEQUENCES in fields:
             numbers = cut_lists(_jagged_field(batch, DENSE_SEQUENCES), self._lists, lengths, cuts)
             fields[DENSE_SEQUENCES] = jagged(numbers, num_rows)
         if position is None:
-            seen = own[ITEM][0][torch.from_numpy(cuts.seen.entries)], cuts.seen.counts
+            seen = feature_columns[ITEM][0][torch.from_numpy(cuts.seen.entries)], cuts.seen.counts
             fields[SEEN] = jagged({ITEM: seen}, num_rows)
         return Batch(fields, batch.global_batch_size)
 
@@ -260,25 +260,27 @@ class NextItemTask(Task):
         targets, has_target = feature_values(features, ITEM_TARGET), feature_lengths(features, ITEM_TARGET) > 0
         # rows without a target have no seen items either, so seen.values() needs no selection
         lengths = feature_lengths(seen, ITEM)[has_target].long()
-        ones = torch.ones_like(lengths)
+        one_target = torch.ones_like(lengths)
         excluded = JaggedTensor(seen.values(), lengths=lengths)
         if not self._config.excludes_seen:
             excluded = JaggedTensor(seen.values()[:0], lengths=lengths * 0)
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         if NO_TARGETS in batch.fields:
-            ranked = ranking.rank(vectors, JaggedTensor(targets[:0], lengths=ones * 0), excluded)
+            ranked = ranking.rank(vectors, JaggedTensor(targets[:0], lengths=one_target * 0), excluded)
             return recommendations(feature_values(features, USER), outputs, ranked)
-        ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=ones), excluded)
+        ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=one_target), excluded)
         users = feature_values(features, USER)[has_target]
         recommended = recommendations(users, outputs, ranked)
         is_excluded = ranked.ranks == NOT_RANKED
-        metrics = self._metrics.of_queries(ranked.ranks, ones)
-        found = {"metrics": metrics, "excluded_targets": is_excluded.long(), **recommended}
+        metrics = self._metrics.of_queries(ranked.ranks, one_target)
+        outputs_by_name = {"metrics": metrics, "excluded_targets": is_excluded.long(), **recommended}
         if self._sampled is not None:
             candidates, has_enough = self._candidates(users, targets, excluded)
             ranks = ranking.rank_among(vectors, targets, candidates).masked_fill(is_excluded, NOT_RANKED)
-            found["sampled"] = self._sampled.of_queries(ranks, ones).masked_fill(~has_enough.unsqueeze(1), torch.nan)
-        return found
+            outputs_by_name["sampled"] = self._sampled.of_queries(ranks, one_target).masked_fill(
+                ~has_enough.unsqueeze(1), torch.nan
+            )
+        return outputs_by_name
 
     def _candidates(
         self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], excluded: JaggedTensor
@@ -306,12 +308,12 @@ class NextItemTask(Task):
         return drawn, has_enough.to(users.device)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        found = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
+        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
         if self._sampled is not None:
-            found["sampled_rows"] = self._sampled.num_known(rows["sampled"])
-            found |= self._sampled.means(rows["sampled"])
+            metrics["sampled_rows"] = self._sampled.num_known(rows["sampled"])
+            metrics |= self._sampled.means(rows["sampled"])
         num_items = self._num_items - len(self._reserved)
-        return found | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
+        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns nothing: the loss says how training goes."""
@@ -325,16 +327,20 @@ class NextItemTask(Task):
         return predictions(rows, self._num_best)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
-        shown = [f"{each.heading} {metrics[each.name]:.4f}" for each in self.reported_metrics if each.in_terminal]
+        shown = [
+            f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics if metric.in_terminal
+        ]
         lacking = metrics["rows"] - metrics.get("sampled_rows", metrics["rows"])
-        few = f"; {lacking:,} have fewer than {self._config.sampled_candidates} others" if lacking else ""
-        return f"{'  '.join(shown)}  ({metrics['rows']:,} rows; {seen_items_rule(self._config.excludes_seen)}{few})"
+        short_rows = f"; {lacking:,} have fewer than {self._config.sampled_candidates} others" if lacking else ""
+        return (
+            f"{'  '.join(shown)}  ({metrics['rows']:,} rows; {seen_items_rule(self._config.excludes_seen)}{short_rows})"
+        )
 
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return ""
 
 
 def _jagged_field(batch: Batch, name: str) -> KeyedJaggedTensor:
-    found = batch[name]
-    assert isinstance(found, KeyedJaggedTensor)
-    return found
+    features = batch[name]
+    assert isinstance(features, KeyedJaggedTensor)
+    return features

@@ -104,7 +104,7 @@ class NextItemConfig:
             UserError: The dataset has no sequences of items, or has weights, or a cutoff exceeds its items.
         """
         require_no_weights(self.name, schema)
-        items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
+        items = next((feature for feature in schema.categorical if feature.name == ITEM and feature.multi_hot), None)
         if items is None:
             raise UserError(
                 f"task.name is 'next_item', and this dataset has no lists of the feature {ITEM!r}; make one with "
@@ -112,11 +112,11 @@ class NextItemConfig:
             )
         require_below(self.cutoffs, items.num_embeddings)
         per_row = min(max(items.mean_ids_per_row - 1, 0.0), self.max_length)
-        shown = [
-            dataclasses.replace(each, mean_ids_per_row=per_row, max_ids_per_row=self.max_length)
-            if each.multi_hot
-            else each
-            for each in schema.categorical
+        input_features = [
+            dataclasses.replace(feature, mean_ids_per_row=per_row, max_ids_per_row=self.max_length)
+            if feature.multi_hot
+            else feature
+            for feature in schema.categorical
         ]
         target, negative = (
             dataclasses.replace(
@@ -129,5 +129,5 @@ class NextItemConfig:
             )
             for name, count in ((ITEM_TARGET, 1), (ITEM_NEGATIVE, self.num_negatives))
         )
-        added = [target, negative] if self.draws_negatives else [target]
-        return dataclasses.replace(schema, categorical=(*shown, *added))
+        target_features = [target, negative] if self.draws_negatives else [target]
+        return dataclasses.replace(schema, categorical=(*input_features, *target_features))

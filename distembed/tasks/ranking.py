@@ -66,16 +66,16 @@ class RankingTask(Task):
         """Stores the context and the item table's size and reserved ids; users' items are read at first use."""
         self._context = context
         self._schema = batch_schema(self._config, context.schema)
-        self._num_items = next(each.num_embeddings for each in context.schema.categorical if each.name == ITEM)
+        self._num_items = next(feature.num_embeddings for feature in context.schema.categorical if feature.name == ITEM)
         self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
         self._items: dict[tuple[str, ...], UserItems] = {}
 
     @cached_property
     def _negatives(self) -> NegativeDraws:
         """The draws of negative items, which exclude each user's items in training."""
-        taken = self._items_of([self._context.data.train])
-        weights = item_weights(taken.users_of_items(), self._config.negative_exponent, self._reserved)
-        return NegativeDraws(weights, taken.to(self._context.ranks.device), self._context.seed)
+        training_items = self._items_of([self._context.data.train])
+        weights = item_weights(training_items.users_of_items(), self._config.negative_exponent, self._reserved)
+        return NegativeDraws(weights, training_items.to(self._context.ranks.device), self._context.seed)
 
     def _items_of(self, splits: Sequence[str]) -> UserItems:
         """Returns each user's distinct items in some splits; the result is cached by the names of the splits."""
@@ -129,16 +129,16 @@ class RankingTask(Task):
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         ranks = self._context.ranks
-        taken = self._seen_before(split)
+        seen_items = self._seen_before(split)
         relevant = self._items_of([split])
         users = (relevant.offsets.diff() > 0).nonzero().flatten()
         steps = BatchShares(len(users), batch_size, ranks.world_size).steps(ranks.rank)
         for rows in list(steps) or [range(0)]:  # one empty batch without users: metrics need outputs of known shapes
-            own = users[rows.start : rows.stop]
+            batch_users = users[rows.start : rows.stop]
             fields = {
-                SPARSE_FEATURES: self._user_features(own),
-                RELEVANT: _of_items(relevant.of(own)),
-                EXCLUDED: _of_items(taken.of(own)),
+                SPARSE_FEATURES: self._user_features(batch_users),
+                RELEVANT: _item_features(relevant.of(batch_users)),
+                EXCLUDED: _item_features(seen_items.of(batch_users)),
             }
             yield Batch(fields, max(len(users), 1))
 
@@ -147,12 +147,12 @@ class RankingTask(Task):
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         users = features[USER].values().long()
-        taken = self._seen_before(self._context.data.test)
-        none = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
+        seen_items = self._seen_before(self._context.data.test)
+        no_items = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
         fields = {
             SPARSE_FEATURES: self._user_features(users),
-            RELEVANT: _of_items(none),
-            EXCLUDED: _of_items(taken.of(users)),
+            RELEVANT: _item_features(no_items),
+            EXCLUDED: _item_features(seen_items.of(users)),
         }
         return Batch(fields, batch.global_batch_size)
 
@@ -204,9 +204,9 @@ class RankingTask(Task):
         }
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        num_items, most = self._num_items - len(self._reserved), self._num_best
-        found = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
-        return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
+        num_items, num_best = self._num_items - len(self._reserved), self._num_best
+        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
+        return metrics | {f"coverage@{num_best}": coverage(rows["best"], num_best, num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns ``ordered`` [2]: the sum over rows of the share of negatives scored below the item, and the rows.
@@ -233,5 +233,5 @@ class RankingTask(Task):
         return f"ordered {metrics['ordered']:.4f}"
 
 
-def _of_items(items: JaggedTensor) -> KeyedJaggedTensor:
+def _item_features(items: JaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())

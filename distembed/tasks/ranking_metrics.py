@@ -65,17 +65,17 @@ class RankingMetrics:
             lengths: Number of relevant items of each query.
         """
         queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        numbers, nothing = lengths.double(), torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+        num_relevant, zeros = lengths.double(), torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
         is_ranked = ranks != NOT_RANKED
         gains = torch.where(is_ranked, 1 / (ranks + 2).double().log2(), 0.0)
         columns = []
-        for k in self.cutoffs:
-            is_hit = (is_ranked & (ranks < k)).double()
-            hits = nothing.index_add(0, queries, is_hit)
-            gain = nothing.index_add(0, queries, is_hit * gains)
-            columns += [(hits > 0).double(), hits / k, hits / numbers, gain / _most_gain(k, lengths)]
+        for cutoff in self.cutoffs:
+            is_hit = (is_ranked & (ranks < cutoff)).double()
+            hits = zeros.index_add(0, queries, is_hit)
+            gain = zeros.index_add(0, queries, is_hit * gains)
+            columns += [(hits > 0).double(), hits / cutoff, hits / num_relevant, gain / _most_gain(cutoff, lengths)]
         reciprocal = torch.where(is_ranked, 1 / (ranks + 1).double(), 0.0)
-        columns.append(nothing.scatter_reduce(0, queries, reciprocal, "amax"))
+        columns.append(zeros.scatter_reduce(0, queries, reciprocal, "amax"))
         values = torch.stack(columns, 1)
         return values.masked_fill((lengths == 0).unsqueeze(1), torch.nan).float()
 
@@ -85,8 +85,10 @@ class RankingMetrics:
 
     def means(self, values: npt.NDArray[np.float32]) -> dict[str, float]:
         """Returns each metric's mean over queries ``[queries, metrics]`` with a relevant item; NaN without any."""
-        known = values[~np.isnan(values[:, 0])].astype(np.float64) if values.size else np.empty((0, len(self.names)))
-        means = known.mean(0) if len(known) else np.full(len(self.names), np.nan)
+        defined_values = (
+            values[~np.isnan(values[:, 0])].astype(np.float64) if values.size else np.empty((0, len(self.names)))
+        )
+        means = defined_values.mean(0) if len(defined_values) else np.full(len(self.names), np.nan)
         return dict(zip(self.names, means.tolist(), strict=True))
 
     def reported(self, kinds: Sequence[str], in_terminal: Sequence[str] = ("ndcg@10", "hr@10")) -> list[ReportedMetric]:

@@ -127,5 +127,5 @@ def _errors(rows: Rows) -> dict[str, float]:
     errors, weights = rows["predictions"].astype(np.float64) - rows["labels"], weights_of(rows)
     if len(errors) == 0 or (weights is not None and not weights.any()):
         return {"rmse": float("nan"), "mae": float("nan")}
-    squared, absolute = (float(np.average(each, weights=weights)) for each in (errors**2, np.abs(errors)))
+    squared, absolute = (float(np.average(row_errors, weights=weights)) for row_errors in (errors**2, np.abs(errors)))
     return {"rmse": float(np.sqrt(squared)), "mae": absolute}

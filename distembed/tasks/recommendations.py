@@ -47,11 +47,11 @@ def without_negatives_lines(users: Int64[Tensor, " users"], dataset: str) -> lis
     """Returns a line on users for whom no negative can be drawn, the first by their raw values; no line for none."""
     if not len(users):
         return []
-    named, manifest = users[:_MOST_NAMED].cpu().numpy(), Manifest.load(dataset)
-    names = [f"id {user}" for user in named.tolist()]
+    named_users, manifest = users[:_MOST_NAMED].cpu().numpy(), Manifest.load(dataset)
+    names = [f"id {user}" for user in named_users.tolist()]
     if USER in manifest.vocabularies:
-        names = take_values(raw_values(dataset_folder(dataset), manifest, USER), named).to_pylist()
-    more = f" and {len(users) - len(named):,} more" if len(users) > len(named) else ""
+        names = take_values(raw_values(dataset_folder(dataset), manifest, USER), named_users).to_pylist()
+    more = f" and {len(users) - len(named_users):,} more" if len(users) > len(named_users) else ""
     return [
         f"note: {len(users):,} user(s) have every item, so no negative can be drawn, and their rows have no loss "
         f"against negatives: {', '.join(map(str, names))}{more}"
@@ -60,12 +60,12 @@ def without_negatives_lines(users: Int64[Tensor, " users"], dataset: str) -> lis
 
 def id_columns(num_best: int) -> tuple[str, ...]:
     """Returns the names of the columns of ids: the user and its best items."""
-    return (USER, *(f"{ITEM}_{place + 1}" for place in range(num_best)))
+    return (USER, *(f"{ITEM}_{index + 1}" for index in range(num_best)))
 
 
 def prediction_columns(num_best: int) -> tuple[str, ...]:
     """Returns the names of all columns."""
-    return (*id_columns(num_best), *(f"score_{place + 1}" for place in range(num_best)))
+    return (*id_columns(num_best), *(f"score_{index + 1}" for index in range(num_best)))
 
 
 def predictions(rows: Rows, num_best: int) -> dict[str, npt.NDArray[Any]]:

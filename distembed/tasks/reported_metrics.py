@@ -60,7 +60,7 @@ def ranking_metric_names(kinds: Sequence[str], cutoffs: Sequence[int], among: in
 def parse_metrics(values: Any) -> tuple[ReportedMetric, ...]:
     """Returns the metrics that a run recorded as plain values, without damaged ones; click metrics if none is left."""
     listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
-    return tuple(ReportedMetric(**each) for each in listed if _is_whole(each)) or CLICK_METRICS
+    return tuple(ReportedMetric(**metric) for metric in listed if _is_whole(metric)) or CLICK_METRICS
 
 
 def _is_whole(values: Any) -> bool:

@@ -43,9 +43,9 @@ class RowWeights:
         data = self._context.data
         mean = Manifest.load(data.require_path()).splits[data.train].mean_weight
         if not mean:
-            found = "are all 0" if mean == 0.0 else "have no known mean"
+            fault = "are all 0" if mean == 0.0 else "have no known mean"
             raise UserError(
-                f"data.train is {data.train!r}, whose weights {found} in the dataset {data.path}; prepare the data "
+                f"data.train is {data.train!r}, whose weights {fault} in the dataset {data.path}; prepare the data "
                 "again, with rows that have weights above 0."
             )
         self._known_mean = mean

@@ -91,7 +91,7 @@ def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, i
     The owner is the user of a rating, or the row of a sequence. A sequence's first item, which cannot be a target, is
     not among the items looked at; its reading stops after ``_MOST_ITEMS``.
     """
-    item = next(each for each in manifest.schema.categorical if each.name == ITEM)
+    item = next(feature for feature in manifest.schema.categorical if feature.name == ITEM)
     reserved = reserved_ids(manifest, ITEM)  # of missing or unknown items, which may differ: no repeats
 
     def repeats(owners: NDArray[np.int64], items: NDArray[np.int64]) -> int:
@@ -99,9 +99,11 @@ def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, i
         return len(keys) - len(np.unique(keys))
 
     if not item.multi_hot:
-        parts = [np.zeros((2, 0), np.int64)]
-        parts += [np.stack([*map(_int64, own)]) for own in _columns(dataset, manifest, split, [USER, ITEM])]
-        users, items = np.concatenate(parts, axis=1)
+        user_item_blocks = [np.zeros((2, 0), np.int64)]
+        user_item_blocks += [
+            np.stack([*map(_int64, id_columns)]) for id_columns in _columns(dataset, manifest, split, [USER, ITEM])
+        ]
+        users, items = np.concatenate(user_item_blocks, axis=1)
         return repeats(users, items), len(items)
     num_repeats = num_items = 0
     for (lists,) in _columns(dataset, manifest, split, [ITEM]):

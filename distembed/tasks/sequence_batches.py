@@ -70,7 +70,10 @@ def columns(features: KeyedJaggedTensor) -> dict[str, tuple[Tensor, _Integers]]:
     """Returns, by feature, its values, row after row, and the number of values of each row."""
     lengths = features.lengths().view(len(features.keys()), features.stride()).numpy().astype(np.int64)
     values = features.values().split(features.length_per_key())
-    return {key: (own, lengths[i]) for i, (key, own) in enumerate(zip(features.keys(), values, strict=True))}
+    return {
+        key: (feature_values, lengths[i])
+        for i, (key, feature_values) in enumerate(zip(features.keys(), values, strict=True))
+    }
 
 
 def cut_lists(
@@ -87,10 +90,10 @@ def cut_lists(
     Raises:
         UserError: A list is not as long as the items of its row.
     """
-    found = {}
+    cut = {}
     for name, (values, own_lengths) in columns(features).items():
         if name not in lists:
-            found[name] = values, own_lengths
+            cut[name] = values, own_lengths
             continue
         differ = np.flatnonzero(own_lengths != lengths)
         if len(differ):
@@ -99,8 +102,8 @@ def cut_lists(
                 f"column {name!r}: a row has {own_lengths[row]} entries and {lengths[row]} items; lists of sequences "
                 "have an entry for each item: prepare the data again."
             )
-        found[name] = values[torch.from_numpy(cuts.inputs.entries)], cuts.inputs.counts
-    return found
+        cut[name] = values[torch.from_numpy(cuts.inputs.entries)], cuts.inputs.counts
+    return cut
 
 
 def jagged(features: Mapping[str, tuple[Tensor, _Integers]], num_rows: int) -> KeyedJaggedTensor:

@@ -105,18 +105,18 @@ class NegativeDraws:
         words = self._words(step, numbers)
         if self._excluded is None:
             return self._items(words % self.total)
-        left = words % self._left[users].clamp(min=1)
-        keys = users * self.total + left
-        # number of pairs, those of earlier users included, that lie at or before u
-        num_until = torch.searchsorted(self._left_before, keys, right=True)
-        # end of the last skipped item - weight left over before it = excluded weight up to and including the item;
-        # where that pair is an earlier user's (``is_past`` is false), u skips nothing
-        last = (num_until - 1).clamp(min=0)
-        items = self._excluded.keys[last] - users * self._excluded.num_items
-        is_past = num_until > self._excluded.offsets[users]
-        end = self._cumulative[torch.where(is_past, items, 0) + 1]
-        passed = end - (self._left_before[last] - users * self.total)
-        drawn = self._items(left + torch.where(is_past, passed, 0))
+        # u + (excluded weight that u skips) is a point of [0, total), whose item is drawn. In the module's example
+        # u = 2 skips items 1 and 3: the last of them ends at 7, with a weight of 2 left over before it, so 7 - 2 = 5
+        # of excluded weight are skipped.
+        u = words % self._left[users].clamp(min=1)
+        # pairs of (user, excluded item) at or before u, those of earlier users included
+        num_pairs = torch.searchsorted(self._left_before, users * self.total + u, right=True)
+        last_pair = (num_pairs - 1).clamp(min=0)
+        skips_items = num_pairs > self._excluded.offsets[users]  # else the last pair is an earlier user's
+        last_item = self._excluded.keys[last_pair] - users * self._excluded.num_items
+        end_of_last = self._cumulative[torch.where(skips_items, last_item, 0) + 1]
+        left_before_last = self._left_before[last_pair] - users * self.total
+        drawn = self._items(u + torch.where(skips_items, end_of_last - left_before_last, 0))
         # a user without negatives skips the whole catalogue and gets the id num_items, which is out of range
         return torch.where(self.has_items(users), drawn, 0) if len(self.users_without_items) else drawn
 
@@ -194,8 +194,8 @@ def _left_over(
     users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)
     items = excluded.keys - users * excluded.num_items
     # the running sum over all users may overflow int64; differences of two sums are still exact modulo 2^64
-    taken = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])
-    taken_before_user = taken[excluded.offsets]
-    left = total - taken_before_user.diff()
-    left_before = cumulative[items] - (taken[:-1] - taken_before_user[users])
-    return users * total + left_before, left
+    excluded_before = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])
+    excluded_before_user = excluded_before[excluded.offsets]
+    remaining = total - excluded_before_user.diff()
+    left_before = cumulative[items] - (excluded_before[:-1] - excluded_before_user[users])
+    return users * total + left_before, remaining

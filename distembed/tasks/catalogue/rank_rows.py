@@ -36,18 +36,18 @@ class RankRows:
         dist.all_gather(list(counts.split(1)), torch.tensor([count], device=device), group=group)
         return cls(counts.tolist(), group)
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Returns all ranks' rows on every rank, given this rank's rows ``own``; all ranks call it."""
+    def gather(self, rows: Tensor) -> Tensor:
+        """Returns all ranks' rows on every rank, given this rank's rows ``rows``; all ranks call it."""
         if len(self.counts) == 1:
-            return own.contiguous()
+            return rows.contiguous()
         # all_gather needs equal shapes: rows are padded to the largest count, and the padding is cut off again
-        most = max(self.counts)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        gathered = own.new_empty(len(self.counts), *padded.shape)
+        most_rows = max(self.counts)
+        padded = rows.new_zeros(most_rows, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = rows.new_empty(len(self.counts), *padded.shape)
         if self.group is not None:
             dist.all_gather(list(gathered.unbind()), padded, group=self.group)
-        return torch.cat([rows[:count] for rows, count in zip(gathered, self.counts, strict=True)])
+        return torch.cat([rank_rows[:count] for rank_rows, count in zip(gathered, self.counts, strict=True)])
 
     def own(self, rows: Tensor) -> Tensor:
         """Returns the slice of all ranks' ``rows`` that belongs to this rank; nothing is sent."""
@@ -57,14 +57,14 @@ class RankRows:
         """Sums all ranks' ``rows`` over the ranks and returns this rank's slice (reduce-scatter); all ranks call it."""
         if len(self.counts) == 1:
             return rows
-        most, own = max(self.counts), self.counts[self._rank]
-        padded = rows.new_zeros(len(self.counts), most, *rows.shape[1:])
-        for to, part in zip(padded, rows.split(self.counts), strict=True):
-            to[: len(part)] = part
+        most_rows, num_own = max(self.counts), self.counts[self._rank]
+        padded = rows.new_zeros(len(self.counts), most_rows, *rows.shape[1:])
+        for target, rank_rows in zip(padded, rows.split(self.counts), strict=True):
+            target[: len(rank_rows)] = rank_rows
         summed = torch.empty_like(padded[0])
         if self.group is not None:
             dist.reduce_scatter_tensor(summed, padded.flatten(0, 1), group=self.group)
-        return summed[:own]
+        return summed[:num_own]
 
     def sum_all(self, rows: Tensor) -> Tensor:
         """Sums all ranks' ``rows`` over the ranks, in place, and returns them (all-reduce); all ranks call it."""
@@ -77,12 +77,12 @@ class RankRows:
 
         ``rows`` holds the numbers that this rank computed for all ranks' rows. All ranks call it.
         """
-        own = rows.new_empty(len(self.counts), self.counts[self._rank], *rows.shape[1:])
+        received = rows.new_empty(len(self.counts), self.counts[self._rank], *rows.shape[1:])
         if self.group is None or not rows.numel():
-            return own.copy_(rows.view_as(own))
+            return received.copy_(rows.view_as(received))
         sizes = [self.counts[self._rank]] * len(self.counts)
-        dist.all_to_all_single(own.flatten(0, 1), rows.contiguous(), sizes, list(self.counts), group=self.group)
-        return own
+        dist.all_to_all_single(received.flatten(0, 1), rows.contiguous(), sizes, list(self.counts), group=self.group)
+        return received
 
     @property
     def own_place(self) -> slice:

@@ -108,7 +108,7 @@ class CatalogueRanking:
         items = torch.cat([targets.unsqueeze(1), sampled], 1)
         pairs = QueryItems.of(JaggedTensor(items.flatten(), lengths=items.new_full((len(items),), items.shape[1])))
         blocks = self._blocks(vectors, pairs, pairs.between(0, 0))
-        scores = torch.cat([block.of_relevant.own(self._pair_scores(block)) for block in blocks]).view(items.shape)
+        scores = torch.cat([block.relevant_rows.own(self._pair_scores(block)) for block in blocks]).view(items.shape)
         return (~(scores[:, 1:] < scores[:, :1])).sum(1)
 
     def _blocks(
@@ -121,21 +121,23 @@ class CatalogueRanking:
         share = self.catalogue.share()
         most_scores = _MOST_SCORES_ON_CPU if vectors.device.type == "cpu" else _MOST_SCORES
         most_queries = max(1, *RankRows.of(len(vectors), vectors.device, share).counts)
-        rows = min(most_queries, max(1, math.isqrt(most_scores) // share.world_size))
-        for first in range(0, most_queries, rows):
-            own, own_relevant = vectors[first : first + rows], relevant.between(first, first + rows)
-            own_excluded = excluded.between(first, first + rows)
-            queries, of_relevant, of_excluded = (
-                RankRows.of(len(each), vectors.device, share) for each in (own, own_relevant, own_excluded)
+        rows_per_block = min(most_queries, max(1, math.isqrt(most_scores) // share.world_size))
+        for start in range(0, most_queries, rows_per_block):
+            stop = start + rows_per_block
+            block_vectors = vectors[start:stop]
+            block_relevant, block_excluded = relevant.between(start, stop), excluded.between(start, stop)
+            query_rows, relevant_rows, excluded_rows = (
+                RankRows.of(len(pairs), vectors.device, share)
+                for pairs in (block_vectors, block_relevant, block_excluded)
             )
-            first_query = queries.own_place.start
+            first_query = query_rows.own_place.start
             yield _Block(
-                vectors=_with_last(queries.gather(own.float()).double(), 1.0),
-                relevant=own_relevant.gathered(first_query, of_relevant),
-                excluded=own_excluded.gathered(first_query, of_excluded),
-                of_queries=queries,
-                of_relevant=of_relevant,
-                most_ids=min(_MOST_IDS, max(1, most_scores // (rows * share.world_size))),
+                vectors=_append_column(query_rows.gather(block_vectors.float()).double(), 1.0),
+                relevant=block_relevant.gathered(first_query, relevant_rows),
+                excluded=block_excluded.gathered(first_query, excluded_rows),
+                query_rows=query_rows,
+                relevant_rows=relevant_rows,
+                most_ids=min(_MOST_IDS, max(1, most_scores // (rows_per_block * share.world_size))),
             )
 
     def _chunks(self, block: _Block) -> Iterator[_Chunk]:
@@ -144,7 +146,7 @@ class CatalogueRanking:
         bias = self.catalogue.bias
         for chunk in self.catalogue.share().chunks(block.most_ids):
             biases = 0.0 if bias is None else bias[chunk.ids].double()
-            vectors = _with_last(chunk.vectors.double(), biases)
+            vectors = _append_column(chunk.vectors.double(), biases)
             yield _Chunk(chunk.ids, vectors, torch.isin(chunk.ids, reserved))
 
     def _pair_scores(self, block: _Block) -> Float[Tensor, " relevant"]:
@@ -155,35 +157,39 @@ class CatalogueRanking:
         pairs = block.relevant
         scores = block.vectors.new_zeros(len(pairs), dtype=torch.float32)
         for chunk in self._chunks(block):
-            found = torch.stack(pairs.in_chunk(chunk.ids))
-            for places, columns in (part.unbind() for part in found.split(_PAIRS_AT_ONCE, 1)):
-                products = block.vectors[pairs.queries[places]] * chunk.vectors[columns]
-                scores[places] = products.sum(1).float()
-        return block.of_relevant.sum_all(scores)
+            chunk_pairs = torch.stack(pairs.in_chunk(chunk.ids))
+            for indices, columns in (pairs_part.unbind() for pairs_part in chunk_pairs.split(_PAIRS_AT_ONCE, 1)):
+                products = block.vectors[pairs.queries[indices]] * chunk.vectors[columns]
+                scores[indices] = products.sum(1).float()
+        return block.relevant_rows.sum_all(scores)
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
-        """Returns a block's ranks of this rank's relevant items, and its queries' best keys; all ranks call it."""
-        # Scores of relevant items come first, since every chunk is compared with them. In a chunk, -inf takes out the
-        # excluded items, and after the search for the best items also the relevant ones, which are not counted as
-        # ahead: _places_among_relevant orders the relevant items of a query among themselves.
-        is_excluded = block.relevant.are_in(block.excluded)
-        scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
-        ahead = torch.zeros_like(block.relevant.items)
-        best = BestItems(len(block.vectors), self.num_best, ahead.device)
+        """Returns a block's ranks of this rank's relevant items, and its queries' best keys; all ranks call it.
+
+        The rank of a relevant item r of query q is the number of q's items ahead of it, counted in two groups: the
+        items that are neither relevant nor excluded, chunk by chunk, and the other relevant items of q.
+        """
+        relevant, excluded = block.relevant, block.excluded
+        is_excluded = relevant.are_in(excluded)
+        relevant_scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
+        num_ahead = torch.zeros_like(relevant.items)
+        best = BestItems(len(block.vectors), self.num_best, num_ahead.device)
         for chunk in self._chunks(block):
-            rows = chunk.scores(block.vectors)
-            places, columns = block.excluded.in_chunk(chunk.ids)
-            rows[block.excluded.queries[places], columns] = -torch.inf
-            places, columns = block.relevant.in_chunk(chunk.ids)
-            queries = block.relevant.queries[places]
-            rows[queries, columns] = scores[places]
-            best.add(rows, chunk.ids)
-            rows[queries, columns] = -torch.inf
-            ahead += _count_not_below(rows, block.relevant.queries, scores)
-        own = block.of_relevant.own_place
-        ranks = block.of_relevant.sum_own(ahead) + _places_among_relevant(block.relevant.queries[own], scores[own])
-        ranks = ranks.masked_fill(is_excluded[own], NOT_RANKED)
-        keys = block.of_queries.own_of_all(best.keys)
+            scores = chunk.scores(block.vectors)  # [queries, ids of the chunk]; -inf takes an item out
+            pairs, columns = excluded.in_chunk(chunk.ids)
+            scores[excluded.queries[pairs], columns] = -torch.inf
+            pairs, columns = relevant.in_chunk(chunk.ids)
+            queries = relevant.queries[pairs]
+            # the chunk's product may round otherwise than _pair_scores: equal scores, so that ties are ties
+            scores[queries, columns] = relevant_scores[pairs]
+            best.add(scores, chunk.ids)
+            scores[queries, columns] = -torch.inf
+            num_ahead += _count_not_below(scores, relevant.queries, relevant_scores)
+        own_pairs = block.relevant_rows.own_place
+        ranks = block.relevant_rows.sum_own(num_ahead)
+        ranks += _places_among_relevant(relevant.queries[own_pairs], relevant_scores[own_pairs])
+        ranks = ranks.masked_fill(is_excluded[own_pairs], NOT_RANKED)
+        keys = block.query_rows.own_of_all(best.keys)
         return ranks, best_keys(keys.transpose(0, 1).flatten(1), self.num_best)
 
 
@@ -197,8 +203,8 @@ class _Block:
     vectors: Float[Tensor, "queries dim"]
     relevant: QueryItems
     excluded: QueryItems
-    of_queries: RankRows
-    of_relevant: RankRows
+    query_rows: RankRows
+    relevant_rows: RankRows
     most_ids: int
 
 
@@ -217,7 +223,9 @@ class _Chunk:
         return (queries @ vectors.T).float()
 
 
-def _with_last(vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] | float) -> Float[Tensor, "rows dim_1"]:
+def _append_column(
+    vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] | float
+) -> Float[Tensor, "rows dim_1"]:
     extended = vectors.new_empty(len(vectors), vectors.shape[1] + 1)
     extended[:, :-1], extended[:, -1] = vectors, last
     return extended
@@ -235,10 +243,11 @@ def _count_not_below(
     # with one pair for each query, rows need not be gathered
     if torch.equal(queries, torch.arange(len(scores), device=queries.device)):
         return num_ids - torch.lt(scores, thresholds.unsqueeze(1), out=scores).sum(1).long()
-    counts = [
-        num_ids - torch.lt(rows := scores[part], limit.unsqueeze(1), out=rows).sum(1)
-        for part, limit in zip(queries.split(max(1, len(scores))), thresholds.split(max(1, len(scores))), strict=True)
-    ]
+    pairs_at_once = max(1, len(scores))
+    counts = []
+    for some_queries, limits in zip(queries.split(pairs_at_once), thresholds.split(pairs_at_once), strict=True):
+        rows = scores[some_queries]
+        counts.append(num_ids - torch.lt(rows, limits.unsqueeze(1), out=rows).sum(1))
     return torch.cat(counts).long()
 
 
@@ -254,8 +263,8 @@ def _places_among_relevant(
     order = worst_last.argsort(descending=True, stable=True)
     order = order[queries[order].argsort(stable=True)]
     sorted_queries = queries[order]
-    places = torch.arange(len(order), device=order.device) - torch.searchsorted(sorted_queries, sorted_queries)
-    return torch.empty_like(places).index_copy_(0, order, places)
+    places_in_query = torch.arange(len(order), device=order.device) - torch.searchsorted(sorted_queries, sorted_queries)
+    return torch.empty_like(places_in_query).index_copy_(0, order, places_in_query)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,31 +283,32 @@ class QueryItems:
     def __len__(self) -> int:
         return len(self.items)
 
-    def between(self, first: int, last: int) -> QueryItems:
-        """Returns the pairs of the queries ``[first, last)``, renumbered so that query ``first`` is 0."""
-        bounds = torch.tensor([first, last], device=self.queries.device)
-        begin, end = torch.searchsorted(self.queries, bounds).tolist()
-        return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
+    def between(self, first: int, end: int) -> QueryItems:
+        """Returns the pairs of the queries ``[first, end)``, renumbered so that query ``first`` is 0."""
+        bounds = torch.tensor([first, end], device=self.queries.device)
+        begin_pair, end_pair = torch.searchsorted(self.queries, bounds).tolist()
+        return QueryItems(self.queries[begin_pair:end_pair] - first, self.items[begin_pair:end_pair])
 
     def gathered(self, first_query: int, ranks: RankRows) -> QueryItems:
         """Returns the pairs of all ranks; ``first_query`` is added to this rank's queries. All ranks call it."""
         return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
 
-    def are_in(self, others: QueryItems) -> Bool[Tensor, " pairs"]:
-        """Returns whether each pair is also in ``others``; items are below 2^32, and queries below 2^31."""
-        keys, other_keys = ((pairs.queries << 32) + pairs.items for pairs in (self, others))
+    def are_in(self, other_pairs: QueryItems) -> Bool[Tensor, " pairs"]:
+        """Returns whether each pair is also in ``other_pairs``; items are below 2^32, and queries below 2^31."""
+        keys, other_keys = ((pairs.queries << 32) + pairs.items for pairs in (self, other_pairs))
         return torch.isin(keys, other_keys)
 
     def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
         """Returns the index of each pair whose item is in the chunk, and the column of the item in ``ids``."""
-        # among the sorted items those equal to ids[j] are a run of counts[j] pairs that begins at first[j]
+        # among the sorted items those equal to ids[j] are a run of counts[j] pairs that begins at run_starts[j]:
+        #   sorted items 3 5 5 8, ids 5 8 -> run_starts 1 3, counts 2 1 -> columns 0 0 1, positions 1 2 3
         items, order = self._by_item
-        first = torch.searchsorted(items, ids)
-        counts = torch.searchsorted(items, ids, right=True) - first
+        run_starts = torch.searchsorted(items, ids)
+        counts = torch.searchsorted(items, ids, right=True) - run_starts
         columns = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), counts)
-        before = counts.cumsum(0) - counts
-        places = torch.arange(len(columns), device=ids.device) + (first - before)[columns]
-        return order[places], columns
+        columns_before = counts.cumsum(0) - counts
+        positions = torch.arange(len(columns), device=ids.device) + (run_starts - columns_before)[columns]
+        return order[positions], columns
 
     @cached_property
     def _by_item(self) -> tuple[Tensor, Tensor]:
@@ -326,8 +336,8 @@ class BestItems:
         rows = scores[queries]
         values, columns = rows.topk(num_best)
         # topk may choose any of the items that tie for the last place; keys, over the whole row, prefer the lowest id
-        last = values[:, -1:]
-        is_tied = (torch.ge(rows, last, out=rows).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
+        lowest_best = values[:, -1:]
+        is_tied = (torch.ge(rows, lowest_best, out=rows).sum(1) > num_best) & (lowest_best > -torch.inf).squeeze(1)
         self._keep_best(queries[~is_tied], keys_of(values, ids[columns])[~is_tied])
         tied = queries[is_tied]
         self._keep_best(tied, keys_of(scores[tied], ids))

@@ -106,7 +106,7 @@ def cross_entropy(
     Raises:
         UserError: Gradients are needed, and a fused kernel updates the table's weights.
     """
-    weights = [own.weight for own in items.share.weights]
+    weights = [table_weight.weight for table_weight in items.share.weights]
     if torch.is_grad_enabled() and not all(weight.requires_grad for weight in weights):
         raise UserError(
             f"a softmax over table {items.share.table.name!r} has gradients in all of its rows, and the table is "
@@ -135,17 +135,20 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         vectors, targets, log_sum, bias = ctx.saved_tensors
         items, ranks, share = ctx.items, ctx.ranks, ctx.items.share
-        own_gradients = ranks.gather(gradients[0].float())
-        of_queries, of_bias, of_weights = _backward(
-            _Queries(vectors, targets, ranks), own_gradients, log_sum, bias, items
+        loss_gradients = ranks.gather(gradients[0].float())
+        query_gradients, bias_gradients, weight_gradients = _backward(
+            _Queries(vectors, targets, ranks), loss_gradients, log_sum, bias, items
         )
         # Losses are scaled by world_size, and of_weights sums over the losses of all ranks. DDP averages replicated
         # weights and the bias over ranks; nothing averages sharded weights, so they are divided here.
-        for own, total in zip(share.weights, of_weights, strict=True):
-            if not own.is_replicated:
-                total.div_(share.world_size)
-        own_weights = [total.to(own.weight.dtype) for own, total in zip(share.weights, of_weights, strict=True)]
-        return ranks.sum_own(of_queries).to(ctx.dtype), None, of_bias, None, *own_weights
+        for table_weight, gradient in zip(share.weights, weight_gradients, strict=True):
+            if not table_weight.is_replicated:
+                gradient.div_(share.world_size)
+        typed_gradients = [
+            gradient.to(table_weight.weight.dtype)
+            for table_weight, gradient in zip(share.weights, weight_gradients, strict=True)
+        ]
+        return ranks.sum_own(query_gradients).to(ctx.dtype), None, bias_gradients, None, *typed_gradients
 
 
 @dataclass(frozen=True)
@@ -237,27 +240,27 @@ class _Tiles:
         bias = torch.zeros(len(ids), device=ids.device) if self._bias is None else self._bias.detach()[ids].float()
         if self._items.num_excluded:
             bias = bias.masked_fill(ids < self._items.num_excluded, _EXCLUDED)
-        places, is_here = read.chunk_ids.places(self._queries.targets)
+        target_columns, is_here = read.chunk_ids.places(self._queries.targets)
         prepared = self._products.items(read.vectors, bias)
         for start in range(0, len(self._queries.vectors), self._items.queries_at_once):
             rows = slice(start, start + self._items.queries_at_once)
             scores = self._products.scores(rows, prepared)
-            yield _Tile(rows, scores, places[rows].unsqueeze(1), is_here[rows].unsqueeze(1))
+            yield _Tile(rows, scores, target_columns[rows].unsqueeze(1), is_here[rows].unsqueeze(1))
 
     def add_products(
-        self, tile: "_Tile", vectors: Tensor, factors: Tensor, of_queries: Tensor, of_items: Tensor
+        self, tile: "_Tile", vectors: Tensor, factors: Tensor, query_gradients: Tensor, item_gradients: Tensor
     ) -> None:
-        """Adds a tile's part of the gradients, ``G U`` to ``of_queries`` and ``G^T factors`` to ``of_items``, in place.
+        """Adds ``G U`` of a tile to ``query_gradients`` and ``G^T factors`` to ``item_gradients``, in place.
 
         Args:
             tile: The tile, whose scores have been overwritten by their gradients G.
             vectors: The vectors U of the tile's items.
             factors: A row for each query of all ranks: its vector and 1, times the gradient of its loss.
-            of_queries: The sums for all queries.
-            of_items: The sums for the tile's items.
+            query_gradients: The sums for all queries.
+            item_gradients: The sums for the tile's items.
         """
-        self._products.add(of_items, tile.scores.T, factors[tile.rows])
-        self._products.add(of_queries[tile.rows], tile.scores, vectors)
+        self._products.add(item_gradients, tile.scores.T, factors[tile.rows])
+        self._products.add(query_gradients[tile.rows], tile.scores, vectors)
 
 
 @dataclass(frozen=True)
@@ -280,43 +283,45 @@ class _Tile:
 def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tuple[Tensor, Tensor]:
     """Returns the log of the sum of exponentials, in float64, and the target's score, for each query of all ranks."""
     log_sum = torch.full(queries.targets.shape, -torch.inf, dtype=torch.float64, device=queries.vectors.device)
-    of_target = torch.zeros_like(log_sum)
+    target_score = torch.zeros_like(log_sum)
     for _, tiles in _Tiles(queries, None, bias, items).chunks(with_gradients=False):
         for tile in tiles:
-            of_target[tile.rows] += tile.scores.gather(1, tile.places).mul_(tile.is_here).squeeze(1)
+            target_score[tile.rows] += tile.scores.gather(1, tile.places).mul_(tile.is_here).squeeze(1)
             highest = tile.scores.amax(1)
             # the largest probability is share = exp(highest) / sum, so log(sum) = highest - log(share); the softmax
             # overwrites the tile in one pass, where logsumexp would allocate another tensor of its size
-            share = torch.softmax(tile.scores, 1, out=tile.scores).amax(1)
-            log_sum[tile.rows] = log_sum[tile.rows].logaddexp((highest - share.log()).double())
+            highest_probability = torch.softmax(tile.scores, 1, out=tile.scores).amax(1)
+            log_sum[tile.rows] = log_sum[tile.rows].logaddexp((highest - highest_probability.log()).double())
     if queries.ranks.group is None:
-        return log_sum, of_target
-    both = torch.stack([log_sum, of_target])
-    of_ranks = both.new_empty(len(queries.ranks.counts), *both.shape)
-    dist.all_gather(list(of_ranks.unbind()), both, group=queries.ranks.group)
-    return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+        return log_sum, target_score
+    local_results = torch.stack([log_sum, target_score])
+    all_results = local_results.new_empty(len(queries.ranks.counts), *local_results.shape)
+    dist.all_gather(list(all_results.unbind()), local_results, group=queries.ranks.group)
+    return all_results[:, 0].logsumexp(0), all_results[:, 1].sum(0)
 
 
 def _backward(
     queries: _Queries, gradients: Tensor, log_sum: Tensor, bias: Tensor | None, items: SoftmaxItems
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns the gradients of all ranks' losses in all queries, the bias and this rank's weights."""
-    of_queries = torch.zeros_like(queries.vectors, dtype=torch.float32)
-    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-    of_weights = [torch.zeros_like(own.weight, dtype=torch.float32) for own in items.share.weights]
+    query_gradients = torch.zeros_like(queries.vectors, dtype=torch.float32)
+    bias_gradients = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    weight_gradients = [
+        torch.zeros_like(table_weight.weight, dtype=torch.float32) for table_weight in items.share.weights
+    ]
     # g h for each query, and g in a last column: (p - one-hot target)^T times them gives the gradients of vectors and,
     # in the last column, of biases
     factors = torch.cat([queries.vectors.float(), torch.ones_like(gradients).unsqueeze(1)], 1) * gradients.unsqueeze(1)
-    tiles_of_all = _Tiles(queries, log_sum.float(), bias, items)
-    for read, tiles in tiles_of_all.chunks(with_gradients=True):
-        of_items = torch.zeros(len(read.vectors), factors.shape[1], device=factors.device)
+    all_tiles = _Tiles(queries, log_sum.float(), bias, items)
+    for read, tiles in all_tiles.chunks(with_gradients=True):
+        item_gradients = torch.zeros(len(read.vectors), factors.shape[1], device=factors.device)
         for tile in tiles:
             tile.scores.exp_().scatter_add_(1, tile.places, -tile.is_here.float())
-            tiles_of_all.add_products(tile, read.vectors, factors, of_queries, of_items)
-        items.share.add_gradients(read, of_items[:, :-1], of_weights)
-        if of_bias is not None:
-            of_bias[read.chunk_ids.ids] = of_items[:, -1]
-    return of_queries.mul_(gradients.unsqueeze(1)), of_bias, of_weights
+            all_tiles.add_products(tile, read.vectors, factors, query_gradients, item_gradients)
+        items.share.add_gradients(read, item_gradients[:, :-1], weight_gradients)
+        if bias_gradients is not None:
+            bias_gradients[read.chunk_ids.ids] = item_gradients[:, -1]
+    return query_gradients.mul_(gradients.unsqueeze(1)), bias_gradients, weight_gradients
 
 
 _MOST_SCORES = 2**25
@@ -402,6 +407,6 @@ def _block_of_batch(
     scores = vectors @ items.vectors.T
     if biases is not None:
         scores = scores + biases
-    own = slice(first, first + len(vectors))
-    is_hit = items.ids.unsqueeze(0) == items.ids[own].unsqueeze(1)
-    return sampled_cross_entropy(scores[:, own].diagonal(), scores, -shifts.expand_as(scores), is_hit)
+    block_columns = slice(first, first + len(vectors))
+    is_hit = items.ids.unsqueeze(0) == items.ids[block_columns].unsqueeze(1)
+    return sampled_cross_entropy(scores[:, block_columns].diagonal(), scores, -shifts.expand_as(scores), is_hit)

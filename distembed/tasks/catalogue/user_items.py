@@ -71,10 +71,10 @@ class UserItems:
         return cls._from_keys(keys, num_users, num_items)
 
     @classmethod
-    def _from_keys(cls, parts: list[NDArray[np.int64]], num_users: int, num_items: int) -> UserItems:
-        """Returns the distinct pairs of unsorted keys; empties ``parts``, to free their memory before sorting."""
-        keys = np.concatenate([np.zeros(0, np.int64), *parts])
-        parts.clear()
+    def _from_keys(cls, key_arrays: list[NDArray[np.int64]], num_users: int, num_items: int) -> UserItems:
+        """Returns the distinct pairs of unsorted keys; empties ``key_arrays``, to free their memory before sorting."""
+        keys = np.concatenate([np.zeros(0, np.int64), *key_arrays])
+        key_arrays.clear()
         keys.sort()
         is_first = np.ones(len(keys), bool)
         np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
@@ -94,18 +94,18 @@ class UserItems:
         """Returns the items of each row's user, ascending; on a GPU the call synchronises, to learn their number."""
         starts, ends = self.offsets[users], self.offsets[users + 1]
         lengths = ends - starts
-        before = lengths.cumsum(0) - lengths
-        places = torch.repeat_interleave(starts - before, lengths)
-        places = places + torch.arange(len(places), device=places.device)
-        return JaggedTensor(self.keys[places] % self.num_items, lengths=lengths)
+        items_before = lengths.cumsum(0) - lengths
+        positions = torch.repeat_interleave(starts - items_before, lengths)
+        positions = positions + torch.arange(len(positions), device=positions.device)
+        return JaggedTensor(self.keys[positions] % self.num_items, lengths=lengths)
 
     def contains(self, users: Int64[Tensor, "*shape"], items: Int64[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """Returns whether ``users[i]`` has ``items[i]``, for each i."""
         if not len(self.keys):
             return torch.zeros_like(items, dtype=torch.bool)
         keys = users * self.num_items + items
-        places = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
-        return self.keys[places] == keys
+        positions = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        return self.keys[positions] == keys
 
     def users_of_items(self) -> Int64[Tensor, " items"]:
         """Returns how many users have each item."""
