@@ -68,7 +68,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     @staticmethod
     def _pre_load_state_dict_hook(
-        self: "ShardedCompositionalEmbeddingBagCollection", state_dict: dict[str, Any], prefix: str, *others: Any
+        self: "ShardedCompositionalEmbeddingBagCollection", state_dict: dict[str, Any], prefix: str, *hook_args: Any
     ) -> None:
         """Replaces each ShardedTensor in ``state_dict`` by one tensor of this rank's shards, stacked by rows.
 
@@ -81,7 +81,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
                 shards = [shard.tensor for shard in state_dict.pop(key).local_shards()] or [torch.empty(0)]
                 # a single shard may be most of a rank's memory: it is not copied
                 local_tensors[key] = torch.cat(shards) if len(shards) > 1 else shards[0]
-        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *others)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *hook_args)
         state_dict.update(local_tensors)
 
     def input_dist(
@@ -167,13 +167,13 @@ class _Output:
         if zero is not None:
             values.add_(zero)
         if self._order != list(range(len(self._order))) or self._means or bags is not None:
-            parts = values.split(self._splits, dim=1)
-            ordered = [parts[i] for i in self._order]
-            for row, i in enumerate(self._means):
+            sums = values.split(self._splits, dim=1)
+            ordered = [sums[index] for index in self._order]
+            for row, index in enumerate(self._means):
                 assert divisor is not None
-                ordered[i] = ordered[i] / divisor[row].unsqueeze(1)
+                ordered[index] = ordered[index] / divisor[row].unsqueeze(1)
             if bags is not None:
-                by_feature = zip(self._in_order, ordered, strict=True)
-                ordered = [own.index_select(0, bags[name]) for name, own in by_feature]
+                named_sums = zip(self._in_order, ordered, strict=True)
+                ordered = [feature_sums.index_select(0, bags[name]) for name, feature_sums in named_sums]
             values = torch.cat(ordered, dim=1)
         return KeyedTensor(self._keys, self._dims, values)

@@ -54,7 +54,7 @@ class DividedRows:
 
     def __init__(self, divided: Sequence[tuple[Partition, int]]) -> None:
         # neighbouring features with one kind of scheme form a run, which one call of FeatureRows maps
-        runs = groupby(divided, lambda own: (type(own[0]), len(own[0].num_rows), own[1]))
+        runs = groupby(divided, lambda feature: (type(feature[0]), len(feature[0].num_rows), feature[1]))
         self._runs: list[tuple[int, int, FeatureRows]] = []
         for (_, _, partition), run in runs:
             schemes = [scheme for scheme, _ in run]
@@ -63,12 +63,13 @@ class DividedRows:
     def __call__(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
         """Returns the row of every id of a batch whose features are the entries of ``divided``, in order."""
         ids, counts, lengths = features.values().long(), features.length_per_key(), features.lengths()
-        rows, first, start = [], 0, 0
+        rows, first_feature, first_id = [], 0, 0
         for num_features, partition, to_rows in self._runs:
-            last = first + num_features
-            own = IdCounts(counts[first:last], lengths[first * features.stride() : last * features.stride()])
-            rows.append(to_rows(ids[start : start + own.total], own)[partition])
-            first, start = last, start + own.total
+            end_feature = first_feature + num_features
+            run_lengths = lengths[first_feature * features.stride() : end_feature * features.stride()]
+            run_counts = IdCounts(counts[first_feature:end_feature], run_lengths)
+            rows.append(to_rows(ids[first_id : first_id + run_counts.total], run_counts)[partition])
+            first_feature, first_id = end_feature, first_id + run_counts.total
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -86,10 +87,10 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sends ids, lengths and any weights, and keeps the ids' permutation for the output dist of sequences."""
-        in_blocks, places = sort_by_row_block(
+        in_blocks, positions = sort_by_row_block(
             sparse_features, self._rows(sparse_features), self._world_size, self._feature_block_sizes_tensor
         )
-        self.unbucketize_permute_tensor = places
+        self.unbucketize_permute_tensor = positions
         return self._dist(in_blocks)
 
 
@@ -116,16 +117,16 @@ def sort_by_row_block(
         lengths=as_operand(features.lengths(), ids.device, *INTEGERS),
         stride=features.stride(),
     )
-    sorted_rows, places = bucketize_kjt_before_all2all(by_row, num_blocks, rows_per_block, output_permute=True)
-    assert places is not None
+    sorted_rows, positions = bucketize_kjt_before_all2all(by_row, num_blocks, rows_per_block, output_permute=True)
+    assert positions is not None
     in_blocks = KeyedJaggedTensor(
         sorted_rows.keys(),
-        torch.empty_like(ids).scatter_(0, places.long(), ids),
+        torch.empty_like(ids).scatter_(0, positions.long(), ids),
         weights=sorted_rows.weights_or_none(),
         lengths=sorted_rows.lengths(),
         stride=features.stride(),
     )
-    return in_blocks, places
+    return in_blocks, positions
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
@@ -142,10 +143,10 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
         sizes = sharding_ctx.batch_size_per_rank
         if len(set(sizes)) == 1:
             return super().forward(local_embs, sharding_ctx)
-        longest, own = max(sizes), sizes[dist.get_rank(self._pg)]
+        most_rows, num_own_rows = max(sizes), sizes[dist.get_rank(self._pg)]
         padded = nn.utils.rnn.pad_sequence(list(local_embs.split(sizes)), batch_first=True).flatten(0, 1)
-        summed = super().forward(padded, EmbeddingShardingContext(batch_size_per_rank=[longest] * len(sizes)))
-        summed.callbacks.append(lambda output: output[:own])
+        summed = super().forward(padded, EmbeddingShardingContext(batch_size_per_rank=[most_rows] * len(sizes)))
+        summed.callbacks.append(lambda output: output[:num_own_rows])
         return summed
 
 
@@ -207,13 +208,13 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
         if len(set(sizes)) == 1:
             return stock(local_embs, sharding_ctx)
         ranks_per_node = stock._intra_pg.size()
-        own = stock._rank % ranks_per_node
+        own_local_rank = stock._rank % ranks_per_node
         # batch sizes of the ranks with one local rank, node after node; parts are padded to the largest sum
-        sizes_of_nodes = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
-        parts = local_embs.split([sum(of_nodes) for of_nodes in sizes_of_nodes])
-        padded = nn.utils.rnn.pad_sequence(list(parts), batch_first=True).flatten(0, 1)
-        summed = stock._intra_dist(padded).wait()[: sum(sizes_of_nodes[own])]
-        return stock._cross_dist(summed, batch_size_per_rank=sizes_of_nodes[own])
+        sizes_by_local_rank = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
+        sums = local_embs.split([sum(node_sizes) for node_sizes in sizes_by_local_rank])
+        padded = nn.utils.rnn.pad_sequence(list(sums), batch_first=True).flatten(0, 1)
+        summed = stock._intra_dist(padded).wait()[: sum(sizes_by_local_rank[own_local_rank])]
+        return stock._cross_dist(summed, batch_size_per_rank=sizes_by_local_rank[own_local_rank])
 
 
 _MOST_LOOKS = 1000

@@ -95,8 +95,8 @@ class FeatureRows:
     def _by_table(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
         if counts.is_uniform:
             return self._scheme.rows_of_tables(self._partitions, ids.view(len(self._partitions), -1)).flatten(1)
-        by_feature = zip(self._partitions, ids.split(list(counts.on_host)), strict=True)
-        return torch.cat([partition.rows(own) for partition, own in by_feature], dim=1)
+        partition_ids = zip(self._partitions, ids.split(list(counts.on_host)), strict=True)
+        return torch.cat([partition.rows(feature_ids) for partition, feature_ids in partition_ids], dim=1)
 
 
 _MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
@@ -190,24 +190,24 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
     )
 
 
-def take_once(vectors: Float[Tensor, "places dim"], places: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
+def take_once(vectors: Float[Tensor, "places dim"], positions: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
     """Returns ``vectors[places]`` for distinct places: the backward pass copies gradients instead of adding them up."""
-    return _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
+    return _TakeOnce.apply(vectors, positions)  # type: ignore[no-untyped-call]
 
 
 class _TakeOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, vectors: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.num_places = len(vectors)
-        return vectors.index_select(0, places)
+        return vectors.index_select(0, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (positions,) = ctx.saved_tensors
         (gradient,) = gradients
         vector_gradients = gradient.new_zeros(ctx.num_places, gradient.shape[1])
-        return vector_gradients.index_copy_(0, places, gradient), None
+        return vector_gradients.index_copy_(0, positions, gradient), None
 
 
 class _SumBags(torch.autograd.Function):
@@ -229,8 +229,8 @@ class _SumBags(torch.autograd.Function):
     ) -> Tensor:
         ctx.num_ids = len(inverse)
         # the vectors are read for the gradients of weights alone
-        kept = (vectors, inverse) if weights is not None and weights.requires_grad else (None, None)
-        ctx.save_for_backward(offsets, order, starts, weights, *kept)
+        for_id_weights = (vectors, inverse) if weights is not None and weights.requires_grad else (None, None)
+        ctx.save_for_backward(offsets, order, starts, weights, *for_id_weights)
         return _sum_bags(inverse, vectors, offsets, weights)
 
     @staticmethod

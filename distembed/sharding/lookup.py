@@ -51,16 +51,17 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         groups = [list(group) for _, group in groupby(tables, _local_key)]
         configs = [config for group in groups for config in _tbe_configs(group)]
         super().__init__(configs, pg=env.process_group, device=device, env=env)
-        self._gradient_scale = scale = env.world_size if averages_ranks else 1
+        self._gradient_scale = gradient_scale = env.world_size if averages_ranks else 1
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
-        kind = "cpu" if device is None else device.type
+        device_kind = "cpu" if device is None else device.type
         self._groups = [
-            make_group(group, replicated, scale, list(islice(tbes, len(group[0].shards))), kind) for group in groups
+            make_group(group, replicated, gradient_scale, list(islice(tbes, len(group[0].shards))), device_kind)
+            for group in groups
         ]
         self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
         self._pools, self._output_dtype, self._averages_ranks = pools, output_dtype, averages_ranks
-        for group, own in zip(self._groups, self._tbes_of_groups(), strict=True):
-            for tbe in own:
+        for group, group_tbes in zip(self._groups, self._tbes_of_groups(), strict=True):
+            for tbe in group_tbes:
                 if group.is_frozen and isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
                     tbe.weights.requires_grad_(False)
         self.replicated_names = {
@@ -91,11 +92,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
                     request.record_stream(torch.cuda.current_stream())
         else:
             requests = self._requests(sparse_features)
-        parts = [
+        outputs = [
             group.finish(request, group.look_up(request, tbes))
             for group, request, tbes in zip(self._groups, requests, self._tbes_of_groups(), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1 if self._pools else 0)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1 if self._pools else 0)
 
     def set_single_ids(self, has_single_ids: bool) -> None:
         """Sets whether all bags of all ranks have at most one id, for the batches that are looked up after the call."""
@@ -126,17 +127,17 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     def reset_parameters(self) -> None:
         """Fills this rank's shards with the initial values that the unsharded weight has in these rows and columns."""
         weights = [weight for kernel in self._emb_modules for weight in kernel.split_embedding_weights()]
-        for (own, shard), weight in zip(self._shards, weights, strict=True):
+        for (part_slice, shard), weight in zip(self._shards, weights, strict=True):
             assert shard.local_metadata is not None
             first_row, first_column = shard.local_metadata.shard_offsets
-            own.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
+            part_slice.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
         self.purge()  # drops cached rows
 
     def shard_weights(self) -> Iterator[tuple[PartitionSlice, Tensor]]:
         """Yields each shard of this rank with its weight, flushed from caches; dense kernels' weights keep autograd."""
         weights = [weight for kernel in self._emb_modules for weight in _weights_of_kernel(kernel)]
-        for (own, _), weight in zip(self._shards, weights, strict=True):
-            yield own, weight
+        for (part_slice, _), weight in zip(self._shards, weights, strict=True):
+            yield part_slice, weight
 
     def _requests(self, features: KeyedJaggedTensor) -> list[LookupRequest]:
         weights = features.weights_or_none()
@@ -144,8 +145,8 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
             # a feature processor on this rank made them, and DDP averages its parameters
             scaled = CommOpGradientScaling.apply(weights, self._gradient_scale)
             features = with_ids(features, features.values(), weights=scaled)
-        by_group = features.split([group.num_features for group in self._groups])
-        return [group.request(own) for group, own in zip(self._groups, by_group, strict=True)]
+        features_by_group = features.split([group.num_features for group in self._groups])
+        return [group.request(batch) for group, batch in zip(self._groups, features_by_group, strict=True)]
 
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
@@ -186,11 +187,11 @@ def _local_key(local: LocalTable) -> Hashable:
 
 def _shards_by_tbe(group: Sequence[LocalTable]) -> list[list[tuple[PartitionSlice, ShardedEmbeddingTable]]]:
     """Returns, for each partition that is sharded, every table's slice and shard of it."""
-    by_table = [
-        [(own, local.shards[own.partition]) for own in local.partitions if own.partition in local.shards]
+    shards_by_table = [
+        [(part, local.shards[part.partition]) for part in local.partitions if part.partition in local.shards]
         for local in group
     ]
-    return [list(shards) for shards in zip(*by_table, strict=True)]
+    return [list(shards) for shards in zip(*shards_by_table, strict=True)]
 
 
 def _tbe_configs(group: Sequence[LocalTable]) -> list[GroupedEmbeddingConfig]:

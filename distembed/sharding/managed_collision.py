@@ -87,8 +87,8 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         module_fqn: str | None = None,
     ) -> None:
         super().__init__()
-        for own in module._managed_collision_collection.modules():
-            if getattr(own, "_disable_fallback", False) and not getattr(own, "_no_bag", False):
+        for child in module._managed_collision_collection.modules():
+            if getattr(child, "_disable_fallback", False) and not getattr(child, "_no_bag", False):
                 raise UserError(
                     "disable_fallback=True drops ids that have no slot, which sharded compositional tables do not "
                     "take; set disable_fallback=False, or no_bag=True."

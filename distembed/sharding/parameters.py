@@ -144,7 +144,9 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         """Returns the ids whose vectors this rank composes, with the weights for them; all ranks call it."""
         placement = self._placements[one_of("table of a collection", table_name, self._placements)]
         shards = {
-            (own.part.name, own.start): weight for lookup in self._lookups for own, weight in lookup.shard_weights()
+            (part_slice.part.name, part_slice.start): weight
+            for lookup in self._lookups
+            for part_slice, weight in lookup.shard_weights()
         }
         device = self._device or torch.device("cpu")
         return make_share(placement, self._env, device, shards, self._replicated, self._owned_ids)
@@ -213,10 +215,10 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 name, settings = fused_optimizer(fused_params, part.name)
                 _, _, weights = optimizers.setdefault(f"{name} {settings}", (name, settings, {}))
                 weights[key] = self._updated_in_backward[part.name] = self._replicated[part.name]
-        made = [ReplicatedOptimizer(name, weights, settings) for name, settings, weights in optimizers.values()]
-        if made:
-            BackwardUpdates(made, self._env.process_group)
-            self._optim = CombinedOptimizer([*self._optim.optimizers, *made])
+        replicated = [ReplicatedOptimizer(name, weights, settings) for name, settings, weights in optimizers.values()]
+        if replicated:
+            BackwardUpdates(replicated, self._env.process_group)
+            self._optim = CombinedOptimizer([*self._optim.optimizers, *replicated])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -228,9 +230,9 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         if not hasattr(self, self._lookup_attribute):  # without a process group TorchRec registers nothing
             return
         for path in (self._lookup_attribute, ""):
-            own = self.get_submodule(path)
+            parent = self.get_submodule(path)
             for name, _ in module.get_submodule(path).named_children():
-                own.add_module(name, own._modules.pop(name))
+                parent.add_module(name, parent._modules.pop(name))
 
     def reset_parameters(self) -> None:
         """Fills all weights with their initial values, which equal the unsharded module's; no-op on the meta device."""

@@ -147,13 +147,16 @@ def place_tables(
     if len({shard.shard_sizes[1] for shards in ranges.values() for shard in shards}) > 1:
         columns = math.gcd(
             *[
-                own.num_columns
+                part_slice.num_columns
                 for name, placement in divided.items()
                 for shard in ranges[name]
-                for own in partition_slices(placement.table, *column_range(shard))
+                for part_slice in partition_slices(placement.table, *column_range(shard))
             ]
         )
-        placements |= {name: _by_columns(it.table, it.unit, collection, columns) for name, it in divided.items()}
+        placements |= {
+            name: _by_columns(placement.table, placement.unit, collection, columns)
+            for name, placement in divided.items()
+        }
     return list(placements.values())
 
 
@@ -217,7 +220,7 @@ def _row_blocks(
     ranks = [[shard_rank(block) for block in blocks] for blocks in by_column.values()]
     ranks_per_node = len(ranks[0])
     nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
-    if world_size % ranks_per_node or not all(own in nodes for own in ranks):
+    if world_size % ranks_per_node or not all(range_ranks in nodes for range_ranks in ranks):
         raise UserError(
             f"table {table.name!r} is planned {unit.sharding_type} on ranks {ranks}, but each range of columns has its "
             f"rows on all ranks of one node, in order, and there are {world_size} ranks; the plan was made for other "
@@ -240,21 +243,23 @@ def _by_rows(
     largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
     shards = []
     for blocks in ranges:
-        for own in partition_slices(table, *column_range(blocks[0])):
-            if own.part.name == largest.name:
-                _require_multiple_of_four(table, largest.name, own.num_columns)
-                shards += _block_shards(own, blocks, is_grid=len(ranges) > 1)
-    whole = _with_shards(unit, [block for blocks in ranges for block in blocks])
+        for part_slice in partition_slices(table, *column_range(blocks[0])):
+            if part_slice.part.name == largest.name:
+                _require_multiple_of_four(table, largest.name, part_slice.num_columns)
+                shards += _block_shards(part_slice, blocks, is_grid=len(ranges) > 1)
+    unit_blocks = _with_shards(unit, [block for blocks in ranges for block in blocks])
     sharded = {largest.name: _with_shards(unit, shards)}
-    return Placement(table, whole, sharded, largest.number, collection)
+    return Placement(table, unit_blocks, sharded, largest.number, collection)
 
 
-def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
+def _block_shards(part_slice: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
     """Returns the shards of the divided partition, one for each rank with rows; the last ranks may have none."""
-    num_rows = own.part.num_rows
+    num_rows = part_slice.part.num_rows
     rows_per_block = rows_in_block(num_rows, len(blocks), is_grid)
     return [
-        ShardMetadata([start, own.start], [min(rows_per_block, num_rows - start), own.num_columns], block.placement)
+        ShardMetadata(
+            [start, part_slice.start], [min(rows_per_block, num_rows - start), part_slice.num_columns], block.placement
+        )
         for start, block in zip(range(0, num_rows, rows_per_block), blocks, strict=False)
     ]
 
@@ -277,11 +282,10 @@ def _by_columns(
     shards = own_ranges(table, _shards(table, unit), columns)
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
     for shard in shards:
-        for own in partition_slices(table, *column_range(shard)):
-            _require_multiple_of_four(table, own.part.name, own.num_columns)
-            sharded[own.part.name].append(
-                ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
-            )
+        for part_slice in partition_slices(table, *column_range(shard)):
+            _require_multiple_of_four(table, part_slice.part.name, part_slice.num_columns)
+            sizes = [part_slice.part.num_rows, part_slice.num_columns]
+            sharded[part_slice.part.name].append(ShardMetadata([0, part_slice.start], sizes, shard.placement))
     kernels = partition_kernels(table, unit.compute_kernel)
     by_name = {
         name: dataclasses.replace(_with_shards(unit, shards), compute_kernel=kernels[name])
@@ -300,8 +304,8 @@ def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) 
     kernels = {part.name: compute_kernel for part in by_size}
     if compute_kernel in IN_HOST_MEMORY:
         small_numbers = SMALL_SHARE * by_size[-1].num_parameters
-        for part, together in zip(by_size, accumulate(part.num_parameters for part in by_size), strict=True):
-            if together <= small_numbers:
+        for part, total in zip(by_size, accumulate(part.num_parameters for part in by_size), strict=True):
+            if total <= small_numbers:
                 kernels[part.name] = EmbeddingComputeKernel.FUSED.value
     return kernels
 

@@ -98,11 +98,11 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
                 f"slots; use CompositionalManagedCollision{name}() of distembed.sharding in its place."
             )
         units = unit_parameters(module)
-        named = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
-        for unit in units.values() if named is not None else ():
+        optimizer_class = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
+        for unit in units.values() if optimizer_class is not None else ():
             # the planner counts optimizer states by this attribute; a sharded module makes new units without it
             if unit.requires_grad and not hasattr(unit, "_optimizer_classes"):
-                unit._optimizer_classes = [named]  # type: ignore[attr-defined]
+                unit._optimizer_classes = [optimizer_class]  # type: ignore[attr-defined]
         return _Units(self, units, {table.name: table for table in module.tables()})
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -170,19 +170,19 @@ def default_sharders(host_memory: bool = False, exchange: VectorExchange | None 
     """
     exchange = exchange or VectorExchange()
     # rows are fetched for a batch before the backward pass of the one before it, whose rows must stay in the cache
-    of_caches = {"prefetch_pipeline": True} if host_memory else {}
-    own: dict[str, Any] = {
-        "fused_params": {**output_settings(exchange), **of_caches},
+    cache_settings = {"prefetch_pipeline": True} if host_memory else {}
+    compositional: dict[str, Any] = {
+        "fused_params": {**output_settings(exchange), **cache_settings},
         "qcomm_codecs_registry": codecs_registry(exchange.comms),
         "host_memory": host_memory,
         "widens_outputs": True,
     }
     stock: dict[str, Any] = {"qcomm_codecs_registry": codecs_registry(exchange.comms)}
     return [
-        CompositionalEmbeddingBagCollectionSharder(**own),
-        CompositionalEmbeddingCollectionSharder(**own),
-        EmbeddingBagCollectionSharder(of_caches or None, **stock),
-        EmbeddingCollectionSharder(dict(of_caches) or None, **stock),
+        CompositionalEmbeddingBagCollectionSharder(**compositional),
+        CompositionalEmbeddingCollectionSharder(**compositional),
+        EmbeddingBagCollectionSharder(cache_settings or None, **stock),
+        EmbeddingCollectionSharder(dict(cache_settings) or None, **stock),
     ]
 
 
@@ -215,7 +215,7 @@ def exchange_of(sharder: ModuleSharder[Any]) -> VectorExchange:
     """Returns how modules of this sharder exchange vectors; unknown dtypes and codecs count as float32."""
     output: Any = (getattr(sharder, "fused_params", None) or {}).get("output_dtype")
     codecs = next(iter((sharder.qcomm_codecs_registry or {}).values()), None)
-    forward, backward = (getattr(codecs, way, None) for way in ("forward", "backward"))
+    forward, backward = (getattr(codecs, direction, None) for direction in ("forward", "backward"))
     comms = QuantizedCommsConfig(_precision(forward), _precision(backward))
     return VectorExchange("fp32" if output is None else _OUTPUT_DTYPES.get(_torch_dtype(output), "fp32"), comms)
 

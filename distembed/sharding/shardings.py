@@ -93,24 +93,25 @@ class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
             if first_row >= placement.parts[placement.divided].num_rows:
                 return LocalTable(placement.table, columns.num_columns, ())
         shards = {
-            own.partition: self._describe_shard(unit, placement, own)
-            for own in columns.partitions
-            if own.partition in columns.sharded
+            part_slice.partition: self._describe_shard(unit, placement, part_slice)
+            for part_slice in columns.partitions
+            if part_slice.partition in columns.sharded
         }
         return LocalTable(
             columns.table, columns.num_columns, columns.partitions, shards, first_row, placement.is_frozen
         )
 
     def _describe_shard(
-        self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice
+        self, unit: ShardedEmbeddingTable, placement: Placement, part_slice: PartitionSlice
     ) -> ShardedEmbeddingTable:
         """Returns TorchRec's description of this rank's shard of a partition: the unit's, with the shard's shape."""
-        part, metadata = own.part, _shards(placement, own)
-        places = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
-        number = places.index((self._rank, own.start))
+        part, metadata = part_slice.part, _shards(placement, part_slice)
+        starts = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
+        number = starts.index((self._rank, part_slice.start))
         shard = copy.copy(unit)
         # vectors are rounded after they are composed
-        shard.fused_params = {key: own for key, own in (unit.fused_params or {}).items() if key != "output_dtype"}
+        shard.fused_params = {**(unit.fused_params or {})}
+        shard.fused_params.pop("output_dtype", None)
         shard.name = part.name
         shard.compute_kernel = EmbeddingComputeKernel(placement.sharded[part.name].compute_kernel)
         shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
@@ -123,14 +124,14 @@ class _Compositional(EmbeddingSharding[Any, Any, Any, Any]):
 
 def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype | None:
     """Returns the widest ``output_dtype`` of the tables, which one lookup concatenates; None unless all have one."""
-    named = [info.fused_params["output_dtype"] for info in infos if "output_dtype" in (info.fused_params or {})]
-    dtypes: list[torch.dtype] = [own.as_dtype() for own in named]
+    settings = [info.fused_params["output_dtype"] for info in infos if "output_dtype" in (info.fused_params or {})]
+    dtypes: list[torch.dtype] = [setting.as_dtype() for setting in settings]
     return functools.reduce(torch.promote_types, dtypes) if len(dtypes) == len(infos) else None
 
 
-def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
+def _shards(placement: Placement, part_slice: PartitionSlice) -> list[ShardMetadata]:
     """Returns the shards of a partition's weight, on all ranks."""
-    spec = placement.sharded[own.part.name].sharding_spec
+    spec = placement.sharded[part_slice.part.name].sharding_spec
     assert spec is not None
     return spec.shards
 

@@ -66,27 +66,29 @@ class ColumnShare(TableShare):
         self._process_group, self._columns_by_rank = group, columns_by_rank
         self._rank = group.rank()
 
-    def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
+    def read(self, chunk: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
         # chunk `number` of all ranks is one run of ids: rank r gets ids starts[r] to starts[r + 1], fewer at the end
-        starts = [(number * self.world_size + rank) * most_ids for rank in range(self.world_size + 1)]
-        parts = self._compose(self._ids.between(starts[0], starts[-1], self._device), with_gradients)
+        starts = [(chunk * self.world_size + rank) * most_ids for rank in range(self.world_size + 1)]
+        composed_ranges = self._compose(self._ids.between(starts[0], starts[-1], self._device), with_gradients)
         ids_by_rank = [
             len(range(*slice(start, stop).indices(len(self._ids)))) for start, stop in itertools.pairwise(starts)
         ]
         own_ids = self._ids.between(starts[self._rank], starts[self._rank + 1], self._device)
         # [ids of all ranks, own columns]: the rows of rank r's ids go to rank r
-        composed = torch.cat([part.vectors.detach() for part in parts], dim=1) if parts else None
+        composed = (
+            torch.cat([columns.vectors.detach() for columns in composed_ranges], dim=1) if composed_ranges else None
+        )
         received = self._exchange(
             [] if composed is None else composed.split(ids_by_rank),
             [(ids_by_rank[self._rank], _num_columns(ranges)) for ranges in self._columns_by_rank],
         )
         vectors = torch.empty(ids_by_rank[self._rank], self.table.embedding_dim, device=self._device)
         for ranges, columns in zip(self._columns_by_rank, received, strict=True):
-            for (start, stop), own in zip(
+            for (start, stop), range_vectors in zip(
                 ranges, columns.split([stop - start for start, stop in ranges], 1), strict=True
             ):
-                vectors[:, start:stop] = own
-        return ReadChunk(own_ids, vectors, parts if with_gradients else (), ids_by_rank)
+                vectors[:, start:stop] = range_vectors
+        return ReadChunk(own_ids, vectors, composed_ranges if with_gradients else (), ids_by_rank)
 
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
@@ -105,12 +107,12 @@ class ColumnShare(TableShare):
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Sends matrix r to rank r, or nothing; returns each rank's matrix, whose rows and columns ``received`` has."""
-        in_numbers = [matrix.numel() for matrix in sent] or [0] * self.world_size
-        out_numbers = [rows * columns for rows, columns in received]
-        numbers = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
-        arrived = torch.empty(sum(out_numbers), device=self._device)
-        dist.all_to_all_single(arrived, numbers, out_numbers, in_numbers, group=self._process_group)
-        return [own.view(size) for own, size in zip(arrived.split(out_numbers), received, strict=True)]
+        sent_sizes = [matrix.numel() for matrix in sent] or [0] * self.world_size
+        received_sizes = [rows * columns for rows, columns in received]
+        flat = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
+        arrived = torch.empty(sum(received_sizes), device=self._device)
+        dist.all_to_all_single(arrived, flat, received_sizes, sent_sizes, group=self._process_group)
+        return [matrix.view(size) for matrix, size in zip(arrived.split(received_sizes), received, strict=True)]
 
 
 def _num_columns(ranges: Sequence[tuple[int, int]]) -> int:
@@ -124,14 +126,13 @@ def ids_of_block(placement: Placement, block: int, device: torch.device) -> Owne
     if isinstance(placement.table.scheme, Naive):
         first = min(block * rows_per_block, num_ids)
         return OwnedIds(ShareIds(first, min(first + rows_per_block, num_ids)), min(rows_per_block, num_ids))
-    found, counts = [], torch.zeros(placement.num_row_blocks, dtype=torch.int64, device=device)
+    block_ids, counts = [], torch.zeros(placement.num_row_blocks, dtype=torch.int64, device=device)
     for start in range(0, num_ids, _IDS_AT_ONCE):
         ids = torch.arange(start, min(start + _IDS_AT_ONCE, num_ids), device=device)
         blocks = placement.table.scheme.rows(ids)[placement.divided] // rows_per_block
         counts += torch.bincount(blocks, minlength=len(counts))
-        found.append(ids[blocks == block].to(torch.int32 if num_ids <= 2**31 else torch.int64))
-    listed = torch.cat(found)
-    return OwnedIds(ShareIds(0, 0, listed), int(counts.max()))
+        block_ids.append(ids[blocks == block].to(torch.int32 if num_ids <= 2**31 else torch.int64))
+    return OwnedIds(ShareIds(0, 0, torch.cat(block_ids)), int(counts.max()))
 
 
 def make_share(
@@ -172,15 +173,15 @@ def make_share(
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(env.world_size)]
         for shard in placement.unit.sharding_spec.shards:
             ranges[shard_rank(shard)].append(column_range(shard))
-        return ColumnShare(table, [columns_of(*own) for own in ranges[env.rank]], ranges, device, group)
+        return ColumnShare(table, [columns_of(*range_) for range_ in ranges[env.rank]], ranges, device, group)
     if kind in BY_ROWS:
         if table.name not in owned_ids:
             owned_ids[table.name] = ids_of_block(placement, env.rank, device)
         owned = owned_ids[table.name]
     else:
-        most = -(-num_ids // env.world_size)
-        first = min(env.rank * most, num_ids)
-        owned = OwnedIds(ShareIds(first, min(first + most, num_ids)), most)
+        most_ids = -(-num_ids // env.world_size)
+        first_id = min(env.rank * most_ids, num_ids)
+        owned = OwnedIds(ShareIds(first_id, min(first_id + most_ids, num_ids)), most_ids)
     columns = [columns_of(0, table.embedding_dim)] if len(owned.ids) else []
     return TableShare(table, owned.ids, owned.most_ids, columns, device, group)
 
@@ -194,14 +195,14 @@ def _share_columns(
 ) -> ShareColumns:
     """Returns a range of a table's output columns, with the weights on this rank that compose them."""
     weights = []
-    for own in placement.slice(*columns).partitions:
-        weight = shards.get((own.part.name, own.start))
+    for part_slice in placement.slice(*columns).partitions:
+        weight = shards.get((part_slice.part.name, part_slice.start))
         if weight is None:
-            whole = replicated[own.part.name]
-            weights.append(ShareWeight(own.partition, whole[:, own.start : own.stop], is_replicated=True))
+            own_columns = replicated[part_slice.part.name][:, part_slice.start : part_slice.stop]
+            weights.append(ShareWeight(part_slice.partition, own_columns, is_replicated=True))
         else:
-            first_row = rank * placement.rows_per_block if own.partition == placement.divided else 0
-            weights.append(ShareWeight(own.partition, weight, first_row))
+            first_row = rank * placement.rows_per_block if part_slice.partition == placement.divided else 0
+            weights.append(ShareWeight(part_slice.partition, weight, first_row))
     for j, part in enumerate(placement.parts):
         if part.is_function:
             weights.append(ShareWeight(j, replicated[part.name], is_function=True, is_replicated=True))

@@ -55,12 +55,12 @@ class TableSlice:
     @property
     def sharded(self) -> frozenset[int]:
         """Numbers of the partitions whose weights are sharded."""
-        return frozenset(own.partition for own in self.partitions if own.kernel)
+        return frozenset(part_slice.partition for part_slice in self.partitions if part_slice.kernel)
 
     @property
     def shape(self) -> tuple[tuple[int, int, str | None], ...]:
         """Number, number of columns and compute kernel of each partition that contributes."""
-        return tuple((own.partition, own.num_columns, own.kernel) for own in self.partitions)
+        return tuple((part.partition, part.num_columns, part.kernel) for part in self.partitions)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def slice_table(
 ) -> TableSlice:
     """Returns a range ``(start, stop)`` of a table's output; ``kernels`` has each partition's compute kernel."""
     start, stop = columns
-    partitions = [replace(own, kernel=kernels[own.partition]) for own in partition_slices(table, start, stop)]
-    return TableSlice(table, stop - start, tuple(partitions))
+    slices = [replace(part, kernel=kernels[part.partition]) for part in partition_slices(table, start, stop)]
+    return TableSlice(table, stop - start, tuple(slices))
 
 
 def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int) -> list[PartitionSlice]:
@@ -116,12 +116,12 @@ def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int)
                 "row_wise or data_parallel, or in one range of columns."
             )
         return [PartitionSlice(part, 0, part.dim) for part in parts if not part.is_function]
-    overlaps = [(max(start, own.start), min(stop, own.stop)) for own in columns]
-    return [
-        PartitionSlice(part, begin - own.start, end - own.start)
-        for part, own, (begin, end) in zip(parts, columns, overlaps, strict=True)
-        if begin < end
-    ]
+    slices = []
+    for part, part_columns in zip(parts, columns, strict=True):
+        begin, end = max(start, part_columns.start), min(stop, part_columns.stop)
+        if begin < end:
+            slices.append(PartitionSlice(part, begin - part_columns.start, end - part_columns.start))
+    return slices
 
 
 def own_ranges(
@@ -136,25 +136,27 @@ def own_ranges(
     merged: list[ShardMetadata] = []
     for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
         if merged and shard_rank(merged[-1]) == shard_rank(shard):
-            last = merged.pop()
-            together = last.shard_sizes[1] + shard.shard_sizes[1]
-            shard = ShardMetadata(last.shard_offsets, [last.shard_sizes[0], together], last.placement)
+            previous = merged.pop()
+            num_columns = previous.shard_sizes[1] + shard.shard_sizes[1]
+            shard = ShardMetadata(previous.shard_offsets, [previous.shard_sizes[0], num_columns], previous.placement)
         merged.append(shard)
     _require_all_columns(table, merged)
     by_rank: dict[int, list[ShardMetadata]] = {}  # merged stays sorted by first column, which the cuts keep
     for shard in merged:
         by_rank.setdefault(shard_rank(shard), []).append(shard)
-    widths = {rank: columns or _equal_columns(table, own) for rank, own in by_rank.items()}
-    return [piece for shard in merged for piece in _cut(shard, widths[shard_rank(shard)])]
+    widths = {rank: columns or _equal_columns(table, rank_shards) for rank, rank_shards in by_rank.items()}
+    return [cut_shard for shard in merged for cut_shard in _cut(shard, widths[shard_rank(shard)])]
 
 
 def _equal_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> int | None:
     """Returns the width to cut a rank's ranges to, for shards of one width in each partition; None if they have it."""
     widths: dict[int, set[int]] = {}
     for shard in shards:
-        for own in partition_slices(table, *column_range(shard)):
-            widths.setdefault(own.partition, set()).add(own.num_columns)
-    return math.gcd(*set().union(*widths.values())) if any(len(own) > 1 for own in widths.values()) else None
+        for part_slice in partition_slices(table, *column_range(shard)):
+            widths.setdefault(part_slice.partition, set()).add(part_slice.num_columns)
+    if all(len(partition_widths) == 1 for partition_widths in widths.values()):
+        return None
+    return math.gcd(*set().union(*widths.values()))
 
 
 def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:

@@ -48,9 +48,9 @@ def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmb
         if not part.is_function
     }
     if len(set(trained.values())) > 1:
-        found = "; ".join(f"{name}: requires_grad={own}" for name, own in trained.items())
+        listed = "; ".join(f"{name}: requires_grad={is_trained}" for name, is_trained in trained.items())
         raise UserError(
-            f"table {table.name!r} is placed and trained as one, but only some of its partitions are frozen: {found}. "
+            f"table {table.name!r} is placed and trained as one, but only some of its partitions are frozen: {listed}. "
             "Call requires_grad_(False) on all vectors of a table, or on none."
         )
     return all(trained.values())
@@ -66,11 +66,11 @@ def _require_one_optimizer(module: CompositionalTables[Any], table: Compositiona
     first = next(iter(declared.values()))
     if all(optimizers == first for optimizers in declared.values()):
         return
-    found = "; ".join(f"{name}: {_optimizers_text(optimizers)}" for name, optimizers in declared.items())
+    listed = "; ".join(f"{name}: {_optimizers_text(optimizers)}" for name, optimizers in declared.items())
     raise UserError(
-        f"table {table.name!r} is placed and trained as one, but its partitions declare different optimizers: {found}. "
-        "Give all vectors of a table the same one with the same settings, by one call of apply_optimizer_in_backward, "
-        "and its functions, where it has some, none."
+        f"table {table.name!r} is placed and trained as one, but its partitions declare different optimizers: "
+        f"{listed}. Give all vectors of a table the same one with the same settings, by one call of "
+        "apply_optimizer_in_backward, and its functions, where it has some, none."
     )
 
 

@@ -102,19 +102,19 @@ def make_group(
     Raises:
         UserError: A table has ``kernel='fused'`` and cannot be looked up in one pass.
     """
-    own = tables[0]
-    if not own.partitions:
-        return AbsentGroup(tables, is_pooled(own.table))
+    first = tables[0]
+    if not first.partitions:
+        return AbsentGroup(tables, is_pooled(first.table))
     optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
-    if _may_fuse(own.table):
+    if _may_fuse(first.table):
         reasons = ((local.table, reason_not_fused(local, device_kind, optimizer)) for local in tables)
-        table, reason = next((found for found in reasons if found[1] is not None), (own.table, None))
-        reason = reason or reason_against_settings(tbes) or reason_not_loaded(own, device_kind)
+        table, reason = next((refusal for refusal in reasons if refusal[1] is not None), (first.table, None))
+        reason = reason or reason_against_settings(tbes) or reason_not_loaded(first, device_kind)
         if reason is None:
             return FusedGroup(tables, replicated, gradient_scale)
-        if own.table.kernel == "fused":
+        if first.table.kernel == "fused":
             raise fused_refusal(table, reason)
-    return unfused_group_type(own.table)(tables, replicated, gradient_scale)
+    return unfused_group_type(first.table)(tables, replicated, gradient_scale)
 
 
 def group_key(table_slice: TableSlice) -> Hashable:

@@ -37,7 +37,7 @@ class _ReplicatedStack:
         """Returns each table's weight, cut to the columns that this rank composes."""
         if not self._columns:
             return list(self._weights)
-        return [weight[:, own] for weight, own in zip(self._weights, self._columns, strict=True)]
+        return [weight[:, columns] for weight, columns in zip(self._weights, self._columns, strict=True)]
 
     def rows(self) -> Float[Tensor, "rows dim"]:
         """Returns all weights in float32; the backward pass multiplies their gradients by the scale."""
@@ -69,9 +69,9 @@ class LookupRequest:
         for tensor in (*self.rows, *self.offsets, *self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
-        for held in (self.features, self.distinct, self.buckets):
-            if held is not None:
-                held.record_stream(stream)
+        for batch_part in (self.features, self.distinct, self.buckets):
+            if batch_part is not None:
+                batch_part.record_stream(stream)
 
 
 class Group(ABC):
@@ -210,15 +210,19 @@ class Group(ABC):
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of :meth:`lookup_memory`, plus the stacks and gradients of replicated weights."""
         load = replace(load, finds_distinct=device_kind == "cpu")
-        own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
+        lookup, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         # weights are stacked during the lookup: of the saved bytes only rows exist yet, and nothing is pooled
         indices = len(load.dims) * load.num_ids * LONG_BYTES
-        stacking = stacked + own.update_bytes + indices - own.saved_bytes - load.output_bytes if load.stacks else 0
-        update = own.update_bytes + (stacked if load.averages_gradients else 0)
+        stacking = (
+            stacked + lookup.update_bytes + indices - lookup.saved_bytes - load.output_bytes if load.stacks else 0
+        )
+        update = lookup.update_bytes + (stacked if load.averages_gradients else 0)
         if device_kind == "cuda":
             update += load.num_ids * _SORT_BYTES
         gradients = 0 if load.averages_gradients else stacked
-        return LookupMemory(own.saved_bytes, max(own.forward_bytes, stacking), own.backward_bytes, update, gradients)
+        return LookupMemory(
+            lookup.saved_bytes, max(lookup.forward_bytes, stacking), lookup.backward_bytes, update, gradients
+        )
 
     @classmethod
     @abstractmethod
@@ -249,9 +253,9 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
 def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
     """Returns each table's columns of the slice at ``position``; an empty list if every table uses all columns."""
     slices = [local.partitions[position] for local in tables]
-    if all(own.num_columns == own.part.dim for own in slices):
+    if all(part_slice.num_columns == part_slice.part.dim for part_slice in slices):
         return []
-    return [slice(own.start, own.stop) for own in slices]
+    return [slice(part_slice.start, part_slice.stop) for part_slice in slices]
 
 
 class AbsentGroup(Group):

@@ -113,32 +113,32 @@ class FusedGroup(Group):
         # for each table and partition: the id's digit, and where rows and states begin in the TBE's flat memory
         first, remaining = self._tables[0], iter(tbes)
         by_table: list[list[TablePart]] = [[] for _ in self._tables]
-        for position, own in enumerate(first.partitions):
+        for position, part_slice in enumerate(first.partitions):
             tbe = None if position in self._stacks else next(remaining)
-            for number, (local, parts) in enumerate(zip(self._tables, by_table, strict=True)):
+            for table, (local, table_parts) in enumerate(zip(self._tables, by_table, strict=True)):
                 digits = local.table.scheme.digits()
                 assert digits is not None
-                digit = digits[own.partition]
+                digit = digits[part_slice.partition]
                 if tbe is None:
-                    parts.append(TablePart(digit, 0, local.partitions[position].part.num_rows))
+                    table_parts.append(TablePart(digit, 0, local.partitions[position].part.num_rows))
                     continue
-                state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[number]
-                num_rows, start = tbe.embedding_specs[number][0], tbe.weights_physical_offsets[number]
-                parts.append(TablePart(digit, local.first_row, num_rows, start, state_start))
-        features_of_tables = [len(local.table.feature_names) for local in self._tables]
-        by_feature = [parts for parts, number in zip(by_table, features_of_tables, strict=True) for _ in range(number)]
+                state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[table]
+                num_rows, start = tbe.embedding_specs[table][0], tbe.weights_physical_offsets[table]
+                table_parts.append(TablePart(digit, local.first_row, num_rows, start, state_start))
+        feature_counts = [len(local.table.feature_names) for local in self._tables]
+        by_feature = [parts for parts, count in zip(by_table, feature_counts, strict=True) for _ in range(count)]
         columns = columns_of_partitions(first)
         assert columns is not None
         formula = Formula(columns, isinstance(self.combine, Product), self._pools)
         lookup = FusedLookup if storages[0].weights[0].device.type == "cpu" else TritonLookup
-        return lookup(formula, by_feature, features_of_tables, storages)
+        return lookup(formula, by_feature, feature_counts, storages)
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        own, replicated = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
+        lookup, replicated = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         gradients = 0 if load.averages_gradients else replicated
-        update = own.update_bytes + (replicated if load.averages_gradients else 0)
-        return LookupMemory(own.saved_bytes, own.forward_bytes, own.backward_bytes, update, gradients)
+        update = lookup.update_bytes + (replicated if load.averages_gradients else 0)
+        return LookupMemory(lookup.saved_bytes, lookup.forward_bytes, lookup.backward_bytes, update, gradients)
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
@@ -150,11 +150,12 @@ class FusedGroup(Group):
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
         num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
         num_rows: dict[Hashable, list[int]] = {}
-        for own, own_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
+        for table_slice, mean_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
             # a rank may have several ranges of a table's columns: each counts as a table
-            table = (own.table.name, *[(each.partition, each.start) for each in own.partitions])
-            num_ids[table] += math.ceil(own_ids)
-            num_rows[table] = [own.table.scheme.num_rows[each.partition] for each in own.partitions]
+            partitions, rows = table_slice.partitions, table_slice.table.scheme.num_rows
+            table = (table_slice.table.name, *[(part_slice.partition, part_slice.start) for part_slice in partitions])
+            num_ids[table] += math.ceil(mean_ids)
+            num_rows[table] = [rows[part_slice.partition] for part_slice in partitions]
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
             update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*num_rows.values(), strict=True)], load.dims)
@@ -172,8 +173,8 @@ class FusedGroup(Group):
         """
         partitions, columns = load.slice.partitions, load.slice.num_columns
         lookups = [
-            (load.num_ids, load.num_vectors if own is partitions[0] or own.num_columns < columns else 0.0)
-            for own in partitions
+            (load.num_ids, load.num_vectors if part_slice is partitions[0] or part_slice.num_columns < columns else 0.0)
+            for part_slice in partitions
         ]
         return LookupWork(lookups, 0.0, in_one_pass=True)
 
@@ -185,11 +186,12 @@ class FusedGroup(Group):
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
     """Returns the bytes that a CPU's update of one table allocates; replicated partitions get gradients instead."""
-    needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # addresses of rows and sums
-    for own, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
+    num_bytes = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # addresses of rows and sums
+    for part_slice, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
         if not is_replicated:  # a sum and a number for each distinct row, and a hash table to find it
-            needed += min(rows, num_ids) * (own.num_columns + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
-    return needed
+            num_bytes += min(rows, num_ids) * (part_slice.num_columns + 1) * FLOAT_BYTES
+            num_bytes += 4 << place_bits(rows, num_ids)
+    return num_bytes
 
 
 def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> str | None:
@@ -210,13 +212,13 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return "pooling is max"
     if table.data_type == "BF16":
         return "data_type is BF16"
-    if any(own.num_columns % 4 for own in table_slice.partitions):
+    if any(part_slice.num_columns % 4 for part_slice in table_slice.partitions):
         return "a number of columns is no multiple of 4"
-    if any(own.part.num_rows > MAX_ROWS for own in table_slice.partitions):
+    if any(part_slice.part.num_rows > MAX_ROWS for part_slice in table_slice.partitions):
         return f"a partition has more than {MAX_ROWS} rows"
-    for own in table_slice.partitions:
-        if own.kernel not in _COMPUTE_KERNELS[device_kind]:
-            return f"its compute kernel is {own.kernel}"
+    for part_slice in table_slice.partitions:
+        if part_slice.kernel not in _COMPUTE_KERNELS[device_kind]:
+            return f"its compute kernel is {part_slice.kernel}"
     if table_slice.sharded and optimizer not in OPTIMIZERS:
         return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
     # plans for GPUs are made on other machines too, which do not know whether a GPU's kernels are available
@@ -247,11 +249,11 @@ def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
     columns = table.combine.columns(table.embedding_dim, len(table.scheme.num_rows))
     if columns is None:
         return None
-    numbers = [own.num_columns for own in table_slice.partitions]
-    if isinstance(table.combine, Product) or all(own == columns[0] for own in columns):
-        return [range(number) for number in numbers]
-    ends = list(accumulate(numbers))
-    return [range(end - number, end) for number, end in zip(numbers, ends, strict=True)]
+    widths = [part_slice.num_columns for part_slice in table_slice.partitions]
+    if isinstance(table.combine, Product) or all(column_range == columns[0] for column_range in columns):
+        return [range(num_columns) for num_columns in widths]
+    ends = list(accumulate(widths))
+    return [range(end - num_columns, end) for num_columns, end in zip(widths, ends, strict=True)]
 
 
 def reason_against_settings(tbes: Sequence[Any]) -> str | None:
@@ -259,15 +261,16 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
     for tbe in tbes:
         if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
             return f"the tables are FBGEMM's {type(tbe).__name__}"
-        places = {spec[2] for spec in tbe.embedding_specs}
-        if len(places) > 1 or EmbeddingLocation.MANAGED_CACHING in places:
-            return f"rows are in {' and '.join(sorted(place.name for place in places))}, and the passes read no cache"
-        own = tbe.optimizer_args
+        locations = {spec[2] for spec in tbe.embedding_specs}
+        if len(locations) > 1 or EmbeddingLocation.MANAGED_CACHING in locations:
+            names = sorted(location.name for location in locations)
+            return f"rows are in {' and '.join(names)}, and the passes read no cache"
+        optimizer_args = tbe.optimizer_args
         if tbe.weights_precision not in _PRECISIONS or tbe.pooling_mode != PoolingMode.SUM:
             return f"the tables are of {tbe.weights_precision} and {tbe.pooling_mode}"
         for setting in ("weight_decay", "weight_decay_mode", "max_norm", "gradient_clipping"):
-            if getattr(own, setting):
-                return f"{setting} is {getattr(own, setting)}"
+            if getattr(optimizer_args, setting):
+                return f"{setting} is {getattr(optimizer_args, setting)}"
     return None
 
 
@@ -275,9 +278,9 @@ def _readable(weights: list[Tensor]) -> list[Tensor]:
     """Returns weights that the kernels can read, all float32 or all float16 with equal strides; else float32 copies."""
     first = weights[0]
     if first.dtype in (torch.float32, torch.float16) and first.stride(1) == 1:
-        if all((own.dtype, own.stride()) == (first.dtype, first.stride()) for own in weights):
+        if all((weight.dtype, weight.stride()) == (first.dtype, first.stride()) for weight in weights):
             return weights
-    return [own.float().contiguous() for own in weights]
+    return [weight.float().contiguous() for weight in weights]
 
 
 _optimizer_name = cache(fused_optimizer_name)  # every step asks for it

@@ -219,14 +219,14 @@ def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
     saved = forward = backward = 0
     for function in table.function_tables():
         partition = [part.name for part in table.partition_tables()].index(function.name)
-        buckets = [t.scheme.num_rows[partition] for t in load.tables]
+        buckets = [table.scheme.num_rows[partition] for table in load.tables]
         if load.finds_distinct:
             choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
         else:
             choices = [most_chunks(sum(counts), sum(buckets))]
         # a choice is (cost, size, number of chunks), cheapest first
-        likely = [it for it in choices if it[0] <= (1 + _TIE) * choices[0][0]]
-        memories = [_chunks_memory(load, function.dim, *it[1:], device_kind) for it in likely]
+        cheap_choices = [choice for choice in choices if choice[0] <= (1 + _TIE) * choices[0][0]]
+        memories = [_chunks_memory(load, function.dim, *choice[1:], device_kind) for choice in cheap_choices]
         # the first function's inputs are the vectors, which are counted there
         inputs = sum(counts) * load.dims[0] * FLOAT_BYTES if partition > 1 else 0
         saved += _mean(memory.saved_bytes for memory in memories) + inputs
@@ -244,8 +244,8 @@ def _chunks_memory(
 
     Chunks are computed in blocks of at most ``BLOCK_BYTES``. A function has ``function_numbers`` weights.
     """
-    total, dim, hidden_sizes = sum(load.num_composed), load.dims[0], getattr(load.table.combine, "hidden", ())
-    places, widest, hidden = size * num_chunks, max(dim, *hidden_sizes, 1), sum(hidden_sizes)
+    num_ids, dim, hidden_sizes = sum(load.num_composed), load.dims[0], getattr(load.table.combine, "hidden", ())
+    num_slots, widest, hidden = size * num_chunks, max(dim, *hidden_sizes, 1), sum(hidden_sizes)
     step = max(1, BLOCK_BYTES.get(device_kind, BLOCK_BYTES["cpu"]) // (size * widest * FLOAT_BYTES))
     chunks_in_block, is_one_block = min(step, num_chunks), step >= num_chunks
     # Hidden values are saved only if one block holds all chunks. The number of chunks varies by _SPREAD around its
@@ -255,16 +255,16 @@ def _chunks_memory(
     packed_bytes = chunks_in_block * function_numbers * FLOAT_BYTES
     # the inputs and functions of a block, and its hidden values
     block = column_bytes * (dim + hidden) + packed_bytes
-    saved = places * LONG_BYTES + places + total * LONG_BYTES + math.ceil(saved_share * block)
-    forward = (places + total) * dim * FLOAT_BYTES + block
+    saved = num_slots * LONG_BYTES + num_slots + num_ids * LONG_BYTES + math.ceil(saved_share * block)
+    forward = (num_slots + num_ids) * dim * FLOAT_BYTES + block
     # gradients of a block's outputs, of its values and of its functions, these apart and put together
     gradients = column_bytes * (dim + widest) + 2 * packed_bytes
     if not is_one_block:
         # a block's inputs, and from the second block on the leftovers of the block before
-        second = min(1.0, num_chunks / step - 1)
-        before = column_bytes * dim + packed_bytes
-        gradients = max(gradients + block, math.ceil((gradients + block) * second) + before)
-    return LookupMemory(saved, forward, (total + places) * dim * FLOAT_BYTES + gradients, 0)
+        later_block_share = min(1.0, num_chunks / step - 1)
+        leftover_bytes = column_bytes * dim + packed_bytes
+        gradients = max(gradients + block, math.ceil((gradients + block) * later_block_share) + leftover_bytes)
+    return LookupMemory(saved, forward, (num_ids + num_slots) * dim * FLOAT_BYTES + gradients, 0)
 
 
 def _mean(values: Iterable[int]) -> int:
@@ -280,6 +280,6 @@ def _spread(counts: Sequence[int], buckets: Sequence[int]) -> list[int]:
     """
     cases = [(count / rows, 1 - 1 / rows) for count, rows in zip(counts, buckets, strict=True) for _ in range(rows)]
     return [
-        max(0, round(mean + deviation * math.sqrt(mean * others)))
-        for (mean, others), deviation in zip(cases, cycle(_DEVIATIONS), strict=False)
+        max(0, round(mean + deviation * math.sqrt(mean * spread)))
+        for (mean, spread), deviation in zip(cases, cycle(_DEVIATIONS), strict=False)
     ]

@@ -60,16 +60,16 @@ class DistinctGroup(Group):
         """Requests each distinct id (on a GPU each occurrence) as a bag of its own, without weights."""
         # TBEs need equal numbers of bags for all features: bags of one id, then empty bags as padding
         #   feature 0   7 | 4 | 9         feature 1   3 |   |
-        ids, given = features.values().long(), IdCounts.of_batch(features)
+        ids, counts_given = features.values().long(), IdCounts.of_batch(features)
         if ids.device.type == "cpu":
-            distinct = distinct_ids(ids, given.on_host, self.num_embeddings)
+            distinct = distinct_ids(ids, counts_given.on_host, self.num_embeddings)
         else:
-            distinct = every_id(ids, given)
+            distinct = every_id(ids, counts_given)
         rows, counts = self.rows(distinct.ids, distinct.counts), distinct.counts
         longest = torch.arange(max(1, *counts.on_host), device=rows.device)
-        filled = longest < counts.on_device.unsqueeze(1)
-        offsets = rows.new_zeros(filled.numel() + 1)
-        torch.cumsum(filled.flatten(), dim=0, out=offsets[1:])
+        holds_id = longest < counts.on_device.unsqueeze(1)
+        offsets = rows.new_zeros(holds_id.numel() + 1)
+        torch.cumsum(holds_id.flatten(), dim=0, out=offsets[1:])
         # weights are applied in pooling
         return LookupRequest(rows, [offsets] * self.num_slices, [None] * self.num_slices, features, distinct)
 
@@ -141,17 +141,17 @@ class DistinctGroup(Group):
     @classmethod
     def distinct_work(cls, load: TableLoad) -> LookupWork:
         """Returns the work of finding distinct ids, looking each up, composing it, then pooling."""
-        own, distinct = load.slice, load.num_composed
+        table_slice, num_distinct = load.slice, load.num_composed
         # vectors are copied out of the padding, and their gradients into it
-        unpadding = 4 * distinct * sum(part.num_columns for part in own.partitions) * FLOAT_BYTES
-        pooling = 2 * (load.num_ids + load.num_vectors) * own.num_columns * FLOAT_BYTES
+        unpadding = 4 * num_distinct * sum(part.num_columns for part in table_slice.partitions) * FLOAT_BYTES
+        pooling = 2 * (load.num_ids + load.num_vectors) * table_slice.num_columns * FLOAT_BYTES
         finding = load.num_ids * (_FINDING_BYTES if load.finds_distinct else _TAKING_BYTES)
-        functions = sum(part.dim for part in own.table.function_tables())
+        functions = sum(part.dim for part in table_slice.table.function_tables())
         return LookupWork(
-            [(distinct, distinct)] * len(own.partitions),
-            finding + unpadding + pooling + composing_bytes(own, distinct),
+            [(num_distinct, num_distinct)] * len(table_slice.partitions),
+            finding + unpadding + pooling + composing_bytes(table_slice, num_distinct),
             # a multiplication and an addition, and in the backward pass two of each
-            operations=6 * distinct * functions,
+            operations=6 * num_distinct * functions,
         )
 
     @classmethod
