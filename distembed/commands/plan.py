@@ -68,8 +68,8 @@ class ClusterOptions:
         if len(memory) == 1:
             found = dataclasses.replace(found, memory_bytes=memory[0])
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
-        of_ranks = tuple(memory) if len(memory) > 1 else ()
-        return Cluster(found, self.nodes, self.gpus, host_memory_bytes, of_ranks)
+        for_ranks = tuple(memory) if len(memory) > 1 else ()
+        return Cluster(found, self.nodes, self.gpus, host_memory_bytes, for_ranks)
 
 
 @dataclass(frozen=True)

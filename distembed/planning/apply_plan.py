@@ -77,7 +77,7 @@ def load_plan(
         device_kind=ranks.device.type,
         batch_size=batch_size,
         sparse_optimizer=optimizer,
-        tables=table_plan_inputs([table for own in tables.values() for table in own]),
+        tables=table_plan_inputs([table for configs in tables.values() for table in configs]),
         exchange=common_exchange(sharders).as_json(),
     )
     return apply_saved_plan(saved, tables, now, fused=OPTIMIZERS[optimizer].fused_class is not None)
@@ -105,14 +105,14 @@ def apply_saved_plan(
             f"--gpus {now.local_world_size} --gpu DEVICE --output FILE`, or run without it:\n  {listed}"
         )
     differences: list[str] = []
-    for module, own in tables.items():
+    for module, collection in tables.items():
         if module not in saved.modules:
-            known = ", ".join(map(repr, saved.modules))
-            differences.append(f"module {module!r} is in the model and not in the plan, which has {known}")
+            planned_modules = ", ".join(map(repr, saved.modules))
+            differences.append(f"module {module!r} is in the model and not in the plan, which has {planned_modules}")
             continue
-        planned, names = saved.modules[module], {table.name for table in own}
+        planned, names = saved.modules[module], {table.name for table in collection}
         differences += [f"table {name!r} is in the plan and not in the model" for name in planned if name not in names]
-        for table in own:
+        for table in collection:
             if table.name in planned:
                 differences += _table_differences(table, planned[table.name], now, fused)
             else:
@@ -125,67 +125,70 @@ def apply_saved_plan(
         )
     plan: dict[str, ModuleShardingPlan] = {
         module: EmbeddingModuleShardingPlan(
-            {table.name: _sharding(saved.modules[module][table.name], now) for table in own}
+            {table.name: _sharding(saved.modules[module][table.name], now) for table in collection}
         )
-        for module, own in tables.items()
+        for module, collection in tables.items()
     }
     return ShardingPlan(plan)
 
 
-def _sharding(own: SavedTable, now: PlanInputs) -> ParameterSharding:
+def _sharding(saved: SavedTable, now: PlanInputs) -> ParameterSharding:
     shards = [
         ShardMetadata(shard.offset, shard.size, placement(now.device_kind, shard.rank, now.local_world_size))
-        for shard in own.shards
+        for shard in saved.shards
     ]
     spec = EnumerableShardingSpec(shards) if shards else None
-    return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
+    return ParameterSharding(saved.sharding_type, saved.compute_kernel, list(saved.ranks), spec)
 
 
 def _table_differences(
-    table: CompositionalEmbeddingConfig, own: SavedTable, now: PlanInputs, fused: bool
+    table: CompositionalEmbeddingConfig, saved: SavedTable, now: PlanInputs, fused: bool
 ) -> Iterator[str]:
     """Yields a line for each reason why a table cannot be placed as planned: type, kernel, shards, ranks."""
-    where, kind = f"table {table.name!r}", own.sharding_type
+    where, sharding_type = f"table {table.name!r}", saved.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
-    if kind not in possible:
-        yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
+    if sharding_type not in possible:
+        yield f"{where} is planned {reprlib.repr(sharding_type)}, and can be placed {', '.join(possible)}"
         return
-    is_dense = kind == ShardingType.DATA_PARALLEL.value or table.dense_gradient or not fused
+    is_dense = sharding_type == ShardingType.DATA_PARALLEL.value or table.dense_gradient or not fused
     kernels = (_DENSE,) if is_dense else COMPUTE_KERNELS if now.device_kind == "cuda" else _ON_CPU
-    if own.compute_kernel not in kernels:
+    if saved.compute_kernel not in kernels:
         unfused = "" if fused else " with an optimizer that FBGEMM lacks"
         unfused = " with gradients in all rows" if table.dense_gradient else unfused
         yield (
-            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and the kernels of "
-            f"{kind} tables on {now.device_kind}{unfused} are {', '.join(kernels)}"
+            f"{where} is planned with compute kernel {reprlib.repr(saved.compute_kernel)}, and the kernels of "
+            f"{sharding_type} tables on {now.device_kind}{unfused} are {', '.join(kernels)}"
         )
-    shard_ranks, is_copied = [shard.rank for shard in own.shards], kind == ShardingType.DATA_PARALLEL.value
-    found, needed = list(_wrong_shards(own, table, now)), list(range(now.world_size)) if is_copied else shard_ranks
-    if (sorted(own.ranks) if is_copied else own.ranks) != needed:
-        found.append(f"is planned {kind} on ranks {reprlib.repr(own.ranks)}, but must be on {reprlib.repr(needed)}")
-    yield from (f"{where} {difference}" for difference in found)
-    if not found and own.compute_kernel in COMPUTE_KERNELS:
+    shard_ranks, is_copied = [shard.rank for shard in saved.shards], sharding_type == ShardingType.DATA_PARALLEL.value
+    differences = list(_wrong_shards(saved, table, now))
+    expected = list(range(now.world_size)) if is_copied else shard_ranks
+    if (sorted(saved.ranks) if is_copied else saved.ranks) != expected:
+        ranks, needed = reprlib.repr(saved.ranks), reprlib.repr(expected)
+        differences.append(f"is planned {sharding_type} on ranks {ranks}, but must be on {needed}")
+    yield from (f"{where} {difference}" for difference in differences)
+    if not differences and saved.compute_kernel in COMPUTE_KERNELS:
         try:
-            place_table(table, _sharding(own, now), now.world_size)
+            place_table(table, _sharding(saved, now), now.world_size)
         except UserError as error:
             yield str(error)
 
 
-def _wrong_shards(own: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:
+def _wrong_shards(saved: SavedTable, table: CompositionalEmbeddingConfig, now: PlanInputs) -> Iterator[str]:
     """Yields a line where the shards differ from TorchRec's division of the table."""
-    kind, size, expected = own.sharding_type, unit_size(table), list[str]()
-    if kind != ShardingType.DATA_PARALLEL.value:
-        num_columns = own.shards[0].size[1] if own.shards else size[1]
-        meta = torch.empty(size, device="meta")
+    sharding_type, unit_shape, divided_blocks = saved.sharding_type, unit_size(table), list[str]()
+    if sharding_type != ShardingType.DATA_PARALLEL.value:
+        num_columns = saved.shards[0].size[1] if saved.shards else unit_shape[1]
+        meta = torch.empty(unit_shape, device="meta")
         sizes, offsets = calculate_shard_sizes_and_offsets(
-            meta, now.world_size, now.local_world_size, kind, num_columns or size[1]
+            meta, now.world_size, now.local_world_size, sharding_type, num_columns or unit_shape[1]
         )
-        expected = list(map(_block, offsets, sizes))
-    found = [_block(shard.offset, shard.size) for shard in own.shards]
-    if found != expected:
+        divided_blocks = list(map(_block, offsets, sizes))
+    saved_blocks = [_block(shard.offset, shard.size) for shard in saved.shards]
+    if saved_blocks != divided_blocks:
         yield (
-            f"is planned {kind} in {len(found)} shard(s) [{enumerate_names(found, 4)}]; its {size[0]:,} x {size[1]:,} "
-            f"numbers are divided into {len(expected)} [{enumerate_names(expected, 4)}]"
+            f"is planned {sharding_type} in {len(saved_blocks)} shard(s) [{enumerate_names(saved_blocks, 4)}]; its "
+            f"{unit_shape[0]:,} x {unit_shape[1]:,} numbers are divided into {len(divided_blocks)} "
+            f"[{enumerate_names(divided_blocks, 4)}]"
         )
 
 

@@ -96,8 +96,8 @@ class _RankLookups:
             everywhere: list[tuple[int, int, int | None]] = [(0, width(placement.table), None)]
             is_everywhere = is_on_every_rank(placement.unit.sharding_type)
             for start, stop, rank in everywhere if is_everywhere else column_shards(placement.unit):
-                own = placement.slice(start, stop)
-                self._slices[rank].append(((placement, own), group_key(own)))
+                columns = placement.slice(start, stop)
+                self._slices[rank].append(((placement, columns), group_key(columns)))
 
     def column_slices(self, rank: int) -> list[_PlacedSlice]:
         """Returns a rank's slices of tables that are not on every rank: a range of columns each, or all columns."""
@@ -116,12 +116,12 @@ class _RankLookups:
         is_local = first.unit.sharding_type == ShardingType.DATA_PARALLEL.value
         num_rows = self._workload.rows_of_rank(self._world_size) if is_local else self._workload.batch_size
         # where rows are divided, a rank has a share of the ids
-        share = first.num_row_blocks
+        num_row_blocks = first.num_row_blocks
         features = [(table_slice, name) for _, table_slice in group for name in table_slice.table.feature_names]
         return GroupLoad(
             slices=[table_slice for table_slice, _ in features],
-            possible_ids=[math.ceil(table_slice.table.num_embeddings / share) for table_slice, _ in features],
-            num_ids_per_feature=[num_rows * self._workload.mean_ids([name]) / share for _, name in features],
+            possible_ids=[math.ceil(table_slice.table.num_embeddings / num_row_blocks) for table_slice, _ in features],
+            num_ids_per_feature=[num_rows * self._workload.mean_ids([name]) / num_row_blocks for _, name in features],
             multi_hot=[self._workload.has_bags(name) for _, name in features],
             num_rows=num_rows,
             averages_gradients=self._world_size > 1,
@@ -217,12 +217,13 @@ class Step:
         self._network = workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._id_bytes = {
-            path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
+            path: common_id_dtype([placed.table for placed in placements if placed.collection == path]).itemsize
             for path in {placement.collection for placement in placements}
         }
         self._lookups = _RankLookups(placements, world_size, workload)
         self._storage = {
-            own.table.name: storage_by_rank(own, world_size, optimizers, cache_ratio) for own in placements
+            placement.table.name: storage_by_rank(placement, world_size, optimizers, cache_ratio)
+            for placement in placements
         }
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes(placements)
         self._sum = _Sum(replicated=self._network.gradients)
@@ -240,20 +241,20 @@ class Step:
 
     def rank(self, rank: int) -> PlannedRank:
         """Returns one rank at its fullest moment; times and capacities are left at their defaults."""
-        held = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
-        tables, step = total_storage(held.values()), self.buffers(rank)
+        rank_storage = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
+        tables, buffers = total_storage(rank_storage.values()), self.buffers(rank)
         memory = {
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,
             "table_cache": tables.cache,
             **self._workload.resting_bytes,
-            "gradients": step.gradients,
-            "inputs": step.inputs,
-            "outputs": step.outputs,
-            "lookups": step.lookups,
-            "activations": step.activations,
+            "gradients": buffers.gradients,
+            "inputs": buffers.inputs,
+            "outputs": buffers.outputs,
+            "lookups": buffers.lookups,
+            "activations": buffers.activations,
         }
-        return PlannedRank(rank, held, memory, step.moment, self.sent_bytes(rank))
+        return PlannedRank(rank, rank_storage, memory, buffers.moment, self.sent_bytes(rank))
 
     def buffers(self, rank: int) -> StepBuffers:
         """Returns the fullest moment of a step on one rank."""
@@ -271,11 +272,11 @@ class Step:
     def _common(self) -> dict[ExchangeKey, _Exchange]:
         """Exchanges of tables that every rank looks up."""
         loads = self._lookups.loads(None)
-        return {key: self._exchange(key, self._sum.received[key], own) for key, own in loads.items()}
+        return {key: self._exchange(key, self._sum.received[key], group_loads) for key, group_loads in loads.items()}
 
     def _add(self, placement: Placement) -> None:
         """Adds one table to ``_sum``, the bytes that do not depend on other tables' placements."""
-        own, itemsize, ranks = self._sum, placement.table.bytes_per_number, range(self._world_size)
+        totals, itemsize, ranks = self._sum, placement.table.bytes_per_number, range(self._world_size)
         functions = sum(part.num_parameters for part in placement.replicated if part.is_function)
         vectors = [part.num_parameters for part in placement.replicated if not part.is_function]
         unfused: Counter[int] = Counter()
@@ -283,20 +284,20 @@ class Step:
             for sharding in placement.sharded.values():
                 for shard in sharding.sharding_spec.shards:
                     unfused[shard.placement.rank()] += math.prod(shard.shard_sizes) * itemsize
-        own.unfused.update(unfused)
-        own.replicated += functions * FLOAT_BYTES + sum(vectors) * itemsize
-        own.largest_replicated = max(own.largest_replicated, *vectors, 0)
+        totals.unfused.update(unfused)
+        totals.replicated += functions * FLOAT_BYTES + sum(vectors) * itemsize
+        totals.largest_replicated = max(totals.largest_replicated, *vectors, 0)
         if placement.unit.sharding_type in WITHIN_NODES:
-            own.ranks_per_node = max(own.ranks_per_node, placement.num_row_blocks)
-        own.sent_ids += self._sent_id_bytes(placement)
-        own.sent += self._sent(placement)
+            totals.ranks_per_node = max(totals.ranks_per_node, placement.num_row_blocks)
+        totals.sent_ids += self._sent_id_bytes(placement)
+        totals.sent += self._sent(placement)
         num_received = math.ceil(self._traffic(placement).num_vectors) * width(placement.table)
-        own.received[exchange_key(placement)] += num_received * FLOAT_BYTES
+        totals.received[exchange_key(placement)] += num_received * FLOAT_BYTES
         # torch updates half-precision weights through float32 copies of the weights and of their gradients
         for rank in ranks if itemsize < FLOAT_BYTES else ():
-            own.widened[rank] += 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize)
+            totals.widened[rank] += 2 * FLOAT_BYTES * (sum(vectors) + unfused[rank] // itemsize)
         for rank in ranks if placement.table.dense_gradient else ():
-            own.scanned[rank] += unfused[rank] + FLOAT_BYTES * (functions + sum(vectors))
+            totals.scanned[rank] += unfused[rank] + FLOAT_BYTES * (functions + sum(vectors))
 
     def _sent(self, placement: Placement) -> SentBytes:
         """Returns the bytes that a rank without shards of a table sends for it."""
@@ -312,12 +313,12 @@ class Step:
             )
         if not is_exchanged(sharding_type, self._world_size):
             return SentBytes()
-        batch, others = self._traffic(placement), self._world_size - 1
+        batch, num_other_ranks = self._traffic(placement), self._world_size - 1
         ids = round(batch.num_ids * (1 - 1 / self._world_size))
         # row_wise: each rank gets the ids of its rows, and returns a partial sum of every bag, or a vector for each id
-        numbers = width(placement.table) * (batch.num_bags * others if batch.is_pooled else ids)
+        numbers = width(placement.table) * (batch.num_bags * num_other_ranks if batch.is_pooled else ids)
         return SentBytes(
-            ids * batch.itemsize + batch.num_bags * LENGTH_BYTES * others,
+            ids * batch.itemsize + batch.num_bags * LENGTH_BYTES * num_other_ranks,
             math.ceil(batch.exchange.vector_bytes(numbers)),
             math.ceil(batch.exchange.gradient_bytes(numbers)),
         )
@@ -335,18 +336,18 @@ class Step:
         The owner sends vectors, and no ids or gradients to itself. Where rows are divided within a node, its ranks
         reduce their sums among them and send the results to the other nodes; gradients take the reverse way.
         """
-        own, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
+        sent, batch = self._sent_to_shard(placement, columns), self._traffic(placement)
         vectors = math.ceil(batch.exchange.vector_bytes(math.ceil(batch.num_vectors) * columns))
         nodes = self._world_size // placement.num_row_blocks
-        summed = (placement.num_row_blocks - 1) * nodes
-        return SentBytes(-own.ids, (summed + nodes - 1) * vectors, (summed - 1) * own.gradients)
+        num_reduced = (placement.num_row_blocks - 1) * nodes
+        return SentBytes(-sent.ids, (num_reduced + nodes - 1) * vectors, (num_reduced - 1) * sent.gradients)
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> _Exchange:
         """Returns a rank's part of an exchange; ``loads`` is empty where the rank only receives vectors."""
         output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent, device_kind = is_exchanged(sharding_type, self._world_size), self._device_kind
         optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
-        groups = [group_type(load.slices[0], device_kind, own) for load, own in zip(loads, optimizers, strict=True)]
+        groups = [group_type(load.slices[0], device_kind, name) for load, name in zip(loads, optimizers, strict=True)]
         # an all-to-all sends a copy, and so does gloo's reduce-scatter; NCCL's reduce-scatter sends the output itself
         sent = output if is_sent else 0
         if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
@@ -373,40 +374,43 @@ class Step:
             for key, received in totals.received.items()
         ]
         lookups = [lookup for exchange in exchanges for lookup in exchange.lookups]
-        arriving = sum(exchange.arriving_ids for exchange in exchanges)
-        received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
+        received, is_any_sent = sum(exchange.received for exchange in exchanges), any(x.is_sent for x in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
-        # gradients of shards with dense kernels, apart from the replicated weights' gradients
-        unfused = totals.unfused[rank]
-        # tables that networks read as a whole have gradients of all rows before the lookups' gradients come
-        early = totals.scanned[rank]
-        buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
+
+        # The last argument of each StepBuffers, gradients, grows from `buckets` to `gradients`, which is the bytes of
+        # replicated weights (`buckets` holds them throughout the step) and of shards with dense kernels. The lookups
+        # make `from_lookups` of them; tables that networks read as a whole have `scanned` bytes before the lookups.
+        dense_shards, scanned = totals.unfused[rank], totals.scanned[rank]
+        buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + dense_shards
+        from_lookups = sum(lookup.gradient_bytes for lookup in lookups)
+        before_lookups = gradients - from_lookups + scanned
+
+        arriving_ids = sum(exchange.arriving_ids for exchange in exchanges)
         # the task's outputs of the step before are still there
-        inputs = self._batches + totals.sent_ids + arriving
+        inputs = self._batches + totals.sent_ids + arriving_ids
         inputs += math.ceil(self._network.output_bytes_per_row * self._num_rows)
         # ids as received and sorted by feature, and the sent ids of this batch and of the next
         fullest = _fullest_lookup(exchanges)
-        yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
+        yield StepBuffers("lookup", inputs + arriving_ids + totals.sent_ids, 0, fullest, 0, buckets)
         outputs = sum(
             exchange.output_bytes + exchange.rounded(exchange.received) * (len(exchanges) > 1) for exchange in exchanges
         )
         yield StepBuffers("output", inputs, outputs, saved, 0, buckets)
-        yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets + early)
-        back = sum(exchange.output for exchange in exchanges)
-        own = sum(lookup.gradient_bytes for lookup in lookups)
-        returned = received + back + sum(exchange.gradient_bytes for exchange in exchanges)
+        yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets + scanned)
+        pooled_gradients = sum(exchange.output for exchange in exchanges)
+        returned = received + pooled_gradients + sum(exchange.gradient_bytes for exchange in exchanges)
         returned += sum(exchange.received for exchange in exchanges if not exchange.is_sent) * is_any_sent
-        yield StepBuffers("output gradients", inputs, returned, saved, 0, gradients - own - unfused + early)
-        # lookups have their gradients one by one, the last first. `left`: saved tensors that are still needed; `done`:
-        # gradients made so far; `to_come`: one lookup's share of the gradients of shards with dense kernels
-        left, done, to_come = saved, gradients - own + early, unfused // max(1, len(lookups))
+        yield StepBuffers("output gradients", inputs, returned, saved, 0, before_lookups - dense_shards)
+        # the lookups' backward passes run from the last to the first: each frees its saved tensors
+        still_saved, made, dense_share = saved, before_lookups, dense_shards // max(1, len(lookups))
         for lookup in reversed(lookups):
-            yield StepBuffers("lookup gradients", inputs, back, left + lookup.backward_bytes, 0, done - to_come)
-            left -= lookup.saved_bytes
-            done += lookup.gradient_bytes
-            # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
-            waiting = back if len(lookups) > 1 else 0
-            yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
+            lookup_bytes = still_saved + lookup.backward_bytes
+            yield StepBuffers("lookup gradients", inputs, pooled_gradients, lookup_bytes, 0, made - dense_share)
+            still_saved -= lookup.saved_bytes
+            made += lookup.gradient_bytes
+            # gradients of pooled vectors, in one tensor, are needed until the first lookup's backward pass
+            waiting = pooled_gradients if len(lookups) > 1 else 0
+            yield StepBuffers("table gradients", inputs, waiting, still_saved + lookup.update_bytes, 0, made)
         updating = totals.largest_replicated * FLOAT_BYTES + totals.widened[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
@@ -420,15 +424,16 @@ class Step:
 
     def _batch_bytes(self, placements: Sequence[Placement]) -> int:
         """Returns the bytes of a rank's batch: ids, lengths, dense features and labels."""
-        seen: set[str] = set()
+        counted: set[str] = set()
         ids = 0.0
         for placement in placements:
             # several collections may read one feature
-            new = [name for name in placement.table.feature_names if name not in seen]
-            ids += self._num_rows * self._workload.mean_ids(new) * (LONG_BYTES + self._workload.weight_bytes(new))
-            seen.update(new)
-        numbers = (self._workload.num_dense + 1) * self._num_rows
-        return math.ceil(ids) + len(seen) * self._num_rows * LENGTH_BYTES + numbers * FLOAT_BYTES
+            new_names = [name for name in placement.table.feature_names if name not in counted]
+            bytes_per_id = LONG_BYTES + self._workload.weight_bytes(new_names)
+            ids += self._num_rows * self._workload.mean_ids(new_names) * bytes_per_id
+            counted.update(new_names)
+        num_dense_numbers = (self._workload.num_dense + 1) * self._num_rows
+        return math.ceil(ids) + len(counted) * self._num_rows * LENGTH_BYTES + num_dense_numbers * FLOAT_BYTES
 
     def _sent_id_bytes(self, placement: Placement) -> int:
         """Returns the bytes of a table's ids sorted by the receiving rank; each range of columns has a copy."""

@@ -50,13 +50,14 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
     numbers: dict[str, Any] = _numbers_beside_tables(ranks, lookups[0])
     device = replace(device_here(ranks.device, memory), name=f"measured {ranks.device.type}", **numbers)
     steps = [*probes(ranks), *lookups]
-    taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    measured_seconds = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     # the fit is for a rank with cores of its own: a measured step lasts longer where ranks share cores
-    share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
-    seconds = [share * own for own in taken]
+    core_share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
+    seconds = [core_share * step_seconds for step_seconds in measured_seconds]
     fitted: dict[str, Any] = fit([count_device_numbers(step.estimated_seconds, device) for step in steps], seconds)
-    found = replace(device, **fitted)
-    errors = [abs(step.estimated_seconds(found) / own - 1) for step, own in zip(steps, taken, strict=True)]
+    measured = replace(device, **fitted)
+    estimated_seconds = [step.estimated_seconds(measured) for step in steps]
+    errors = [abs(estimate / real - 1) for estimate, real in zip(estimated_seconds, measured_seconds, strict=True)]
     machine = {  # without names of hosts
         "processor": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.machine(),
         "backend": dist.get_backend(),
@@ -65,7 +66,7 @@ def calibrate(ranks: Ranks) -> MeasuredDevice:
         "threads_per_rank": torch.get_num_threads(),
         "versions": versions(),
     }
-    return MeasuredDevice(replace(found, error=statistics.median(errors)), sorted({*numbers, *fitted}), machine)
+    return MeasuredDevice(replace(measured, error=statistics.median(errors)), sorted({*numbers, *fitted}), machine)
 
 
 def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
@@ -74,16 +75,16 @@ def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
     networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
     steps: list[Step] = [alone, lookups, *networks, host_copy(ranks.device)]
-    lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
-    numbers, share = {"utilisation": 1.0}, 1.0
+    alone_seconds, all_at_once, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    numbers, core_share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
         # with speed s of a lone rank's when n ranks run, the node does the work of s n lone ranks at once
-        speed, num_ranks = min(1.0, lone / together), ranks.local_world_size
+        speed, num_ranks = min(1.0, alone_seconds / all_at_once), ranks.local_world_size
         most = usable_cores() / torch.get_num_threads()
         at_once = min(speed * num_ranks, max(1.0, most)) if speed < _FULL_SPEED else max(float(num_ranks), most)
         numbers["ranks_at_once"] = at_once
-        share = min(1.0, at_once / num_ranks)
-    in_fp32, in_bf16, copied = [share * seconds for seconds in beside_others]
+        core_share = min(1.0, at_once / num_ranks)
+    in_fp32, in_bf16, copied = [core_share * seconds for seconds in beside_others]
     return numbers | {
         "fp32_flops": NETWORK_OPERATIONS / in_fp32,
         "bf16_flops": NETWORK_OPERATIONS / in_bf16,
@@ -117,12 +118,12 @@ def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict
     that the fit finds infinite.
     """
     # rows divided by the measured seconds: the target is 1, and errors are relative
-    names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
-    matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
-    found = dict(zip(names, _least_squares(matrix).tolist(), strict=True))
+    names = [name for name in counts[0] if any(step_counts[name] > 0 for step_counts in counts)]
+    matrix = np.array([[step_counts[name] for name in names] for step_counts in counts]) / np.array(seconds)[:, None]
+    fitted = dict(zip(names, _least_squares(matrix).tolist(), strict=True))
     return {
         name: _GB / value if name in BANDWIDTHS else value
-        for name, value in found.items()
+        for name, value in fitted.items()
         if value > 0 or name in SECONDS
     }
 
@@ -130,14 +131,14 @@ def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict
 def _least_squares(matrix: Floats) -> Floats:
     """Returns x >= 0 that minimises ``|matrix @ x - 1|``: the best subset of columns with a positive solution."""
     num_rows, num_columns = matrix.shape
-    scales, ones = matrix.max(axis=0), np.ones(num_rows)
+    scales, target = matrix.max(axis=0), np.ones(num_rows)
     best, least = np.zeros(num_columns), float(num_rows)
     for chosen in chain.from_iterable(combinations(range(num_columns), count + 1) for count in range(num_columns)):
-        own = list(chosen)
-        scaled = matrix[:, own] / scales[own]
-        values, *_ = np.linalg.lstsq(scaled, ones, rcond=None)
-        error = float(np.square(scaled @ values - ones).sum())
+        columns = list(chosen)
+        scaled = matrix[:, columns] / scales[columns]
+        values, *_ = np.linalg.lstsq(scaled, target, rcond=None)
+        error = float(np.square(scaled @ values - target).sum())
         if (values > 0).all() and error < least:
             best, least = np.zeros(num_columns), error
-            best[own] = values / scales[own]
+            best[columns] = values / scales[columns]
     return best

@@ -69,5 +69,5 @@ class PlanConfig:
 
     @property
     def allows_host_memory(self) -> bool:
-        named = {kernel for own in self.tables.values() for kernel in own.compute_kernels or ()}
-        return self.host_memory or not named.isdisjoint(get_args(_InHostMemory))
+        kernels = {kernel for table in self.tables.values() for kernel in table.compute_kernels or ()}
+        return self.host_memory or not kernels.isdisjoint(get_args(_InHostMemory))

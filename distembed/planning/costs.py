@@ -103,7 +103,7 @@ class ShardCost:
 
     def exchange_ms(self, num_others: int) -> float:
         """Returns the sum over phases of the owner's milliseconds, or of all ``num_others`` ranks' if it has none."""
-        return sum((own.owner_ms or num_others * own.other_ms for own in self.transfers.values()), 0.0)
+        return sum((transfer.owner_ms or num_others * transfer.other_ms for transfer in self.transfers.values()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PlacementCosts:
         }
         self._group_starts: dict[Hashable, float] = {None: 0.0}
         self._classes: dict[str, Hashable] = {}
-        self._known: dict[Hashable, PlacementCost] = {}
+        self._cost_by_key: dict[Hashable, PlacementCost] = {}
 
     @cached_property
     def networks_ms(self) -> float:
@@ -193,9 +193,9 @@ class PlacementCosts:
     def cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
         """Returns the cost of a table in a layout; the collection is its path within the model."""
         key = self.table_class(table, collection), layout
-        if key not in self._known:
-            self._known[key] = self._cost(table, layout, collection)
-        return self._known[key]
+        if key not in self._cost_by_key:
+            self._cost_by_key[key] = self._cost(table, layout, collection)
+        return self._cost_by_key[key]
 
     def _cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
         # slices of equal shape have equal costs, and so have the row shards of one slice
@@ -206,27 +206,28 @@ class PlacementCosts:
         sent_bytes = self._cluster.world_size * self._sent.all_reduce_ms(storage.weights)
         shards: list[ShardCost] = []
         by_shape: dict[Hashable, ShardCost] = {}
-        for own in slices:
-            if own.shape not in by_shape:
-                by_shape[own.shape] = self._shard(own, exchange, traffic, is_grid=len(slices) > 1)
+        for table_slice in slices:
+            if table_slice.shape not in by_shape:
+                by_shape[table_slice.shape] = self._shard(table_slice, exchange, traffic, is_grid=len(slices) > 1)
             num_shards = self._num_row_shards(layout.sharding_type)
-            shards += [by_shape[own.shape]] * num_shards
-            sent = self._sent.transfers(traffic, exchange, own.num_columns, num_shards)
+            shards += [by_shape[table_slice.shape]] * num_shards
+            sent = self._sent.transfers(traffic, exchange, table_slice.num_columns, num_shards)
             sent_bytes += num_shards * sum(transfer.owner_ms for transfer in sent.values())
         is_sent = is_exchanged(layout.sharding_type, self._cluster.world_size)
         # every rank copies the vectors of its own rows and their gradients, whichever rank looked them up
-        num_columns, pieces = sum(own.num_columns for own in slices), 2 * traffic.num_vectors * len(slices)
+        num_columns = sum(table_slice.num_columns for table_slice in slices)
+        num_pieces = 2 * traffic.num_vectors * len(slices)
         copied_bytes = _COPIES * 2 * FLOAT_BYTES * traffic.num_vectors * num_columns
         copying_ms = _MS * copied_bytes / device.memory_bandwidth
-        ordering_ms = _MS * _PIECE_ROWS * pieces * device.row_seconds + copying_ms
+        ordering_ms = _MS * _PIECE_ROWS * num_pieces * device.row_seconds + copying_ms
         common_ms = self._lookups.replicated_update_ms(replicated) + ordering_ms
         if is_sent:
             common_ms = common_ms + self._rounding_ms(traffic, num_columns) + copying_ms
         own_rows = self._workload.rows_of_rank(self._cluster.world_size)
         everywhere = ShardCost(common_ms, None, {}, storage, self._buffer_bytes(table, num_columns, own_rows, 1))
         if is_on_every_rank(layout.sharding_type):
-            lookup_ms, held = shards[0].lookup_ms + common_ms, storage + shards[0].storage
-            everywhere, shards = replace(shards[0], lookup_ms=lookup_ms, storage=held), []
+            lookup_ms, stored = shards[0].lookup_ms + common_ms, storage + shards[0].storage
+            everywhere, shards = replace(shards[0], lookup_ms=lookup_ms, storage=stored), []
         all_reduce_ms = self._traffic.all_reduce_ms(storage.weights)
         return PlacementCost(shards, everywhere, all_reduce_ms, exchange if is_sent else None, sent_bytes)
 
@@ -240,36 +241,36 @@ class PlacementCosts:
         """Returns the milliseconds in which codecs round and widen vectors and gradients."""
         return _MS * traffic.rounding_bytes(num_columns) / self._cluster.device.memory_bandwidth
 
-    def _shard(self, own: TableSlice, exchange: ExchangeKey, traffic: TableTraffic, is_grid: bool) -> ShardCost:
+    def _shard(self, table_slice: TableSlice, exchange: ExchangeKey, traffic: TableTraffic, is_grid: bool) -> ShardCost:
         """Returns the cost of one row shard of a slice, and records the start of its group in ``_group_starts``."""
         # ids spread evenly over the shards that have rows: a small table divided over many ranks leaves some without
-        sharding_type, world_size, features = exchange[1], self._cluster.world_size, own.table.feature_names
+        sharding_type, world_size, features = exchange[1], self._cluster.world_size, table_slice.table.feature_names
         num_shards = self._num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == _DATA_PARALLEL else world_size
-        divided = [part for part in own.partitions if part.kernel]
+        divided = [part for part in table_slice.partitions if part.kernel]
         with_rows = min([_num_with_rows(part.part.num_rows, num_shards) for part in divided], default=num_shards)
         load = TableLoad(
-            own,
+            table_slice,
             len(features),
             num_ids=num_batches * traffic.num_ids / with_rows,
             num_bags=num_batches * traffic.num_bags,
-            possible_ids=-(-own.table.num_embeddings // num_shards),
+            possible_ids=-(-table_slice.table.num_embeddings // num_shards),
             is_multi_hot=any(self._workload.has_bags(name) for name in features),
             finds_distinct=self._cluster.device.kind == "cpu",
         )
-        group = exchange, group_key(own), load.is_multi_hot
+        group = exchange, group_key(table_slice), load.is_multi_hot
         lookup_ms, launches = self._lookups.lookup(load, num_shards)
         self._group_starts[group] = _MS * launches * self._cluster.device.launch_seconds
         if is_exchanged(sharding_type, world_size):
             shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag
-            lookup_ms += world_size / shares * self._rounding_ms(traffic, own.num_columns)
+            lookup_ms += world_size / shares * self._rounding_ms(traffic, table_slice.num_columns)
         num_rows = self._workload.rows_of_rank(world_size) if num_batches == 1 else self._workload.batch_size
         return ShardCost(
             lookup_ms,
             group,
-            self._traffic.transfers(traffic, exchange, own.num_columns, with_rows),
-            slice_storage(own, num_shards, self._optimizers, self._cache_ratio, is_grid),
-            self._buffer_bytes(own.table, own.num_columns, num_rows, num_shards),
+            self._traffic.transfers(traffic, exchange, table_slice.num_columns, with_rows),
+            slice_storage(table_slice, num_shards, self._optimizers, self._cache_ratio, is_grid),
+            self._buffer_bytes(table_slice.table, table_slice.num_columns, num_rows, num_shards),
         )
 
     def _buffer_bytes(
@@ -301,8 +302,8 @@ def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[
     elif layout.sharding_type in BY_ROWS:
         sharded = [max(sharded, key=lambda part: part.num_parameters)]
     names, kernels = {part.name for part in sharded}, partition_kernels(table, layout.compute_kernel)
-    own_kernels = [kernels[part.name] if part.name in names else None for part in parts]
-    slices = [slice_table(table, columns, own_kernels) for columns in layout.columns]
+    part_kernels = [kernels[part.name] if part.name in names else None for part in parts]
+    slices = [slice_table(table, columns, part_kernels) for columns in layout.columns]
     return slices, [part for part in parts if part.name not in names]
 
 
@@ -318,7 +319,7 @@ def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]
 def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
     """Returns the times of every rank under the placements of all tables; TorchRec's own tables count as full."""
     common, ranks = _Shards(), [_Shards() for _ in range(cluster.world_size)]
-    all_reduce_ms, others = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
+    all_reduce_ms, others_ms = costs.networks_all_reduce_ms, defaultdict[Phase, float](float)
     exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are equal in every run
     for placed in placements:
         own_layout, rank_of_shard = layout(placed.unit, width(placed.table))
@@ -330,18 +331,18 @@ def step_times(placements: Iterable[Placement], costs: PlacementCosts, cluster: 
         for rank, shard in zip(rank_of_shard, cost.shards, strict=True):
             ranks[rank].add(shard)
             for phase, transfer in shard.transfers.items():
-                others[phase] += transfer.other_ms
+                others_ms[phase] += transfer.other_ms
     exchange_starts_ms = sum(costs.exchange_start_ms(exchange) for exchange in exchanges)
     times = []
-    for own in ranks:
-        starts_ms = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
+    for rank_shards in ranks:
+        starts_ms = sum(costs.group_start_ms(group) for group in rank_shards.groups | common.groups)
         exchange_ms = 0.0
         # of each phase the longer: the rank's own shards, or all other ranks' shards (others has all ranks' work)
-        for phase in others | common.owner_ms:
-            own_ms = own.owner_ms[phase] + common.owner_ms[phase]
-            exchange_ms += max(own_ms, others[phase] - own.other_ms[phase])
+        for phase in others_ms | common.owner_ms:
+            own_ms = rank_shards.owner_ms[phase] + common.owner_ms[phase]
+            exchange_ms += max(own_ms, others_ms[phase] - rank_shards.other_ms[phase])
         starts_ms = starts_ms + exchange_starts_ms + costs.all_reduce_start_ms
-        lookup_ms = own.lookup_ms + common.lookup_ms
+        lookup_ms = rank_shards.lookup_ms + common.lookup_ms
         times.append(StepTime(lookup_ms, exchange_ms, costs.networks_ms, all_reduce_ms, starts_ms))
     return _sharing_cores(times, cluster)
 

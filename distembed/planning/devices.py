@@ -211,9 +211,9 @@ def device_here(device: "torch.device", memory_bytes: int) -> Device:
 
         name = torch.cuda.get_device_name(device)
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    named = [known for known in DEVICES.values() if known.name.partition("-")[0] in words]
-    alike = min(named or [DEVICES["a100-80gb"]], key=lambda known: abs(known.memory_bytes - memory_bytes))
-    return dataclasses.replace(alike, memory_bytes=memory_bytes)
+    alike = [known for known in DEVICES.values() if known.name.partition("-")[0] in words]
+    most_alike = min(alike or [DEVICES["a100-80gb"]], key=lambda candidate: abs(candidate.memory_bytes - memory_bytes))
+    return dataclasses.replace(most_alike, memory_bytes=memory_bytes)
 
 
 MAX_RANKS = 2**16
@@ -242,9 +242,9 @@ class Cluster:
                 f"--nodes {self.nodes} with --gpus {self.ranks_per_node} are {self.world_size:,} ranks; a plan has "
                 f"{MAX_RANKS:,} at most."
             )
-        for own in filter(None, (self.memory_by_rank, self.host_memory_by_rank)):
-            if len(own) != self.world_size:
-                raise UserError(f"memory is given for {len(own)} ranks; name all {self.world_size}, or one for all.")
+        for memory in filter(None, (self.memory_by_rank, self.host_memory_by_rank)):
+            if len(memory) != self.world_size:
+                raise UserError(f"memory is given for {len(memory)} ranks; name all {self.world_size}, or one for all.")
 
     @property
     def world_size(self) -> int:

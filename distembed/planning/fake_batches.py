@@ -45,8 +45,8 @@ class KnownIntegers(FakeTensorMode):
                 return self._fake_leaf(node)
             if not dataclasses.is_dataclass(node) or isinstance(node, type):
                 return node
-            own = {field.name: self.fake(getattr(node, field.name)) for field in dataclasses.fields(node)}
-            return dataclasses.replace(node, **own)
+            fake_fields = {field.name: self.fake(getattr(node, field.name)) for field in dataclasses.fields(node)}
+            return dataclasses.replace(node, **fake_fields)
 
         return tree_map(changed, value, is_leaf=lambda node: isinstance(node, _LEAVES))
 
@@ -55,13 +55,17 @@ class KnownIntegers(FakeTensorMode):
             return self._fake_tensor(leaf)
         if isinstance(leaf, KeyedTensor):
             return KeyedTensor(leaf.keys(), leaf.length_per_key(), self._fake_tensor(leaf.values()))
-        parts: dict[str, Any] = {"values": leaf.values(), "weights": leaf.weights_or_none(), "lengths": leaf.lengths()}
-        parts = tree_map_only(Tensor, self._fake_tensor, parts)
+        fields: dict[str, Any] = {
+            "values": leaf.values(),
+            "weights": leaf.weights_or_none(),
+            "lengths": leaf.lengths(),
+        }
+        fields = tree_map_only(Tensor, self._fake_tensor, fields)
         if isinstance(leaf, JaggedTensor):
-            return JaggedTensor(**parts)
+            return JaggedTensor(**fields)
         return KeyedJaggedTensor(
             leaf.keys(),
-            **parts,
+            **fields,
             stride=leaf.stride(),
             length_per_key=leaf.length_per_key(),
             offset_per_key=leaf.offset_per_key(),
@@ -86,34 +90,34 @@ class KnownIntegers(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator. Integers from an operator without tensor inputs, like a range, keep their values too."""
-        made = super().dispatch(func, types, args, kwargs)
-        if not isinstance(made, FakeTensor) or made.constant is not None or made.is_floating_point():
-            return made
-        if made.device.type != "cpu" or made.numel() > MOST_KNOWN or torch.Tag.nondeterministic_seeded in func.tags:
-            return made
+        fake = super().dispatch(func, types, args, kwargs)
+        if not isinstance(fake, FakeTensor) or fake.constant is not None or fake.is_floating_point():
+            return fake
+        if fake.device.type != "cpu" or fake.numel() > MOST_KNOWN or torch.Tag.nondeterministic_seeded in func.tags:
+            return fake
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-            return made
+            return fake
         with no_dispatch():
-            known = func(*args, **(kwargs or {}))
+            real = func(*args, **(kwargs or {}))
             if func in _EMPTY:
-                known.zero_()  # arbitrary memory may be no valid index
-        return self._fake_tensor(known)
+                real.zero_()  # arbitrary memory may be no valid index
+        return self._fake_tensor(real)
 
 
 def leaves(value: Any) -> list[Any]:
     """Returns all plain and jagged tensors within tuples, lists, dicts and dataclasses."""
-    found: list[Any] = []
+    tensor_leaves: list[Any] = []
     for node in tree_leaves(value, is_leaf=lambda node: isinstance(node, _LEAVES)):
         if isinstance(node, _LEAVES):
-            found.append(node)
+            tensor_leaves.append(node)
         elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-            found += leaves([getattr(node, field.name) for field in dataclasses.fields(node)])
-    return found
+            tensor_leaves += leaves([getattr(node, field.name) for field in dataclasses.fields(node)])
+    return tensor_leaves
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Returns all tensors of a value; a jagged tensor gives its parts."""
-    return [own for leaf in leaves(value) for own in tree_leaves(leaf) if isinstance(own, Tensor)]
+    return [tensor for leaf in leaves(value) for tensor in tree_leaves(leaf) if isinstance(tensor, Tensor)]
 
 
 class _ThroughNumpy(TorchFunctionMode):
@@ -125,11 +129,11 @@ class _ThroughNumpy(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
-            known = args[0].constant
-            if known is None:
+            constant = args[0].constant
+            if constant is None:
                 raise RuntimeError("the values of a fake tensor are not known")
             with no_dispatch():
-                return func(known, *args[1:], **(kwargs or {}))
+                return func(constant, *args[1:], **(kwargs or {}))
         args, kwargs = tree_map_only(Tensor, self._known, (args, kwargs or {}))
         if func is torch.gru and len(args) > 1 and not args[1].is_floating_point():
             func = gru_impl_data  # the same operators step by step; torch's own reads the sizes of the steps as memory
@@ -159,20 +163,24 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
     lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
     lengths |= typical_lengths(means, num_rows)
     if pads_lists:
-        own = (each for each in schema.categorical if each.table is None)  # a task adds other features
-        most = {each.name: each.max_ids_per_row for each in own if each.max_ids_per_row is not None}
-        most |= dict.fromkeys(schema.dense_sequences, max(most.values())) if most else {}
-        lengths |= {name: torch.full((num_rows,), count, dtype=torch.int32) for name, count in most.items()}
+        dataset_features = (
+            feature for feature in schema.categorical if feature.table is None
+        )  # a task adds other features
+        most_ids = {
+            feature.name: feature.max_ids_per_row for feature in dataset_features if feature.max_ids_per_row is not None
+        }
+        most_ids |= dict.fromkeys(schema.dense_sequences, max(most_ids.values())) if most_ids else {}
+        lengths |= {name: torch.full((num_rows,), count, dtype=torch.int32) for name, count in most_ids.items()}
     sizes = {feature.name: feature.num_embeddings for feature in schema.categorical}
 
     def jagged(field: BatchField) -> KeyedJaggedTensor:
-        own = [lengths[name] for name in field.columns]
-        counts = [int(each.sum()) for each in own]
+        row_lengths = [lengths[name] for name in field.columns]
+        counts = [int(rows.sum()) for rows in row_lengths]
         if field.name == SPARSE_FEATURES:
             values = [torch.arange(count) % sizes[name] for name, count in zip(field.columns, counts, strict=True)]
         else:
             values = [torch.zeros(count) for count in counts]
-        return KeyedJaggedTensor(list(field.columns), _joined(values), lengths=_joined(own), stride=num_rows)
+        return KeyedJaggedTensor(list(field.columns), _joined(values), lengths=_joined(row_lengths), stride=num_rows)
 
     return _batch(schema, num_rows, jagged)
 

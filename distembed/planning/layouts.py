@@ -67,37 +67,37 @@ class Layouts:
             for path, tables in by_collection.items()
         }
 
-    def of_unit(self, members: Sequence[tuple[CompositionalEmbeddingConfig, str]]) -> list[list[Layout]]:
+    def for_unit(self, members: Sequence[tuple[CompositionalEmbeddingConfig, str]]) -> list[list[Layout]]:
         """Returns the layouts of each member of a unit, a table with its collection's path; all lists are equally long.
 
         The n-th layouts of all members are chosen together: they have one sharding type and equally many ranges.
         """
         ranks = self.ranks(table for table, _ in members)
         by_key = [{_shape(layout): layout for layout in self._of(table, path, ranks)} for table, path in members]
-        common = [key for key in by_key[0] if all(key in own for own in by_key)]
+        common = [key for key in by_key[0] if all(key in layouts for layouts in by_key)]
         if not common:
-            ways = "; ".join(
-                f"{table.name!r} can be {', '.join(dict.fromkeys(key[0] for key in own))}"
-                for (table, _), own in zip(members, by_key, strict=True)
+            listed = "; ".join(
+                f"{table.name!r} can be {', '.join(dict.fromkeys(key[0] for key in member_layouts))}"
+                for (table, _), member_layouts in zip(members, by_key, strict=True)
             )
             raise UserError(
-                f"plan.together: the tables cannot be divided alike: {ways}. Allow one sharding type for all of them "
+                f"plan.together: the tables cannot be divided alike: {listed}. Allow one sharding type for all of them "
                 "in plan.tables.NAME.sharding_types, or take one out of the group."
             )
-        return [[own[key] for key in common] for own in by_key]
+        return [[layouts[key] for key in common] for layouts in by_key]
 
     def ranks(self, tables: Iterable[CompositionalEmbeddingConfig]) -> tuple[int, ...]:
         """Returns the sorted ranks to which all pinned ``tables`` of a unit agree; empty where no table is pinned."""
-        pinned = {table.name: own for table in tables if (own := self.own(table).ranks) is not None}
-        for name, own in pinned.items():
-            if max(own) >= self._cluster.world_size:
+        pinned = {table.name: ranks for table in tables if (ranks := self.table_config(table).ranks) is not None}
+        for name, table_ranks in pinned.items():
+            if max(table_ranks) >= self._cluster.world_size:
                 raise UserError(
-                    f"plan.tables.{name}.ranks has rank {max(own)}, and there are {self._cluster.world_size} ranks; "
-                    f"name ranks from 0 to {self._cluster.world_size - 1}."
+                    f"plan.tables.{name}.ranks has rank {max(table_ranks)}, and there are {self._cluster.world_size} "
+                    f"ranks; name ranks from 0 to {self._cluster.world_size - 1}."
                 )
         common = set[int]().union(*pinned.values()).intersection(*pinned.values())
         if pinned and not common:
-            listed = ", ".join(f"{name!r} to ranks {format_ranges(sorted(own))}" for name, own in pinned.items())
+            listed = ", ".join(f"{name!r} to ranks {format_ranges(sorted(at))}" for name, at in pinned.items())
             raise UserError(
                 f"plan.together: tables that lie together are pinned to different ranks: {listed}. Give them a rank in "
                 "common in plan.tables.NAME.ranks, or take one out of the group."
@@ -108,13 +108,13 @@ class Layouts:
         """Returns the names of all tables of this table's unit; a table outside ``plan.together`` is its own unit."""
         return self._together.get(table.name, [table.name])
 
-    def own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
+    def table_config(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
         return self._config.tables.get(table.name, TablePlanConfig())
 
     def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
         """Returns the setting, or the lone rank, that limits a table's sharding types; empty where nothing does."""
-        own = self.own(table).sharding_types
-        for name, allowed in ((f"plan.tables.{table.name}", own), ("plan", self._config.sharding_types)):
+        table_types = self.table_config(table).sharding_types
+        for name, allowed in ((f"plan.tables.{table.name}", table_types), ("plan", self._config.sharding_types)):
             if allowed:
                 return f"of {', '.join(allowed)}, as {name}.sharding_types has it"
         return "there is one rank" if self._cluster.world_size == 1 else ""
@@ -129,9 +129,10 @@ class Layouts:
         kind, optimizer = self._cluster.device.kind, self._request.table_optimizers.for_table(table).sparse
         possible, reasons = [], []
         for layout in layouts:
-            against = [reason_not_fused(own, kind, optimizer) for own in divided_table(table, layout)[0]]
-            reasons += [reason for reason in against if reason is not None]
-            if not any(against):
+            slices, _ = divided_table(table, layout)
+            refusals = [reason_not_fused(table_slice, kind, optimizer) for table_slice in slices]
+            reasons += [reason for reason in refusals if reason is not None]
+            if not any(refusals):
                 possible.append(layout)
         if not possible:
             raise fused_refusal(table, reasons[0])
@@ -139,7 +140,7 @@ class Layouts:
 
     def _of(self, table: CompositionalEmbeddingConfig, collection: str, ranks: Sequence[int]) -> list[Layout]:
         """Returns all layouts of a table that have places on the pinned ``ranks``; empty ``ranks`` are all ranks."""
-        types, columns, own = self._allowed_types(table, collection), width(table), f"plan.tables.{table.name}"
+        types, columns, setting = self._allowed_types(table, collection), width(table), f"plan.tables.{table.name}"
         layouts = [
             Layout(name, kernel, tuple((start, start + wide) for start in range(0, columns, wide)))
             for name in types
@@ -147,21 +148,22 @@ class Layouts:
             for kernel in self._kernels(table, name)
         ]
         if not layouts:
-            kernels = self.own(table).compute_kernels
-            named = "" if kernels is None else f" by the kernels {', '.join(kernels)}"
+            kernels = self.table_config(table).compute_kernels
+            kernel_note = "" if kernels is None else f" by the kernels {', '.join(kernels)}"
             raise UserError(
-                f"plan: table {table.name!r} may only be placed {', '.join(types)}{named}, but {columns} columns "
-                f"cannot be divided so among {self._cluster.world_size} ranks. Allow table_wise in {own}.sharding_types"
-                f"{'' if kernels is None else f', or fused and dense in {own}.compute_kernels'}."
+                f"plan: table {table.name!r} may only be placed {', '.join(types)}{kernel_note}, but {columns} columns "
+                f"cannot be divided so among {self._cluster.world_size} ranks. Allow table_wise in "
+                f"{setting}.sharding_types"
+                f"{'' if kernels is None else f', or fused and dense in {setting}.compute_kernels'}."
             )
         looked_up = self.in_one_pass(table, layouts)
         possible = [layout for layout in looked_up if self._has_places(layout, ranks)]
         if not possible:
-            ways = dict.fromkeys(layout.sharding_type for layout in looked_up)
+            types_left = dict.fromkeys(layout.sharding_type for layout in looked_up)
             raise UserError(
                 f"plan: table {table.name!r} is pinned to ranks {format_ranges(ranks)} of {self._cluster.world_size}, "
-                f"and {', '.join(ways)} needs more of them. Name more ranks in {own}.ranks, or allow table_wise in "
-                f"{own}.sharding_types."
+                f"and {', '.join(types_left)} needs more of them. Name more ranks in {setting}.ranks, or allow "
+                f"table_wise in {setting}.sharding_types."
             )
         return possible
 
@@ -180,7 +182,7 @@ class Layouts:
 
     def _chosen_types(self, table: CompositionalEmbeddingConfig) -> Sequence[str]:
         """Returns the sharding types that the config names for a table, else for all tables; else none."""
-        return self.own(table).sharding_types or self._config.sharding_types or ()
+        return self.table_config(table).sharding_types or self._config.sharding_types or ()
 
     def _allowed_types(self, table: CompositionalEmbeddingConfig, collection: str) -> list[str]:
         """Returns the chosen or default types that composition, device and int8 vectors permit; else ``UserError``."""
@@ -223,13 +225,13 @@ class Layouts:
 
     def _kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> list[str]:
         """Returns the compute kernels that the optimizer, the device and the config allow; may be empty."""
-        own, is_cuda = self.own(table).compute_kernels, self._cluster.device.kind == "cuda"
+        table_kernels, is_cuda = self.table_config(table).compute_kernels, self._cluster.device.kind == "cuda"
         if sharding_type == _DATA_PARALLEL or not self._request.table_optimizers.for_table(table).is_fused:
             possible = [EmbeddingComputeKernel.DENSE.value]
         else:
-            has_host = is_cuda and (self._config.host_memory or own is not None)
+            has_host = is_cuda and (self._config.host_memory or table_kernels is not None)
             possible = [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]
-        return possible if own is None else [name for name in possible if name in own]
+        return possible if table_kernels is None else [name for name in possible if name in table_kernels]
 
     def _widths_of_ranges(
         self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str
@@ -253,7 +255,7 @@ class Layouts:
         chosen = self._chosen_types(table)
         is_only_by_columns = bool(chosen) and {*chosen} <= most_ranges.keys()
         in_line = _VECTOR if is_only_by_columns else _LINE_BYTES[cluster.device.kind] // table.bytes_per_number
-        narrowest = max(_VECTOR, self.own(table).min_partition or self._config.min_partition or in_line)
+        narrowest = max(_VECTOR, self.table_config(table).min_partition or self._config.min_partition or in_line)
         widths = [
             wide
             for wide in self._possible_widths(table, collection)
@@ -284,9 +286,12 @@ class Layouts:
         allowed = [table for table in tables if "column_wise" in self._allowed_types(table, collection)]
         if not allowed:
             return 1
-        narrowest = max(self.own(table).min_partition or self._config.min_partition or _VECTOR for table in allowed)
-        first, *others = [self._possible_widths(table, collection) for table in allowed]
-        widths = [wide for wide in first if wide >= narrowest and all(wide in own for own in others)]
+        narrowest = max(
+            self.table_config(table).min_partition or self._config.min_partition or _VECTOR for table in allowed
+        )
+        first_widths, *other_widths = [self._possible_widths(table, collection) for table in allowed]
+        common = set(first_widths).intersection(*other_widths)
+        widths = [wide for wide in first_widths if wide >= narrowest and wide in common]
         # by width, the number of ranges of the table with the most columns
         num_ranges = {wide: max(width(table) // wide for table in allowed) for wide in widths}
         divided = [wide for wide in widths if 1 < num_ranges[wide] <= self._cluster.world_size]
@@ -302,7 +307,7 @@ def _shape(layout: Layout) -> tuple[str, int, str]:
 def _range_shapes(table: CompositionalEmbeddingConfig, wide: int) -> list[tuple[tuple[int, int], ...]]:
     """Returns, for each range of ``wide`` columns, the partitions within it as (number, columns of the partition)."""
     slices = [partition_slices(table, start, start + wide) for start in range(0, width(table), wide)]
-    return [tuple((own.partition, own.num_columns) for own in in_range) for in_range in slices]
+    return [tuple((part_slice.partition, part_slice.num_columns) for part_slice in in_range) for in_range in slices]
 
 
 def _hindrance(table: CompositionalEmbeddingConfig, allowed: Sequence[str]) -> str:

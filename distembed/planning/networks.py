@@ -61,7 +61,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known: dict[int, int] = {}
+        self._storage_bytes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
@@ -73,14 +73,14 @@ class _LiveBytes(TorchDispatchMode):
     def count(self, tensor: Tensor) -> None:
         """Counts a tensor's storage until it is freed; a view's storage has been counted already."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
+        if storage._cdata not in self._storage_bytes:
+            self._storage_bytes[storage._cdata] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._forget, storage._cdata)
 
     def _forget(self, key: int) -> None:
-        self.now -= self._known.pop(key)
+        self.now -= self._storage_bytes.pop(key)
 
 
 class _EmptyVectors(torch.autograd.Function):
@@ -224,7 +224,7 @@ def estimate_network(
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
                 outputs = model(*[batch[name] for name in model.batch_fields])
             loss, rows = task.step(outputs, batch)
-            output_bytes = sum(each.nbytes for each in rows.values())
+            output_bytes = sum(output.nbytes for output in rows.values())
             del rows
             loss.backward()
             return output_bytes
@@ -254,7 +254,7 @@ def measure_step(
     """
     hooks = [
         # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
-        parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
         for parameter in model.parameters()
         if averages and parameter.requires_grad
     ]
@@ -282,10 +282,10 @@ def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
     """Returns the bytes of parameters, buffers, gradients and optimizer state; ``is_step_known`` is False."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return NetworkEstimate(
-        parameters=sum(each.nbytes for each in model.parameters()),
-        buffers=sum(each.nbytes for each in model.buffers()),
-        gradients=sum(each.nbytes for each in trained),
-        optimizer_state=sum(OPTIMIZERS[optimizer].torch_state_bytes(0, each.numel()) for each in trained),
+        parameters=sum(weight.nbytes for weight in model.parameters()),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        gradients=sum(weight.nbytes for weight in trained),
+        optimizer_state=sum(OPTIMIZERS[optimizer].torch_state_bytes(0, weight.numel()) for weight in trained),
         is_step_known=False,
     )
 
@@ -298,7 +298,7 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
     """
     with FakeTensorMode():
         model = _build_networks(model_config, inputs, _Scan())
-        num_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) * num_copies
+        num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) * num_copies
     if num_bytes > host_memory_bytes():
         raise InsufficientMemory(
             f"The networks of model.name={model_config.name!r} take {format_bytes(num_bytes)} for their weights alone"
@@ -321,7 +321,7 @@ class OnDevice(TorchFunctionMode):
         if kwargs.get("device") is not None or func in _device_constructors():
             kwargs["device"] = self._device
         if func is Tensor.to:
-            args = [self._device if isinstance(each, torch.device | str) else each for each in args]
+            args = [self._device if isinstance(argument, torch.device | str) else argument for argument in args]
         return func(*args, **kwargs)
 
 
@@ -351,7 +351,7 @@ class ExampleBatch:
         return num_bytes // (FLOAT_BYTES * self.num_rows)
 
     def _lengths(self) -> list[tuple[str, Tensor]]:
-        return [(feature, own.lengths()) for ids in self._ids() for feature, own in ids.to_dict().items()]
+        return [(feature, jagged.lengths()) for ids in self._ids() for feature, jagged in ids.to_dict().items()]
 
     def _ids(self) -> list[KeyedJaggedTensor]:
         return [leaf for leaf in leaves(self.value) if isinstance(leaf, KeyedJaggedTensor)]
@@ -388,8 +388,8 @@ def _copy(model: nn.Module, mode: KnownIntegers) -> nn.Module:
     """Returns a copy of a model with fake tensors of equal shapes, and with stand-ins for its collections."""
     fakes: dict[int, Any] = {}  # deepcopy's memo: the fake tensor by the real one's id
     with mode.active():
-        for part in model.modules():
-            for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+        for module in model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
                 if isinstance(tensor, Tensor) and id(tensor) not in fakes:
                     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
                     is_weight = isinstance(tensor, nn.Parameter)

@@ -54,7 +54,7 @@ def explain(
     for number, planned in enumerate(tables.tables):
         tried, name = others.tried(number), planned.table.name
         why[name] = others.why(number, tried) + others.note(number)
-        alternatives[name] = [own.alternative for own in tried[:_PER_TABLE]]
+        alternatives[name] = [other.alternative for other in tried[:_PER_TABLE]]
     return why, alternatives
 
 
@@ -77,7 +77,7 @@ class _OtherPlacements:
 
     def _exchange_ms(self, cost: PlacementCost) -> float:
         """Returns the milliseconds of exchanges that the table costs the rank with its most expensive shard."""
-        return max(own.exchange_ms(self._problem.world_size - 1) for own in (*cost.shards, cost.everywhere))
+        return max(shard.exchange_ms(self._problem.world_size - 1) for shard in (*cost.shards, cost.everywhere))
 
     def _because(self, table: int, tried: Sequence[_Tried]) -> str:
         """Returns the first reason that the tried placements support, from the most to the least telling.
@@ -87,61 +87,63 @@ class _OtherPlacements:
         layout, cost = self._tables.layout(table, self._option(table)), self._tables.cost(table, self._option(table))
         if not tried:
             return "nothing else is possible"
-        others, is_replicated = [own.alternative for own in tried], layout.sharding_type == "data_parallel"
-        faster = [other for other in others if other.added_milliseconds < -_ROUNDING_MS]
-        if fitting := [other for other in faster if other.fits]:
+        alternatives, is_replicated = [other.alternative for other in tried], layout.sharding_type == "data_parallel"
+        faster = [alternative for alternative in alternatives if alternative.added_milliseconds < -_ROUNDING_MS]
+        if fitting := [alternative for alternative in faster if alternative.fits]:
             allowed_ms = self._request.config.time_tolerance * self._ms
-            if all(-other.added_milliseconds <= allowed_ms and other.added_memory_bytes > 0 for other in fitting):
+            if all(-way.added_milliseconds <= allowed_ms and way.added_memory_bytes > 0 for way in fitting):
                 return "hardly slower than others, with fewer bytes on the fullest rank"
             return "fastest that was found"
-        alike = (own for own in tried if _is_whole(own.layout) and own.layout.compute_kernel == layout.compute_kernel)
-        whole = None if _is_whole(layout) or is_replicated else next(alike, None)
-        if whole is not None and not whole.alternative.fits:
+        kernel = layout.compute_kernel
+        alike = (other for other in tried if _is_whole(other.layout) and other.layout.compute_kernel == kernel)
+        undivided = None if _is_whole(layout) or is_replicated else next(alike, None)
+        if undivided is not None and not undivided.alternative.fits:
             return "whole it would not fit"
         if faster:
             return "others that are faster do not fit"
-        if whole is not None and whole.alternative.added_milliseconds > _ROUNDING_MS:
-            return "whole its rank would be the slowest" if whole.is_slowest else "whole the step would take longer"
-        if is_replicated and cost.all_reduce_ms < min(self._exchange_ms(own.cost) for own in tried):
+        if undivided is not None and undivided.alternative.added_milliseconds > _ROUNDING_MS:
+            return "whole its rank would be the slowest" if undivided.is_slowest else "whole the step would take longer"
+        if is_replicated and cost.all_reduce_ms < min(self._exchange_ms(other.cost) for other in tried):
             num_parameters = sum(part.num_parameters for part in self._tables.tables[table].table.partition_tables())
             return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
-        equal = [other for other in others if other.fits and other.added_milliseconds <= _ROUNDING_MS]
+        equal = [way for way in alternatives if way.fits and way.added_milliseconds <= _ROUNDING_MS]
         if not equal:
-            return "fastest" if any(other.fits for other in others) else "others do not fit"
-        if all(other.added_memory_bytes > 0 for other in equal):
+            return "fastest" if any(alternative.fits for alternative in alternatives) else "others do not fit"
+        if all(alternative.added_memory_bytes > 0 for alternative in equal):
             return "as fast as others, with fewer bytes on the fullest rank"
         return "no other is faster"
 
     def note(self, table: int) -> str:
         """Returns remarks, each after ``; ``: a dense kernel, host memory, pinned ranks, and tables kept together."""
-        optimizers, own = self._request.table_optimizers, self._tables.tables[table].table
+        optimizers, config = self._request.table_optimizers, self._tables.tables[table].table
         layout = self._tables.layout(table, self._option(table))
-        members = [self._tables.tables[each].table for each in self._tables.tables_of[self._tables.unit_of[table]]]
-        names = ", ".join(member.name for member in members if member.name != own.name)
+        members = [self._tables.tables[number].table for number in self._tables.tables_of[self._tables.unit_of[table]]]
+        names = ", ".join(member.name for member in members if member.name != config.name)
         ranks = self._tables.layouts.ranks(members)
         note = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
-        note = "; dense kernel: all rows have gradients" if own.dense_gradient else note
+        note = "; dense kernel: all rows have gradients" if config.dense_gradient else note
         note += "; host memory: no device has room" if layout.compute_kernel in IN_HOST_MEMORY else ""
         note += f"; pinned to rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}" if ranks else ""
         return note + (f"; together with {names}" if names else "")
 
     def tried(self, table: int) -> list[_Tried]:
         """Returns other placements of a table (with its unit), the best first; some leave it whole."""
-        loads, own, unit = self._loads, self._option(table), self._tables.unit_of[table]
-        others = (option for option in self._problem.options_of(unit) if option != own)
-        options = sorted(others, key=lambda option: self._problem.mean_ms[option])
+        loads, planned, unit = self._loads, self._option(table), self._tables.unit_of[table]
+        other_options = (option for option in self._problem.options_of(unit) if option != planned)
+        options = sorted(other_options, key=lambda option: self._problem.mean_ms[option])
         # the options with the least work, and the options that leave the table whole
-        options = options[:_TRIED] + [it for it in options[_TRIED:] if _is_whole(self._tables.layout(table, it))]
+        whole = [option for option in options[_TRIED:] if _is_whole(self._tables.layout(table, option))]
+        options = options[:_TRIED] + whole
         places = loads.assignment.places[unit]
         loads.take(unit)
-        found = [self._try(table, option, own) for option in options]
-        loads.put(unit, own, places)
-        return sorted(found, key=lambda it: it.alternative.sort_key)
+        tried = [self._try(table, option, planned) for option in options]
+        loads.put(unit, planned, places)
+        return sorted(tried, key=lambda other: other.alternative.sort_key)
 
     def _option(self, table: int) -> int:
         return int(self._loads.assignment.option[self._tables.unit_of[table]])
 
-    def _try(self, table: int, option: int, own: int) -> _Tried:
+    def _try(self, table: int, option: int, planned: int) -> _Tried:
         loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_of[table]
         places, _ = loads.try_option(option, self._aim)
         loads.put(unit, option, places)
@@ -150,8 +152,8 @@ class _OtherPlacements:
         is_slowest = unit in loads.tables_of[int(by_rank.argmax())]
         loads.take(unit)
         sent_bytes, sent_before = (
-            sum(self._tables.cost(member, each).sent_bytes for member in self._tables.tables_of[unit])
-            for each in (option, own)
+            sum(self._tables.cost(member, tried_option).sent_bytes for member in self._tables.tables_of[unit])
+            for tried_option in (option, planned)
         )
         num_shards = int(self._problem.num_shards[self._problem.option_blocks[option]].sum())
         if is_on_every_rank(layout.sharding_type):

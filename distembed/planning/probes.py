@@ -61,14 +61,14 @@ class ShardedTables:
         comms: QuantizedCommsConfig | None = None,  # rounding of vectors and gradients while they are sent
         ids_per_bag: int = 1,
     ) -> None:
-        places = list(placed)
-        self.tables, self.ranks, self.ids_per_bag = [table for table, _ in places], ranks, ids_per_bag
+        placements = list(placed)
+        self.tables, self.ranks, self.ids_per_bag = [table for table, _ in placements], ranks, ids_per_bag
         self._unsharded = _Embedding(self.tables)
         sharder = CompositionalEmbeddingBagCollectionSharder(
             qcomm_codecs_registry=codecs_registry(comms or QuantizedCommsConfig())
         )
         self._sharders: list[Any] = [sharder]
-        by_name = {table.name: place for table, place in places}
+        by_name = {table.name: placement for table, placement in placements}
         sizes = ranks.local_world_size, ranks.world_size, ranks.device.type
         module_plan: Any = construct_module_sharding_plan(self._unsharded.tables, by_name, sharder, *sizes)
         self._plan = ShardingPlan({"tables": module_plan})
@@ -126,8 +126,8 @@ class TimedStep:
             len(sizes), self._num_rows * self._tables.ids_per_bag, generator=generator, dtype=torch.float64
         )
         exponents = drawn * torch.tensor(sizes, dtype=torch.float64).log().unsqueeze(1)
-        last = torch.tensor(sizes).unsqueeze(1) - 1
-        return (exponents.exp() - 1).long().clamp(min=0).minimum(last).flatten()
+        last_ids = torch.tensor(sizes).unsqueeze(1) - 1
+        return (exponents.exp() - 1).long().clamp(min=0).minimum(last_ids).flatten()
 
 
 class LookupStep(TimedStep):
@@ -183,21 +183,21 @@ _REPLICATED = 24
 def probes(ranks: Ranks) -> list[TimedStep]:
     """Returns steps of tables of different sharding types, widths, numbers and batches; all ranks call it."""
     world_size = ranks.world_size
-    ways: dict[str, Callable[[int], Any]] = {
+    placers: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda i: table_wise(rank=i % world_size, compute_kernel="fused"),
         "data_parallel": lambda i: data_parallel(),
     }
     if world_size > 1:
-        ways["row_wise"] = lambda i: row_wise(compute_kernel="fused")
-        ways["column_wise"] = lambda i: column_wise(ranks=list(range(world_size)), compute_kernel="fused")
+        placers["row_wise"] = lambda i: row_wise(compute_kernel="fused")
+        placers["column_wise"] = lambda i: column_wise(ranks=list(range(world_size)), compute_kernel="fused")
     placed = [
-        [(table, place(i)) for i, table in enumerate(_tables(count, world_size if way == "table_wise" else 1, dim))]
-        for (way, place), dim, count in product(ways.items(), _WIDTHS, _NUM_TABLES)
+        [(table, placer(i)) for i, table in enumerate(_tables(count, world_size if name == "table_wise" else 1, dim))]
+        for (name, placer), dim, count in product(placers.items(), _WIDTHS, _NUM_TABLES)
     ]
     small = [_table(i, _SMALL, _WIDTHS[0], is_product=i % 2 == 0) for i in range(_REPLICATED)]
     steps = []
-    for own in [*placed, [(table, data_parallel()) for table in small]]:
-        sharded = ShardedTables(own, ranks)
+    for tables in [*placed, [(table, data_parallel()) for table in small]]:
+        sharded = ShardedTables(tables, ranks)
         steps += [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
     return steps
 
@@ -207,8 +207,8 @@ def lookup_probes(ranks: Ranks) -> list[LookupStep]:
     steps = []
     for num_ids, dim, is_product in product((_LARGE, _SMALL), _WIDTHS, (True, False)):
         tables = [_table(i, num_ids, dim, is_product) for i in range(_LOOKED_UP * ranks.world_size)]
-        places = [table_wise(rank=i // _LOOKED_UP, compute_kernel="fused") for i in range(len(tables))]
-        sharded = ShardedTables(zip(tables, places, strict=True), ranks)
+        placements = [table_wise(rank=i // _LOOKED_UP, compute_kernel="fused") for i in range(len(tables))]
+        sharded = ShardedTables(zip(tables, placements, strict=True), ranks)
         steps += [LookupStep(sharded, num_rows) for num_rows in _NUM_ROWS[:0:-1]]
     return steps
 

@@ -177,8 +177,8 @@ class PlanRequest:
     @cached_property
     def plannable_bytes(self) -> Floats:
         """Bytes of memory that a plan may fill, by rank."""
-        of_rank = np.array(self.cluster.bytes_by_rank, np.float64)
-        return of_rank - np.rint(self.reserved_share * of_rank)
+        total_bytes = np.array(self.cluster.bytes_by_rank, np.float64)
+        return total_bytes - np.rint(self.reserved_share * total_bytes)
 
     @cached_property
     def host_bytes(self) -> Floats:
@@ -189,7 +189,8 @@ class PlanRequest:
     def cache_ratio(self) -> float:
         """Cached rows per row of a table in host memory: given, else the first sharder's setting, else the default."""
         settings = (getattr(sharder, "fused_params", None) or {} for sharder in self.sharders)
-        ratios = [self.cache_load_factor, *(own.get("cache_load_factor") for own in settings), DEFAULT_CACHE_RATIO]
+        by_sharder = [fused_params.get("cache_load_factor") for fused_params in settings]
+        ratios = [self.cache_load_factor, *by_sharder, DEFAULT_CACHE_RATIO]
         return next(ratio for ratio in ratios if ratio is not None)
 
 
@@ -201,12 +202,12 @@ def _sharded_modules(
     Like TorchRec, does not look for further modules within a sharded module.
     """
     sharder_of_type = {sharder.module_type: sharder for sharder in sharders}
-    waiting, seen = [("", model)], set[int]()
+    waiting, visited = [("", model)], set[int]()
     while waiting:
         path, module = waiting.pop(0)
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         if type(module) in sharder_of_type:
             yield path, module, sharder_of_type[type(module)]
         else:

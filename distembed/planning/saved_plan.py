@@ -74,18 +74,18 @@ class PlanInputs:
 
     def differences(self, now: "PlanInputs") -> list[str]:
         """Returns a line for each changed value, with both values; tables with equal changes share a line."""
-        own, others = self.as_json(), now.as_json()
-        tables, tables_now = own.pop("tables"), others.pop("tables")
-        lines = [f"{path}: {values}" for path, values in _changed(own, others)]
+        planned, current = self.as_json(), now.as_json()
+        tables, tables_now = planned.pop("tables"), current.pop("tables")
+        lines = [f"{path}: {values}" for path, values in _changed(planned, current)]
         lines += [f"table {name!r} is in the plan and not in the model" for name in tables if name not in tables_now]
         lines += [f"table {name!r} is in the model and not in the plan" for name in tables_now if name not in tables]
-        alike: dict[tuple[str, str], list[str]] = {}
+        changed_tables: dict[tuple[str, str], list[str]] = {}
         for name in tables:
             for change in _changed(tables[name], tables_now.get(name, tables[name])):
-                alike.setdefault(change, []).append(name)
+                changed_tables.setdefault(change, []).append(name)
         return lines + [
             f"{path} of table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}: {values}"
-            for (path, values), names in alike.items()
+            for (path, values), names in changed_tables.items()
         ]
 
 
@@ -169,7 +169,8 @@ def describe_plan(plan: "ShardingPlan") -> str:
     for rank in sorted(num_shards):
         ranks.setdefault(num_shards[rank], []).append(rank)
     tables = ", ".join(f"{count} {sharding_type}" for sharding_type, count in counts.items())
-    return f"{tables}; shards by rank: {'; '.join(f'{format_ranges(own)}: {count}' for count, own in ranks.items())}"
+    shards = "; ".join(f"{format_ranges(numbers)}: {count}" for count, numbers in ranks.items())
+    return f"{tables}; shards by rank: {shards}"
 
 
 def read_saved_plan(path: Path) -> SavedPlan:
@@ -183,16 +184,16 @@ def read_saved_plan(path: Path) -> SavedPlan:
         raise UserError(f"{path} holds no plan, but {reprlib.repr(values)}; {_REMEDY}.")
     if values.get("plan", True) is None:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
-    own = {key: values[key] for key in ("made_for", "plan") if key in values}
-    return validated(TypeAdapter(SavedPlan), SavedPlan, own, f"the plan of {path}; {_REMEDY}")
+    saved = {key: values[key] for key in ("made_for", "plan") if key in values}
+    return validated(TypeAdapter(SavedPlan), SavedPlan, saved, f"the plan of {path}; {_REMEDY}")
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each value that differs, and a text with both values."""
     for key in before | now:
-        own, other = before.get(key), now.get(key)
-        if isinstance(own, dict) and isinstance(other, dict):
-            yield from _changed(own, other, f"{prefix}{key}.")
-        elif own != other or (key in before) != (key in now):
+        planned, current = before.get(key), now.get(key)
+        if isinstance(planned, dict) and isinstance(current, dict):
+            yield from _changed(planned, current, f"{prefix}{key}.")
+        elif planned != current or (key in before) != (key in now):
             texts = [repr(values[key]) if key in values else "nothing" for values in (before, now)]
             yield f"{prefix}{key}", f"{texts[0]} in the plan, {texts[1]} now"

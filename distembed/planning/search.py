@@ -101,13 +101,13 @@ def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
     own_memory = memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node)
     device = device_here(ranks.device, own_memory)
     if device_name is not None:
-        named = find_device(device_name, "plan.device")
-        if named.kind != device.kind:
+        device_named = find_device(device_name, "plan.device")
+        if device_named.kind != device.kind:
             raise UserError(
-                f"plan.device is {device_name!r}, which is a {named.kind} device, and the ranks are on {device.kind}; "
-                "name one of their kind, or leave it out."
+                f"plan.device is {device_name!r}, which is a {device_named.kind} device, and the ranks are on "
+                f"{device.kind}; name one of their kind, or leave it out."
             )
-        device = dataclasses.replace(named, memory_bytes=own_memory)
+        device = dataclasses.replace(device_named, memory_bytes=own_memory)
     return Cluster(device, ranks.world_size // ranks_per_node, ranks_per_node, host)
 
 
@@ -188,8 +188,8 @@ class _Search:
 
     def best(self) -> EstimatedPlan:
         self.require_room()
-        found, request = self._fitting(), self._request
-        solution = self._least_excess if found is None else found
+        fitting, request = self._fitting(), self._request
+        solution = self._least_excess if fitting is None else fitting
         plan, aim = self._tables.plan(solution.assignment), Aim(self._capacity, request.host_bytes)
         placements = plan_placements(request.model, plan, request.cluster.world_size)
         why, alternatives = explain(request, self._tables, solution.assignment, aim)
@@ -200,7 +200,7 @@ class _Search:
             why=why,
             alternatives=alternatives,
             lower_bound_ms=solution.lower_bound_ms,
-            is_complete=found is not None and found.is_complete,
+            is_complete=fitting is not None and fitting.is_complete,
         )
 
     def fits(self) -> bool:
@@ -227,12 +227,12 @@ class _Search:
         problem, capacity = self._tables.problem, np.maximum(self._capacity if num_bytes is None else num_bytes, 0)
         world_size, needed = problem.world_size, dict[tuple[int, ...], float]()
         for unit, number in enumerate(problem.class_of):
-            possible = [own.stored_bytes(world_size, problem.ranks_per_node) for own in problem.classes[number]]
+            possible = [option.stored_bytes(world_size, problem.ranks_per_node) for option in problem.classes[number]]
             needed_by_one, ranks = min(largest for _, largest in possible), tuple(problem.ranks_of_class[number])
             needed[ranks] = needed.get(ranks, 0.0) + min(in_all for in_all, _ in possible)
             most = float(capacity[list(ranks or range(world_size))].max())
             if needed_by_one > most:
-                names = [f"table {self._tables.tables[own].table.name!r}" for own in self._tables.tables_of[unit]]
+                names = [f"table {self._tables.tables[member].table.name!r}" for member in self._tables.tables_of[unit]]
                 pinned = f"the largest of ranks {format_ranges(ranks)}, to which it is pinned," if ranks else "a rank"
                 raise InsufficientMemory(
                     f"The embedding tables do not fit in the memory of {world_size} rank(s): "
@@ -241,14 +241,15 @@ class _Search:
                 )
         for ranks in (*filter(None, needed), ()):
             # tables pinned to a subset of these ranks have no other place
-            least = sum(own for at, own in needed.items() if not ranks or (at and set(at) <= set(ranks)))
+            within = [pinned for pinned in needed if not ranks or (pinned and set(pinned) <= set(ranks))]
+            least = sum(needed[pinned_ranks] for pinned_ranks in within)
             left = capacity[list(ranks or range(world_size))]
             if least > left.sum():
-                each = f"{len(left)} x {left[0]:,.0f}" if (left == left[0]).all() else f"{left.sum():,.0f}"
+                room = f"{len(left)} x {left[0]:,.0f}" if (left == left[0]).all() else f"{left.sum():,.0f}"
                 pinned = f" that are pinned to ranks {format_ranges(ranks)}" if ranks else ""
                 raise InsufficientMemory(
                     f"The embedding tables{pinned} do not fit in the memory of {len(left)} rank(s): with their "
-                    f"optimizer they take {least:,.0f} bytes, and {each} are left for them of "
+                    f"optimizer they take {least:,.0f} bytes, and {room} are left for them of "
                     f"{self._request.cluster.rank_bytes:,} a rank.\n{_remedy(ranks)}"
                 )
 
@@ -264,8 +265,8 @@ class _Search:
                 self._tightened(first, self._solver.repaired),
                 self._tightened(first, lambda _, less: self._solver.fastest(less)),
             ]
-            if tight := [own for own in ends if own is not None]:
-                solution, capacity = min(tight, key=lambda own: own[0].milliseconds)
+            if tight := [end for end in ends if end is not None]:
+                solution, capacity = min(tight, key=lambda end: end[0].milliseconds)
                 fitting = self._improved(solution, capacity)
         fastest = self._solver.complete(fitting, self._fits)
         if seconds := self._request.config.polish_seconds:
@@ -302,7 +303,7 @@ class _Search:
             faster = self._solver.improved(solution.assignment, capacity)
             excess, lower = self._counted.excess(faster.assignment)
             if excess <= 0:
-                return min(solution, faster, key=lambda own: own.milliseconds)
+                return min(solution, faster, key=lambda candidate: candidate.milliseconds)
             if (lower <= 0).all():
                 break
             capacity = np.minimum(lower, capacity)
@@ -330,13 +331,13 @@ class _Search:
         memory, host, plannable = cluster.bytes_by_rank, cluster.host_bytes_by_rank, request.plannable_bytes.tolist()
         return [
             replace(
-                own,
-                memory={**own.memory, "allocator": memory[rank] - int(plannable[rank])},
+                counted_rank,
+                memory={**counted_rank.memory, "allocator": memory[rank] - int(plannable[rank])},
                 times=times[rank],
                 capacity_bytes=memory[rank],
                 host_capacity_bytes=host[rank],
             )
-            for rank, own in enumerate(counted)
+            for rank, counted_rank in enumerate(counted)
         ]
 
 

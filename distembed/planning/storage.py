@@ -63,7 +63,7 @@ class TableStorage:
 
 def total_storage(storage: Iterable[TableStorage]) -> TableStorage:
     """Returns the storage of several tables, or parts of a table, together."""
-    return TableStorage(*map(sum, zip(*[vars(own).values() for own in storage], strict=True)))
+    return TableStorage(*map(sum, zip(*[vars(part).values() for part in storage], strict=True)))
 
 
 def storage_by_rank(
@@ -71,24 +71,26 @@ def storage_by_rank(
 ) -> dict[int, TableStorage]:
     """Returns a table's storage by rank, for each rank with a part of it; ranks with equal parts share one value."""
     table, replicated = placement.table, replicated_storage(placement.table, placement.replicated, optimizers)
-    parts: dict[int, list[_Part]] = {}
+    parts_by_rank: dict[int, list[_Part]] = {}
     for sharding in placement.sharded.values():
         shards: dict[int, list[tuple[int, int]]] = {}
         for shard in sharding.sharding_spec.shards:
             if all(shard.shard_sizes):  # a rank beyond the last rows has an empty shard
                 shards.setdefault(shard.placement.rank(), []).append(tuple(shard.shard_sizes))
-        for rank, own in shards.items():
-            parts.setdefault(rank, []).append((sharding.compute_kernel, tuple(own)))
+        for rank, sizes in shards.items():
+            parts_by_rank.setdefault(rank, []).append((sharding.compute_kernel, tuple(sizes)))
 
     @cache
-    def stored(own: tuple[_Part, ...]) -> TableStorage:
-        return total_storage([replicated, *(_sharded_storage(table, part, optimizers, cache_ratio) for part in own)])
+    def stored(rank_parts: tuple[_Part, ...]) -> TableStorage:
+        shards = [_sharded_storage(table, part, optimizers, cache_ratio) for part in rank_parts]
+        return total_storage([replicated, *shards])
 
-    return {rank: stored(tuple(parts.get(rank, ()))) for rank in (range(world_size) if placement.replicated else parts)}
+    ranks = range(world_size) if placement.replicated else parts_by_rank
+    return {rank: stored(tuple(parts_by_rank.get(rank, ()))) for rank in ranks}
 
 
 def slice_storage(
-    own: TableSlice, num_row_blocks: int, optimizers: TableOptimizers, cache_ratio: float, is_grid: bool = False
+    table_slice: TableSlice, num_row_blocks: int, optimizers: TableOptimizers, cache_ratio: float, is_grid: bool = False
 ) -> TableStorage:
     """Returns the storage of a rank's columns of a table, without replicated partitions.
 
@@ -96,10 +98,10 @@ def slice_storage(
     """
     parts = [
         (part.kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
-        for part in own.partitions
+        for part in table_slice.partitions
         if part.kernel is not None
     ]
-    return total_storage(_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts)
+    return total_storage(_sharded_storage(table_slice.table, part, optimizers, cache_ratio) for part in parts)
 
 
 def replicated_storage(
@@ -117,9 +119,10 @@ def replicated_storage(
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
     """Returns the storage of a table that one rank holds whole: FBGEMM's if it has the optimizer, else torch's."""
-    functions, own = replicated_storage(table, table.function_tables(), optimizers), optimizers.for_table(table)
+    functions = replicated_storage(table, table.function_tables(), optimizers)
+    optimizer = optimizers.for_table(table)
     vectors = [
-        _parameter([(part.num_rows, part.dim)], table.bytes_per_number, own.sparse, own.is_fused)
+        _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizer.sparse, optimizer.is_fused)
         for part in table.lookup_tables()
     ]
     return total_storage([functions, *vectors])

@@ -52,33 +52,42 @@ class TableProblem:
         self._groups: dict[Hashable, int] = {}
         self._exchanges: dict[ExchangeKey, int] = {}
         self._phases: dict[Phase, int] = {}
-        tables = [(table, path) for path, own in request.tables_by_collection.items() for table in own]
-        units: dict[str, int] = {}
-        self.unit_of = [units.setdefault(self.layouts.together_with(table)[0], len(units)) for table, _ in tables]
-        self.tables_of: list[list[int]] = [[] for _ in units]
-        for number, unit in enumerate(self.unit_of):
-            self.tables_of[unit].append(number)
-        # units with equal keys share the layouts of the first unit of their class, table by table
+        tables = [(table, path) for path, configs in request.tables_by_collection.items() for table in configs]
+        unit_numbers: dict[str, int] = {}  # by the first table's name
+        first_names = [self.layouts.together_with(table)[0] for table, _ in tables]
+        self.unit_of = [unit_numbers.setdefault(name, len(unit_numbers)) for name in first_names]
+        self.tables_of: list[list[int]] = [[] for _ in unit_numbers]
+        for number, unit_number in enumerate(self.unit_of):
+            self.tables_of[unit_number].append(number)
+        # Units with equal keys form a class, and share the layouts of the class's first unit, table by table:
+        #   tables a b c d, of which b and d are planned together: unit_of 0 1 2 1, tables_of [0] [1 3] [2]
+        #   a and c have equal keys: _class_of 0 1 0, _first_of_class [0] [1 3]; c has the layouts of a
         layouts: dict[int, Sequence[Layout]] = {}
-        self._first_of_class: dict[Hashable, list[int]] = {}
-        keys = []
+        class_of_key: dict[Hashable, int] = {}
+        unit_layouts: Sequence[Sequence[Layout]]
+        self._class_of: list[int] = []
+        self._first_of_class: list[list[int]] = []  # by class, the tables of its first unit
         for numbers in self.tables_of:
-            own = [tables[number] for number in numbers]
-            key = tuple((costs.table_class(table, path), repr(self.layouts.own(table))) for table, path in own)
-            first = self._first_of_class.setdefault(key, numbers)
-            each = self.layouts.of_unit(own) if first is numbers else [layouts[number] for number in first]
-            layouts |= zip(numbers, each, strict=True)
-            keys.append(key)
-        class_numbers = {key: number for number, key in enumerate(self._first_of_class)}
-        self._class_of = [class_numbers[key] for key in keys]
-        self.tables = [PlannedTable(*own, layouts[number]) for number, own in enumerate(tables)]
+            unit = [tables[number] for number in numbers]
+            key = tuple(
+                (costs.table_class(table, path), repr(self.layouts.table_config(table))) for table, path in unit
+            )
+            class_number = class_of_key.setdefault(key, len(class_of_key))
+            self._class_of.append(class_number)
+            if class_number == len(self._first_of_class):
+                self._first_of_class.append(numbers)
+                unit_layouts = self.layouts.for_unit(unit)
+            else:
+                unit_layouts = [layouts[number] for number in self._first_of_class[class_number]]
+            layouts |= zip(numbers, unit_layouts, strict=True)
+        self.tables = [PlannedTable(table, path, layouts[number]) for number, (table, path) in enumerate(tables)]
 
     @cached_property
     def problem(self) -> Problem:
         """The problem; its groups, exchanges and phases are numbered in the order in which costs name them."""
         cluster, costs = self._request.cluster, self._costs
-        classes = [[self.tables[number] for number in numbers] for numbers in self._first_of_class.values()]
-        for cost in (self._cost(own, layout) for members in classes for own in members for layout in own.layouts):
+        classes = [[self.tables[number] for number in numbers] for numbers in self._first_of_class]
+        for cost in (self._cost(table, layout) for members in classes for table in members for layout in table.layouts):
             for shard in (*cost.shards, cost.everywhere):
                 if shard.group is not None:
                     self._groups.setdefault(shard.group, len(self._groups))
@@ -94,15 +103,9 @@ class TableProblem:
             group_start_ms=[costs.group_start_ms(group) for group in self._groups],
             exchange_start_ms=[costs.exchange_start_ms(exchange) for exchange in self._exchanges],
             num_phases=len(self._phases),
-            classes=[
-                [
-                    Option.together([self._option(own, layout) for own, layout in zip(members, layouts, strict=True)])
-                    for layouts in zip(*(own.layouts for own in members), strict=True)
-                ]
-                for members in classes
-            ],
+            classes=[self._options(members) for members in classes],
             class_of=self._class_of,
-            ranks_of_class=[self.layouts.ranks(own.table for own in members) for members in classes],
+            ranks_of_class=[self.layouts.ranks(table.table for table in members) for members in classes],
         )
 
     def layout(self, table: int, option: int) -> Layout:
@@ -134,6 +137,13 @@ class TableProblem:
     def _cost(self, planned: PlannedTable, layout: Layout) -> PlacementCost:
         return self._costs.cost(planned.table, layout, planned.collection)
 
+    def _options(self, unit: Sequence[PlannedTable]) -> list[Option]:
+        """Returns the options of a unit: option n gives every table its n-th layout."""
+        tables_by_option = [
+            [self._option(planned, planned.layouts[n]) for planned in unit] for n in range(len(unit[0].layouts))
+        ]
+        return [Option.together(options) for options in tables_by_option]
+
     def _option(self, planned: PlannedTable, layout: Layout) -> Option:
         cost, cluster = self._cost(planned, layout), self._request.cluster
         # cost.shards has `size` equal row shards for each range of columns: the first stands for the block of a range.
@@ -155,8 +165,8 @@ class TableProblem:
             num_bytes=shard.num_bytes,
             stored_bytes=shard.storage.total - shard.storage.gradients,
             groups=() if shard.group is None else (self._groups[shard.group],),
-            own_ms=tuple(own.owner_ms for own in transfers),
-            other_ms=tuple(own.other_ms for own in transfers),
+            own_ms=tuple(transfer.owner_ms for transfer in transfers),
+            other_ms=tuple(transfer.other_ms for transfer in transfers),
             fills_node=fills_node,
             host_bytes=shard.storage.host,
         )

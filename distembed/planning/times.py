@@ -164,7 +164,7 @@ class Traffic:
 
         ``num_with_rows`` is the number of shards among which the ids are divided. Empty where nothing is sent.
         """
-        sharding_type, share = exchange[1], self._ranks_per_node
+        sharding_type, ranks_per_node = exchange[1], self._ranks_per_node
         if not is_exchanged(sharding_type, self._world_size):
             return {}
         ids, vectors = (exchange, "ids"), (exchange, "vectors")
@@ -180,20 +180,20 @@ class Traffic:
         if sharding_type not in WITHIN_NODES:
             return sent_ids | self._phases(vectors, vector_bytes * self._to_all, vector_bytes * self._to_any)
         # a node's ranks reduce-scatter the sums of all ranks' rows; then each sends its part to the other nodes
-        summed = (share - 1) / share * self._world_size * vector_bytes
+        summed = (ranks_per_node - 1) / ranks_per_node * self._world_size * vector_bytes
         between = vector_bytes * self._node
         return {
             **sent_ids,
             (exchange, "sums"): Transfer(summed * (self._local + self._reduced)),
-            **self._phases(vectors, (self._nodes - 1) * between, between / share),
+            **self._phases(vectors, (self._nodes - 1) * between, between / ranks_per_node),
         }
 
     def _phases(self, phase: Phase, owner_ms: float, other_ms: float) -> dict[Phase, Transfer]:
         """Returns one phase where ranks send while they receive; else two phases, which add up, of half the time."""
         if self._sends_while_receiving:
             return {phase: Transfer(owner_ms, other_ms)}
-        exchange, part = phase
-        return {phase: Transfer(owner_ms / 2), (exchange, f"{part} of others"): Transfer(0.0, other_ms / 2)}
+        exchange, name = phase
+        return {phase: Transfer(owner_ms / 2), (exchange, f"{name} of others"): Transfer(0.0, other_ms / 2)}
 
 
 _SORT_BYTES = 64
@@ -244,12 +244,13 @@ class LookupTimes:
         The milliseconds cover the forward and backward passes and the update. Rows of sharded partitions are divided
         over ``num_shards`` ranks. The number of operations does not depend on the number of tables in the group.
         """
-        own, table, optimizer = load.slice, load.slice.table, self._optimizers.for_table(load.slice.table).sparse
-        kind = group_type(own, self._device.kind, optimizer)
+        table_slice, table = load.slice, load.slice.table
+        optimizer = self._optimizers.for_table(table).sparse
+        kind = group_type(table_slice, self._device.kind, optimizer)
         work, started = kind.work(load), kind.launches(load)
         seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
         launches = started.group + _FUNCTION_LAUNCHES * len(table.function_tables())
-        for part, lookups in zip(own.partitions, work.lookups, strict=True):
+        for part, lookups in zip(table_slice.partitions, work.lookups, strict=True):
             kernel = part.kernel
             num_rows = -(-part.part.num_rows // (num_shards if kernel else 1))
             rows = _Rows(num_rows, part.num_columns, part.num_columns * table.bytes_per_number, *lookups)
@@ -284,18 +285,18 @@ class LookupTimes:
         updated = 2 * rows.num_distinct * (rows.row_bytes + state_bytes)
         if in_one_pass:
             # forward and backward an id and its row are read, and backward its gradient is added to a sum
-            share, read = _ONE_PASS_ROWS, 2 * rows.num_ids * rows.row_bytes
+            row_share, read = _ONE_PASS_ROWS, 2 * rows.num_ids * rows.row_bytes
             moved = read + updated + 2 * rows.num_ids * (LONG_BYTES + rows.dim * FLOAT_BYTES)
             moved += 2 * rows.num_bags * rows.dim * FLOAT_BYTES
             moved += rows.num_ids * _SORT_BYTES if device.kind == "cuda" else 0
         else:
-            share, read = 1.0, rows.num_ids * rows.row_bytes
+            row_share, read = 1.0, rows.num_ids * rows.row_bytes
             vectors = (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
             moved = read + updated + (rows.num_ids * (LONG_BYTES + _SORT_BYTES) + vectors)
         # share of the rows that are read from the host's memory, and written to it
         missed = 1 - self._cache_ratio if compute_kernel == CACHED else float(compute_kernel in IN_HOST_MEMORY)
         return (
-            share * self._row_seconds(rows)
+            row_share * self._row_seconds(rows)
             + moved / (device.lookup_bandwidth / slower)
             + missed * (read + updated) / device.host_bandwidth
         )

@@ -64,7 +64,8 @@ def planner_errors() -> Iterator[None]:
         raise PlannerError(str(error), types.INSUFFICIENT_STORAGE if is_memory else types.INPUT_VALIDATION) from error
     except ValidationError as error:
         mistakes = "; ".join(
-            f"{'.'.join(map(str, own['loc']))} is {own['input']!r}: {own['msg']}" for own in error.errors()
+            f"{'.'.join(map(str, mistake['loc']))} is {mistake['input']!r}: {mistake['msg']}"
+            for mistake in error.errors()
         )
         raise PlannerError(f"A constraint is impossible: {mistakes}.", PlannerErrorType.INPUT_VALIDATION) from error
 
@@ -83,7 +84,7 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
             f"{topology.intra_group_size} ranks; nodes need as many ranks each, and pod_size is to be left out."
         )
     is_cpu = kind == "cpu"
-    hbm, ddr = (tuple(max(0, getattr(own.storage, name)) for own in topology.devices) for name in ("hbm", "ddr"))
+    hbm, ddr = (tuple(max(0, getattr(rank.storage, name)) for rank in topology.devices) for name in ("hbm", "ddr"))
     memory = ddr if is_cpu else hbm
     memory_bytes = max(memory) * (ranks_per_node if is_cpu else 1)
     if device_name is not None:
@@ -91,8 +92,8 @@ def planned_cluster(topology: Topology, device_name: str | None) -> Cluster:
         if device.kind != kind:
             raise UserError(f"device={device_name!r} is a {device.kind} device, and the topology's are {kind}.")
     else:
-        alike = [own for own in DEVICES.values() if own.kind == kind]
-        device = min(alike, key=lambda own: abs(own.memory_bytes - memory_bytes))
+        alike = [known for known in DEVICES.values() if known.kind == kind]
+        device = min(alike, key=lambda known: abs(known.memory_bytes - memory_bytes))
         bandwidth = 1e3 * (topology.ddr_mem_bw if is_cpu else topology.hbm_mem_bw)
         faster = bandwidth / device.memory_bandwidth  # also scales the bandwidths that a topology does not give
         device = dataclasses.replace(
@@ -127,8 +128,8 @@ def constrained_request(
         raise UserError("No sharder takes a collection of the model; add the sharders that default_sharders() returns.")
     ids_per_row, weighted = dict[str, float](), set[str]()
     for table in (table for tables in request.tables_by_collection.values() for table in tables):
-        own, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
-        factors = own.pooling_factors * len(features) if len(own.pooling_factors) == 1 else own.pooling_factors
+        given, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
+        factors = given.pooling_factors * len(features) if len(given.pooling_factors) == 1 else given.pooling_factors
         if len(factors) != len(features):
             raise UserError(
                 f"ParameterConstraints of table {table.name!r}: pooling_factors has {len(factors)} numbers, and the "
@@ -136,12 +137,13 @@ def constrained_request(
             )
         if not all(0 <= factor < math.inf for factor in factors):
             raise UserError(
-                f"ParameterConstraints of table {table.name!r}: pooling_factors is {own.pooling_factors}; give numbers "
-                "of ids, 0 or more."
+                f"ParameterConstraints of table {table.name!r}: pooling_factors is {given.pooling_factors}; give "
+                "numbers of ids, 0 or more."
             )
         ids_per_row |= dict(zip(features, factors, strict=True))
-        weighted |= {*features} if own.is_weighted else set()
-    ratios = {own.cache_params.load_factor for own in constraints.values() if own.cache_params is not None} - {None}
+        weighted |= {*features} if given.is_weighted else set()
+    caches = [constraint.cache_params for constraint in constraints.values()]
+    ratios = {cache.load_factor for cache in caches if cache is not None} - {None}
     if len(ratios) > 1:
         raise UserError(
             f"ParameterConstraints have cache_params with load_factor {sorted(ratios)}; give all tables one."
@@ -220,8 +222,10 @@ class CompositionalShardingPlanner(ShardingPlanner):
         topology, network, reserve = self._topology, None, PlanConfig().reserve
         if self._storage_reservation is not None:
             # the reservation's topology has less memory: networks and free memory are subtracted already
-            own = self._storage_reservation.reserve(topology, self._batch_size, module, sharders, self._constraints)
-            topology, network, reserve = own, NetworkEstimate(), 0.0
+            reserved_topology = self._storage_reservation.reserve(
+                topology, self._batch_size, module, sharders, self._constraints
+            )
+            topology, network, reserve = reserved_topology, NetworkEstimate(), 0.0
         cluster = planned_cluster(topology, self._device)
         request = constrained_request(module, sharders, cluster, self._batch_size, self._constraints)
         if unknown := request.exchanges.keys() - request.tables_by_collection.keys():
@@ -230,7 +234,11 @@ class CompositionalShardingPlanner(ShardingPlanner):
                 f"the planner does not know {', '.join(kinds)}: it places EmbeddingBagCollection, EmbeddingCollection "
                 "and the compositional ones. Leave out its sharder."
             )
-        tables = {table.name: (path, table) for path, own in request.tables_by_collection.items() for table in own}
+        tables = {
+            table.name: (path, table)
+            for path, reserved_topology in request.tables_by_collection.items()
+            for table in reserved_topology
+        }
         for argument, names in (("constraints", self._constraints), ("ranks", self._ranks)):
             for name in names:
                 one_of(argument, name, tables)
@@ -249,38 +257,38 @@ class CompositionalShardingPlanner(ShardingPlanner):
         self, table: CompositionalEmbeddingConfig, sharder: ModuleSharder[Any], cluster: Cluster
     ) -> TablePlanConfig:
         """Returns a table's settings: its constraints, limited to the types and kernels that its sharder allows."""
-        own, kind = self._constraints.get(table.name, ParameterConstraints()), cluster.device.kind
-        _refuse_unread(table, own, self._batch_size, kind)
-        possible = [name for name in sharder.sharding_types(kind) if name in SHARDING_TYPES]
-        usual = ["table_wise"] if cluster.world_size == 1 else ["table_wise", "row_wise", "data_parallel"]
+        constraint, device_kind = self._constraints.get(table.name, ParameterConstraints()), cluster.device.kind
+        _refuse_unread(table, constraint, self._batch_size, device_kind)
+        possible = [name for name in sharder.sharding_types(device_kind) if name in SHARDING_TYPES]
+        default_types = ["table_wise"] if cluster.world_size == 1 else ["table_wise", "row_wise", "data_parallel"]
         if is_pooled(table) and cluster.world_size > 1:
-            usual += ["column_wise", *(WITHIN_NODES if min(cluster.nodes, cluster.ranks_per_node) > 1 else ())]
+            default_types += ["column_wise", *(WITHIN_NODES if min(cluster.nodes, cluster.ranks_per_node) > 1 else ())]
         types: Any = None
-        if own.sharding_types or not {*usual} <= {*possible}:
-            types = _common(table.name, "sharding_types", own.sharding_types or usual, possible)
-        by_sharder = {kernel for name in possible for kernel in sharder.compute_kernels(name, kind)}
+        if constraint.sharding_types or not {*default_types} <= {*possible}:
+            types = _common(table.name, "sharding_types", constraint.sharding_types or default_types, possible)
+        by_sharder = {kernel for name in possible for kernel in sharder.compute_kernels(name, device_kind)}
         kernels: Any = [name for name in COMPUTE_KERNELS if name in by_sharder | {EmbeddingComputeKernel.DENSE.value}]
-        if own.compute_kernels:
-            kernels = _common(table.name, "compute_kernels", own.compute_kernels, kernels)
+        if constraint.compute_kernels:
+            kernels = _common(table.name, "compute_kernels", constraint.compute_kernels, kernels)
         elif not issubclass(sharder.module_type, CompositionalTables):
             # TorchRec's sharders always allow host memory; here a constraint has to name it
             kernels = [name for name in kernels if name not in IN_HOST_MEMORY]
         ranks = list(self._ranks[table.name]) if table.name in self._ranks else None
-        return TablePlanConfig(types, own.min_partition, ranks, kernels)
+        return TablePlanConfig(types, constraint.min_partition, ranks, kernels)
 
 
 def _refuse_unread(
-    table: CompositionalEmbeddingConfig, own: ParameterConstraints, batch_size: int, device_kind: str
+    table: CompositionalEmbeddingConfig, constraint: ParameterConstraints, batch_size: int, device_kind: str
 ) -> None:
     """Raises a ``UserError`` for a constraint that this planner does not read, unless its value changes nothing."""
     default = vars(ParameterConstraints())
     changes_nothing = {
-        "num_poolings": set(own.num_poolings or ()) <= {1},
-        "batch_sizes": set(own.batch_sizes or ()) <= {batch_size},
-        "feature_names": own.feature_names == list(table.feature_names),
-        "device_group": own.device_group == device_kind,
+        "num_poolings": set(constraint.num_poolings or ()) <= {1},
+        "batch_sizes": set(constraint.batch_sizes or ()) <= {batch_size},
+        "feature_names": constraint.feature_names == list(table.feature_names),
+        "device_group": constraint.device_group == device_kind,
     }
-    for field, value in vars(own).items():
+    for field, value in vars(constraint).items():
         if field not in _READ and value not in (None, default[field]) and not changes_nothing.get(field):
             is_output = field == "output_dtype"
             remedy = "set it in the sharder's fused_params, for all tables" if is_output else "leave it out"
@@ -290,12 +298,12 @@ def _refuse_unread(
             )
 
 
-def _common(name: str, field: str, wanted: Sequence[str], possible: Sequence[str]) -> list[str]:
+def _common(name: str, field: str, constrained: Sequence[str], possible: Sequence[str]) -> list[str]:
     """Returns the values of a table's constraint that its sharder allows, or raises a ``UserError``."""
-    if common := [value for value in dict.fromkeys(wanted) if value in possible]:
+    if common := [value for value in dict.fromkeys(constrained) if value in possible]:
         return common
     raise UserError(
-        f"ParameterConstraints of table {name!r}: {field}={list(wanted)} has none of its sharder's "
+        f"ParameterConstraints of table {name!r}: {field}={list(constrained)} has none of its sharder's "
         f"{', '.join(possible)}; allow one of them."
     )
 
@@ -355,7 +363,7 @@ class CompositionalShardEstimator(ShardEstimator):
         self, layouts: Layouts, costs: PlacementCosts, planned: PlannedTable, sharding: ShardingOption
     ) -> Iterator[tuple[Perf, Storage]]:
         """Yields time and bytes of each shard; huge ones where sharding refuses the layout."""
-        columns = dict.fromkeys((own.offset[1], own.offset[1] + own.size[1]) for own in sharding.shards)
+        columns = dict.fromkeys((shard.offset[1], shard.offset[1] + shard.size[1]) for shard in sharding.shards)
         layout = Layout(sharding.sharding_type, sharding.compute_kernel, tuple(columns))
         cluster, numbers = self._cluster, range(len(sharding.shards))
         try:
@@ -368,11 +376,11 @@ class CompositionalShardEstimator(ShardEstimator):
         cost = costs.cost(planned.table, layout, planned.collection)
         for number in numbers:
             at = 0 if layout.lies_on_one_node(cluster) else min(number, len(cost.shards) - 1)
-            parts = [cost.everywhere, *cost.shards[at : at + 1]]  # no shard of a table that is on every rank
-            replicated_ms, *shard_ms = (part.lookup_ms for part in parts)
-            exchange_ms = sum(part.exchange_ms(cluster.world_size - 1) for part in parts)
-            num_bytes = round(sum(part.num_bytes for part in parts))
-            host_bytes = sum(part.storage.host for part in parts)
+            shard_costs = [cost.everywhere, *cost.shards[at : at + 1]]  # no shard of a table that is on every rank
+            replicated_ms, *shard_ms = (shard_cost.lookup_ms for shard_cost in shard_costs)
+            exchange_ms = sum(shard_cost.exchange_ms(cluster.world_size - 1) for shard_cost in shard_costs)
+            num_bytes = round(sum(shard_cost.num_bytes for shard_cost in shard_costs))
+            host_bytes = sum(shard_cost.storage.host for shard_cost in shard_costs)
             perf = Perf(replicated_ms + cost.all_reduce_ms + sum(shard_ms), exchange_ms, 0, 0)
             yield perf, Storage(0, num_bytes) if cluster.device.kind == "cpu" else Storage(num_bytes, host_bytes)
 
@@ -388,8 +396,9 @@ class CompositionalShardEstimator(ShardEstimator):
 
         def milliseconds(used: str) -> float:
             fastest = []
-            for own in by_table.values():
-                possible = [option for option in own if option.sharding_type in (used, _DATA_PARALLEL)] or own
+            for options_of_table in by_table.values():
+                started = [option for option in options_of_table if option.sharding_type in (used, _DATA_PARALLEL)]
+                possible = started or options_of_table
                 shards = [[float(shard.perf.total) for shard in option.shards if shard.perf] for option in possible]
                 fastest.append(min(shards, key=sum))
             means = sum(sum(shards) / self._cluster.world_size for shards in fastest)
@@ -406,10 +415,10 @@ class CompositionalShardEstimator(ShardEstimator):
 def _sharders(data: SharderDataMap) -> Iterator[ModuleSharder[Any]]:
     """Yields the default sharders, each with the settings of the planner's sharder for its module, if there is one."""
     for sharder in default_sharders():
-        own = data.get(sharder_name(sharder.module_type))
-        if own is None:
+        settings = data.get(sharder_name(sharder.module_type))
+        if settings is None:
             yield sharder
         else:
-            sizes = next(iter(own.qcomm_dtype_sizes.values()), (4, 4))
+            sizes = next(iter(settings.qcomm_dtype_sizes.values()), (4, 4))
             comms = QuantizedCommsConfig(*(_PRECISIONS.get(size, "fp32") for size in sizes))
-            yield type(sharder)(own.fused_params, codecs_registry(comms))
+            yield type(sharder)(settings.fused_params, codecs_registry(comms))

@@ -222,9 +222,9 @@ def check_random_state_of_other_ranks(rank: int, world_size: int, folder: Path) 
         run.saved_weight(run.checkpoints.newest() or "")
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
-    of_ranks = [torch.empty(3) for _ in range(world_size)]
-    dist.all_gather(of_ranks, drawn[0])
-    streams = torch.cat([torch.stack(of_ranks), torch.load(folder / "random" / "drawn.pt")])
+    for_ranks = [torch.empty(3) for _ in range(world_size)]
+    dist.all_gather(for_ranks, drawn[0])
+    streams = torch.cat([torch.stack(for_ranks), torch.load(folder / "random" / "drawn.pt")])
     assert len(streams.unique(dim=0)) == len(streams)  # none repeats another's
 
 

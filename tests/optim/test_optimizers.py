@@ -150,9 +150,9 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
                 assert all(parameter.numel() for parameter in found.params.values())
             kinds = optimizer_names(trained.optimizer)
             assert {kind for parameter, kind in kinds.items() if parameter in vectors} <= {name}
-            of_ranks: list[dict[str, str]] = [{} for _ in range(world_size)]
-            dist.all_gather_object(of_ranks, kinds)
-            everything = {parameter for of_rank in of_ranks for parameter in of_rank}
+            for_ranks: list[dict[str, str]] = [{} for _ in range(world_size)]
+            dist.all_gather_object(for_ranks, kinds)
+            everything = {parameter for of_rank in for_ranks for parameter in of_rank}
             assert everything == trained.model.state_dict().keys()
     lamb = SparseOptimizerConfig(name="lamb")
     with pytest.raises(UserError, match="'lamb', which only FBGEMM has, but torch trains what every rank has.*__p0"):

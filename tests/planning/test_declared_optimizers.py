@@ -149,9 +149,9 @@ def test_mlperfs_tables_take_their_weights_and_their_states(declare: Any, name: 
     collection: Any = model.get_submodule("embeddings")
     placements = [place_table(table, plan[table.name], world_size=8) for table in collection.tables()]
     optimizers = TableOptimizers(sparse)
-    of_ranks = [stored for own in placements for stored in storage_by_rank(own, 8, optimizers).values()]
-    assert sum(rank.weights for rank in of_ranks) == 204_184_588 * DIM * 4
-    assert sum(rank.optimizer_state for rank in of_ranks) == states * 204_184_588 * DIM * 4
+    for_ranks = [stored for own in placements for stored in storage_by_rank(own, 8, optimizers).values()]
+    assert sum(rank.weights for rank in for_ranks) == 204_184_588 * DIM * 4
+    assert sum(rank.optimizer_state for rank in for_ranks) == states * 204_184_588 * DIM * 4
 
 
 def local(value: Any) -> list[Tensor]:

@@ -116,9 +116,9 @@ def check_build(kind: str, composition: str, optimizer: type[torch.optim.Optimiz
     state = num_bytes(
         value for of_weight in model.fused_optimizer.state_dict()["state"].values() for value in of_weight.values()
     )
-    of_ranks: list[Any] = [None, None]
-    dist.all_gather_object(of_ranks, weights)
-    assert sorted(of_ranks) == expected_bytes(kind, composition)
+    for_ranks: list[Any] = [None, None]
+    dist.all_gather_object(for_ranks, weights)
+    assert sorted(for_ranks) == expected_bytes(kind, composition)
     assert grown <= 1.2 * (weights + state) + SLACK_BYTES, (
         f"grew by {grown / 1e6:.1f} MB for {weights / 1e6:.1f} MB of weights and {state / 1e6:.1f} MB of state"
     )

@@ -123,10 +123,10 @@ def test_ranges_in_any_order_stay_on_their_ranks_and_are_equally_wide_there(
     placement = place_table(divided, plan, 4)
     assert columns_by_rank(placement.unit) == columns_by_rank(plan)
     for part in divided.lookup_tables():
-        of_ranks = held(placement, part.name)
-        assert all(len({columns for _, columns in own}) == 1 for own in of_ranks.values())
+        for_ranks = held(placement, part.name)
+        assert all(len({columns for _, columns in own}) == 1 for own in for_ranks.values())
         all_columns = sorted(
-            c for own in of_ranks.values() for first, count in own for c in range(first, first + count)
+            c for own in for_ranks.values() for first, count in own for c in range(first, first + count)
         )
         assert all_columns == list(range(part.dim))  # each once
 

@@ -125,33 +125,33 @@ def check_pipelines(rank: int) -> None:
     """However far a pipeline works ahead, a batch is replaced by the numbers of its own step; none is in evaluation."""
     tables = with_sse(bags.tables())
     batches = pipelines.draw_batches("ragged")
-    of_ranks = [
+    for_ranks = [
         [pipelines.rows_of_rank(b, r, split) for b, split in zip(batches, pipelines.SPLITS, strict=True)]
         for r in (0, 1)
     ]
     reference = pipelines.task("cpu", 1)
-    expected = train_on_replaced(reference, tables, of_ranks)
+    expected = train_on_replaced(reference, tables, for_ranks)
     reference.eval()
     with torch.no_grad():
-        _, (_, unsharded) = reference(of_ranks[rank][0])
+        _, (_, unsharded) = reference(for_ranks[rank][0])
     for make in pipelines.PIPELINES:
         model = pipelines.shard(clicks("meta", 2), "mixed")
         pipeline = make(model, pipelines.optimizer_of(model), pipelines.CPU)
-        losses = pipelines.losses_of(pipelines.run(pipeline, of_ranks[rank]))
+        losses = pipelines.losses_of(pipelines.run(pipeline, for_ranks[rank]))
         assert losses == pytest.approx(expected, rel=1e-5)
         model.eval()
         with torch.no_grad():
-            ((_, outputs),) = pipelines.run(pipeline, of_ranks[rank][:1])
+            ((_, outputs),) = pipelines.run(pipeline, for_ranks[rank][:1])
         torch.testing.assert_close(outputs["logits"], unsharded["logits"])
-    check_early_evaluation(of_ranks[rank])
-    check_looked_up_early(of_ranks[rank])
-    check_resumed(of_ranks[rank], expected)
+    check_early_evaluation(for_ranks[rank])
+    check_looked_up_early(for_ranks[rank])
+    check_resumed(for_ranks[rank], expected)
 
 
-def train_on_replaced(model: Any, tables: Sequence[Any], of_ranks: Sequence[Sequence[Batch]]) -> list[float]:
+def train_on_replaced(model: Any, tables: Sequence[Any], for_ranks: Sequence[Sequence[Batch]]) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=pipelines.RATE)
     losses = []
-    for step, parts in enumerate(zip(*of_ranks, strict=True)):
+    for step, parts in enumerate(zip(*for_ranks, strict=True)):
         optimizer.zero_grad()
         loss = torch.zeros(())
         for rank, batch in enumerate(parts):

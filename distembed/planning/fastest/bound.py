@@ -56,11 +56,11 @@ class LowerBound:
         self._problem, self._capacity, self._capacity_of_all = problem, float(by_rank.max()), float(by_rank.sum())
         self._tables_of_class = np.bincount(np.asarray(problem.class_of), minlength=len(problem.classes))
         blocks, everywhere = problem.blocks, problem.option_everywhere
-        self._option_of, own = problem.placed_blocks
-        self._shards, load_ms = problem.num_shards[own], blocks.lookup_ms + blocks.own_ms.sum(1)
-        self._load_ms, self._everywhere_ms = load_ms[own], load_ms[everywhere]
-        self._groups, self._everywhere_groups = blocks.groups[own], blocks.groups[everywhere]
-        self._bytes, self._everywhere_bytes = blocks.stored_bytes[own], blocks.stored_bytes[everywhere]
+        self._option_of, placed = problem.placed_blocks
+        self._shards, load_ms = problem.num_shards[placed], blocks.lookup_ms + blocks.own_ms.sum(1)
+        self._load_ms, self._everywhere_ms = load_ms[placed], load_ms[everywhere]
+        self._groups, self._everywhere_groups = blocks.groups[placed], blocks.groups[everywhere]
+        self._bytes, self._everywhere_bytes = blocks.stored_bytes[placed], blocks.stored_bytes[everywhere]
         # by option: the exchanges that it takes part in, and the groups that every rank starts
         self._exchanges = np.zeros((len(problem.options), len(problem.exchange_start_ms)), bool)
         for has, option in zip(self._exchanges, problem.options, strict=True):
@@ -136,7 +136,7 @@ class LowerBound:
         # a node's cores run only ranks_at_once of its ranks, which all have the base and the starts: `room` is the
         # rest of T for one rank, `in_all` the mean over the ranks of a node
         speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
-        room, in_all = (own - problem.base_ms - restriction.started_ms for own in (milliseconds, speed * milliseconds))
+        room, in_all = (ms - problem.base_ms - restriction.started_ms for ms in (milliseconds, speed * milliseconds))
         if in_all <= 0:
             return None
         start_ms, least_start_ms = _starts(restriction, self._groups)
@@ -144,13 +144,13 @@ class LowerBound:
         fits = (self._load_ms + start_ms <= room) & (self._bytes <= self._capacity)
         is_large = self._load_ms > np.maximum(room - start_ms, 1e-12) / 2
         # each millisecond in a group costs room / (room - start), with the cheapest of the block's groups
-        by_block = (
+        block_shares = (
             self._load_ms * room / np.maximum(room - least_start_ms, 1e-12) / (world_size * in_all),
             self._bytes / self._capacity_of_all,
             is_large / world_size,
         )
         num_options = len(restriction.allowed)
-        sums = [np.bincount(self._option_of, self._shards * own, num_options) for own in by_block]
+        sums = [np.bincount(self._option_of, self._shards * block_share, num_options) for block_share in block_shares]
         shares = np.stack(sums).astype(np.float64)  # counts, where no option has blocks
         shares[0] += self._everywhere_ms * room / np.maximum(room - least_everywhere_start_ms, 1e-12) / in_all
         shares[1] += self._everywhere_bytes * world_size / self._capacity_of_all
@@ -164,7 +164,7 @@ class LowerBound:
         # projected subgradient ascent over weights w >= 0 that sum to 1: a step along the slopes of the excess, halved
         # where it does not increase the excess
         candidates = [*np.eye(3), np.array([0.5, 0.5, 0.0]), np.array([0.5, 0.0, 0.5])]
-        weights = max(candidates, key=lambda own: self._excess(shares, own)[0])
+        weights = max(candidates, key=lambda candidate: self._excess(shares, candidate)[0])
         (best, slopes), step = self._excess(shares, weights), 0.5
         for _ in range(_ROUNDS):
             direction = slopes - slopes @ weights

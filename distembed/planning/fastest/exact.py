@@ -35,16 +35,16 @@ class ExactSearch:
         self._left_ms = np.cumsum([0.0, *[least_ms[table] for table in self._order[::-1]]])[::-1]
         self._best: Found | None = None
         # a row by rank: two ranks may stand for each other where capacities and allowed options are equal
-        limits = [np.broadcast_to(own, problem.world_size) for own in (aim.capacity, aim.host_capacity)]
+        limits = [np.broadcast_to(capacity, problem.world_size) for capacity in (aim.capacity, aim.host_capacity)]
         self._rank_limits: Floats = np.stack([*limits, *np.unique(problem.allowed, axis=0)], 1).astype(np.float64)
 
     def better_than(self, score: float) -> tuple[Found | None, bool]:
         """Returns the best accepted assignment if its largest score is below ``score``, and whether all were tried."""
         self._score = score
-        is_complete = self._place(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
+        is_complete = self._place_from(Loads(self._problem, Assignment.empty(self._problem.num_tables)), 0)
         return self._best, is_complete
 
-    def _place(self, loads: Loads, depth: int) -> bool:
+    def _place_from(self, loads: Loads, depth: int) -> bool:
         """Tries all ways to place the tables from ``depth`` on, and keeps the best; False if the budget ends."""
         if depth == len(self._order):
             exact = Loads(self._problem, loads.assignment)  # without the rounding of repeated sums and differences
@@ -53,12 +53,12 @@ class ExactSearch:
                 self._best, self._score = Found(loads.assignment.copy(), score), score
             return True
         table, is_complete = self._order[depth], True
-        for option, places, _ in self._ways(loads, table):
+        for option, places, _ in self._placements(loads, table):
             if self._budget.is_spent:
                 return False
             loads.put(table, option, places)
             if self._least_score(loads, float(self._left_ms[depth + 1])) < self._score * (1 - 1e-9):
-                is_complete = self._place(loads, depth + 1)
+                is_complete = self._place_from(loads, depth + 1)
             loads.take(table)
             if not is_complete:
                 return False
@@ -72,7 +72,7 @@ class ExactSearch:
         speed = min(1.0, self._problem.ranks_at_once / self._problem.ranks_per_node)
         return max(float(loads.scores(self._aim).max()), (float(loads.own_milliseconds().mean()) + left_ms) / speed)
 
-    def _ways(self, loads: Loads, table: int) -> list[tuple[int, Ints, float]]:
+    def _placements(self, loads: Loads, table: int) -> list[tuple[int, Ints, float]]:
         """Returns option, places and lower bound of each distinct way to place a table, the least bound first.
 
         Ways whose bound reaches the best score are left out; the list is empty where the budget ends.

@@ -31,10 +31,10 @@ class Aim:
         late = np.maximum(ms / max(self.limit_ms, 1e-12) - 1, 0)
         return fullness + _PENALTY * (late + excess)
 
-    def of_ranks(self, ranks: Ints) -> "Aim":
+    def for_ranks(self, ranks: Ints) -> "Aim":
         """Returns the aim with the capacities of some ranks, in their order; ranks may repeat."""
-        own, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
-        return Aim(own, host, self.limit_ms)
+        device, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
+        return Aim(device, host, self.limit_ms)
 
     def fits(self, num_bytes: Floats, host_bytes: Floats) -> bool:
         return bool((num_bytes <= self.capacity).all() and (host_bytes <= self.host_capacity).all())
@@ -55,7 +55,7 @@ class Loads:
         self._sums = np.zeros((problem.block_sums.shape[1], world_size))
         self._ms, self.num_bytes, self.host_bytes = self._sums[:3]
         self._own_ms = self._sums[3 : 3 + phases]
-        self._rest_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
+        self._others_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
         self._in_group = self._sums[3 + 2 * phases :]  # number of the rank's shards in each group
         self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
         self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
@@ -71,9 +71,9 @@ class Loads:
                 shards += ((block, rank) for rank in ranks)
                 for rank in ranks:
                     self.tables_of[rank].add(table)
-        blocks, of_rank = np.array(shards, np.int64).reshape(-1, 2).T
-        for own, by_block in zip(self._sums, problem.block_sums.T, strict=True):
-            own += np.bincount(of_rank, by_block[blocks], minlength=world_size)
+        blocks, shard_ranks = np.array(shards, np.int64).reshape(-1, 2).T
+        for sums_by_rank, by_block in zip(self._sums, problem.block_sums.T, strict=True):
+            sums_by_rank += np.bincount(shard_ranks, by_block[blocks], minlength=world_size)
         self._start_ms = self._starts(slice(None))
 
     def put(self, table: int, option: int, places: Ints) -> None:
@@ -94,7 +94,7 @@ class Loads:
     def milliseconds(self) -> Floats:
         """Returns the milliseconds of every rank (the formula of :mod:`distembed.planning.fastest.problem`)."""
         at_once, size = self.problem.ranks_at_once, self.problem.ranks_per_node
-        alone: Floats = self._ms + np.maximum(self._own_ms, self._rest_ms).sum(0) + self._start_ms
+        alone: Floats = self._ms + np.maximum(self._own_ms, self._others_ms).sum(0) + self._start_ms
         if at_once >= size:
             return alone
         return np.maximum(alone, np.repeat(alone.reshape(-1, size).sum(1) / at_once, size))
@@ -105,8 +105,8 @@ class Loads:
         Another table raises their sum by at least the time of its shards, wherever they go. The true milliseconds may
         rise by less: ``max(own, rest)`` absorbs ``own`` on a rank that works longer for other ranks' shards.
         """
-        own: Floats = self._ms + self._own_ms.sum(0) + self._start_ms
-        return own
+        rank_ms: Floats = self._ms + self._own_ms.sum(0) + self._start_ms
+        return rank_ms
 
     def try_option(self, option: int, aim: Aim) -> tuple[Ints, Floats]:
         """Returns places for an unplaced table's option, and the scores of all ranks with the table there.
@@ -135,9 +135,10 @@ class Loads:
         :meth:`_change_everywhere` has added the block's option before.
         """
         blocks, groups = self._blocks, self._blocks.groups[block]
-        own, rest = self._own_ms + blocks.own_ms[block, :, None], self._rest_ms - blocks.other_ms[block, :, None]
+        owner_ms = self._own_ms + blocks.own_ms[block, :, None]
+        others_ms = self._others_ms - blocks.other_ms[block, :, None]
         starts = self._group_start_ms[groups] @ (self._in_group[groups] == 0)
-        ms = self._ms + blocks.lookup_ms[block] + np.maximum(own, rest).sum(0) + (self._start_ms + starts)
+        ms = self._ms + blocks.lookup_ms[block] + np.maximum(owner_ms, others_ms).sum(0) + (self._start_ms + starts)
         return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
 
     def scores_after(self, ranks: Ints, without: Ints, with_: Ints, aim: Aim) -> Floats:
@@ -146,17 +147,18 @@ class Loads:
         The three arrays have equal lengths. Ranks are scored as if they had cores of their own.
         """
         blocks = self._blocks
-        own = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
-        rest = self._rest_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
+        owner_ms = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
+        others_ms = self._others_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
         # a group's start ends with the rank's last shard of the group, and begins with its first one
-        old, new, of_rank = blocks.groups[without], blocks.groups[with_], ranks[:, None]
-        ends = (self._in_group[old, of_rank] == 1) & (old[:, :, None] != new[:, None]).all(2)
-        begins = self._in_group[new, of_rank] == 0
-        starts = self._start_ms[ranks] + (begins * self._group_start_ms[new] - ends * self._group_start_ms[old]).sum(1)
+        old_groups, new_groups, rank = blocks.groups[without], blocks.groups[with_], ranks[:, None]
+        ends = (self._in_group[old_groups, rank] == 1) & (old_groups[:, :, None] != new_groups[:, None]).all(2)
+        begins = self._in_group[new_groups, rank] == 0
+        changes_ms = begins * self._group_start_ms[new_groups] - ends * self._group_start_ms[old_groups]
+        starts = self._start_ms[ranks] + changes_ms.sum(1)
         ms = self._ms[ranks] - blocks.lookup_ms[without] + blocks.lookup_ms[with_]
         num_bytes = self.num_bytes[ranks] - blocks.num_bytes[without] + blocks.num_bytes[with_]
         host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
-        return aim.of_ranks(ranks).scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
+        return aim.for_ranks(ranks).scores(ms + np.maximum(owner_ms, others_ms).sum(1) + starts, num_bytes, host_bytes)
 
     def signature(self, decimals: int) -> Floats:
         """Returns a row of rounded sums for each rank; ranks with equal loads have rows with equal bytes."""
@@ -199,13 +201,13 @@ class Loads:
             if (before == 0) != (self._exchange_users[exchange] == 0):
                 self._ms += sign * self.problem.exchange_start_ms[exchange]
 
-    def _change_block(self, block: int, own: range, sign: int) -> None:
-        """Adds ``sign`` shards of a block to each rank of ``own``, and updates the starts of their groups."""
-        ranks = slice(own.start, own.stop)
-        self._sums[:, ranks] += sign * self.problem.block_sums[block, :, None]
+    def _change_block(self, block: int, ranks: range, sign: int) -> None:
+        """Adds ``sign`` shards of a block to each rank of ``ranks``, and updates the starts of their groups."""
+        rank_slice = slice(ranks.start, ranks.stop)
+        self._sums[:, rank_slice] += sign * self.problem.block_sums[block, :, None]
         # at most 1 shard left in a group: the first shard may have come, or the last one gone
-        if (self._in_group[self._blocks.groups[block], own.start] <= 1).any():
-            self._start_ms[ranks] = self._starts(ranks)
+        if (self._in_group[self._blocks.groups[block], ranks.start] <= 1).any():
+            self._start_ms[rank_slice] = self._starts(rank_slice)
 
     def _starts(self, ranks: slice) -> Floats:
         """Returns the milliseconds in which each of some ranks starts the kernels of its groups."""

@@ -10,7 +10,6 @@ the loss. Work is counted, not timed, so equal problems have equal results.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
@@ -65,34 +64,34 @@ class LocalSearch:
 
         One attempt places tables by falling milliseconds, the other by falling bytes.
         """
-        found = self._construct(options, self._problem.longest_ms)
+        by_milliseconds = self._construct(options, self._problem.longest_ms)
         if self._budget.is_spent:
-            return found
+            return by_milliseconds
         largest = self._problem.largest(self._problem.blocks.num_bytes)
-        return min(found, self._construct(options, largest), key=lambda own: own.score)
+        return min(by_milliseconds, self._construct(options, largest), key=lambda result: result.score)
 
     def _construct(self, options: Sequence[Sequence[int]], size_of_option: Floats) -> Found:
         """Places tables by falling ``size_of_option``, each by the option and at the places with the least scores."""
         loads = Loads(self._problem, Assignment.empty(self._problem.num_tables))
-        sizes = [size_of_option[own].max() for own in options]
+        sizes = [size_of_option[table_options].max() for table_options in options]
         for table in sorted(range(self._problem.num_tables), key=lambda table: -sizes[table]):
             option, places, _ = self._best_option(loads, options[table])
             loads.put(table, option, places)
-        return self._found(loads)
+        return self._result(loads)
 
     def improve(self, assignment: Assignment) -> Found:
         """Takes improving steps from a copy of the assignment until none improves it or the budget is spent."""
         loads = Loads(self._problem, assignment.copy())
         while not self._budget.is_spent and self._step(loads):
             pass
-        return self._found(loads)
+        return self._result(loads)
 
-    def shake(self, found: Found, enough: float) -> Found:
-        """Places random tables again and improves, until the score is at most ``enough`` or the budget is spent.
+    def shake(self, found: Found, enough_score: float) -> Found:
+        """Places random tables again and improves, until the score is at most ``enough_score`` or the budget is spent.
 
         A result that is no worse replaces the assignment, so ties let the search wander.
         """
-        while not self._budget.is_spent and found.score > enough:
+        while not self._budget.is_spent and found.score > enough_score:
             loads = Loads(self._problem, found.assignment.copy())
             tables = self._tables_to_replace(loads)
             options = [
@@ -101,15 +100,15 @@ class LocalSearch:
             ]
             for table in tables:
                 loads.take(table)
-            for table, some in zip(tables, options, strict=True):
-                option, places, _ = self._best_option(loads, some)
+            for table, table_options in zip(tables, options, strict=True):
+                option, places, _ = self._best_option(loads, table_options)
                 loads.put(table, option, places)
-            again = self.improve(loads.assignment)
-            if again.score <= found.score:
-                found = again
+            improved = self.improve(loads.assignment)
+            if improved.score <= found.score:
+                found = improved
         return found
 
-    def _found(self, loads: Loads) -> Found:
+    def _result(self, loads: Loads) -> Found:
         exact = Loads(self._problem, loads.assignment)  # without the rounding of repeated sums and differences
         return Found(loads.assignment, float(self._scores(exact).max()))
 
@@ -143,11 +142,11 @@ class LocalSearch:
         if self._keeps_options:
             return False
         # a random sample of all tables too: the worst rank's time may be its work for other ranks' shards
-        others = list(range(self._problem.num_tables))
-        if len(others) > _TRIES_PER_STEP:
-            drawn = self._random.choice(len(others), _TRIES_PER_STEP // 2, replace=False)
-            others = list(dict.fromkeys([*tables, *drawn.tolist()]))
-        return self._replace(loads, others, scores)
+        candidates = list(range(self._problem.num_tables))
+        if len(candidates) > _TRIES_PER_STEP:
+            drawn = self._random.choice(len(candidates), _TRIES_PER_STEP // 2, replace=False)
+            candidates = list(dict.fromkeys([*tables, *drawn.tolist()]))
+        return self._replace(loads, candidates, scores)
 
     def _replace(self, loads: Loads, tables: Sequence[int], scores: Floats, keeps_option: bool = False) -> bool:
         """Places one of ``tables`` again, the one that makes the scores least; returns whether any makes them less.
@@ -173,9 +172,12 @@ class LocalSearch:
                 improving.append((after, table, option, better))
         if not improving:
             return False
-        scores, replaced, option, better = reduce(lambda own, it: it if _is_less(it[0], own[0]) else own, improving)
+        scores, replaced, option, better = improving[0]
+        for change in improving[1:]:
+            if _is_less(change[0], scores):
+                scores, replaced, option, better = change
         loads.put(replaced, option, better)
-        for _, table, option, _ in [] if keeps_option else sorted(improving, key=lambda own: own[0].max()):
+        for _, table, option, _ in [] if keeps_option else sorted(improving, key=lambda change: change[0].max()):
             before, places = int(loads.assignment.option[table]), loads.assignment.places[table]
             if table != replaced and option != before:
                 loads.take(table)
@@ -191,29 +193,29 @@ class LocalSearch:
         Tries the worst rank's shards of ``tables``, and applies the best swap. Returns whether the scores got less.
         """
         shards, before = _Shards(self._problem, loads.assignment), loads.assignment.copy()
-        best, exchanged = float(scores[worst]) * (1 - _GAIN), None
+        best, swapped = float(scores[worst]) * (1 - _GAIN), None
         tried: set[tuple[int, int]] = set()
         for table in tables:
             for position in np.flatnonzero((shards.table == table) & (shards.rank == worst)).tolist():
-                own = int(before.option[table]), int(shards.block[position])
-                if own in tried or self._budget.is_spent:
+                shard_kind = int(before.option[table]), int(shards.block[position])
+                if shard_kind in tried or self._budget.is_spent:
                     continue
-                tried.add(own)
+                tried.add(shard_kind)
                 after = shards.scores_if_swapped(loads, position, self._aim)
                 self._budget.spend(4, len(after) * (self._problem.num_phases + 4))
                 if after.min() < best:
-                    best, exchanged = float(after.min()), (position, int(after.argmin()))
-        if exchanged is None:
+                    best, swapped = float(after.min()), (position, int(after.argmin()))
+        if swapped is None:
             return False
-        for position, other in (exchanged, exchanged[::-1]):
+        for position, partner in (swapped, swapped[::-1]):
             table = int(shards.table[position])
             places = before.places[table].copy()
-            places[shards.index[position]] = shards.rank[other]
+            places[shards.index[position]] = shards.rank[partner]
             loads.put(table, int(before.option[table]), places)
         if _is_less(self._scores(loads), scores):
             return True
         # scores_if_swapped assumes that each rank has cores of its own; with shared cores the swap does not help: undo
-        for table in shards.table[list(exchanged)].tolist():
+        for table in shards.table[list(swapped)].tolist():
             loads.put(table, int(before.option[table]), before.places[table])
         return False
 
@@ -228,8 +230,8 @@ class LocalSearch:
     def _some_options(self, table: int) -> list[int]:
         """Returns each of a table's options with probability 2/3; all of them where none is drawn."""
         options = np.array(self._problem.options_of(table))
-        kept: list[int] = options[self._random.random(len(options)) > 1 / 3].tolist()
-        return kept or options.tolist()
+        drawn: list[int] = options[self._random.random(len(options)) > 1 / 3].tolist()
+        return drawn or options.tolist()
 
 
 class _Shards:
@@ -239,7 +241,8 @@ class _Shards:
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
-        blocks, counts = [problem.option_blocks[own] for own in assignment.option], list(map(len, assignment.places))
+        blocks = [problem.option_blocks[number] for number in assignment.option]
+        counts = list(map(len, assignment.places))
         self.block = np.concatenate(blocks)
         is_alone = ~problem.blocks.fills_node[self.block]
         self.block, self.rank = self.block[is_alone], np.concatenate(assignment.places)[is_alone]
@@ -253,10 +256,10 @@ class _Shards:
         Infinite for equal blocks, ranks where a table may not lie, and a second shard of a table on one rank.
         """
         table, block, rank = self.table[position], self.block[position], self.rank[position]
-        mine = np.full(len(self.block), block)
-        there = loads.scores_after(self.rank, self.block, mine, aim)
-        here = loads.scores_after(np.full(len(self.block), rank), mine, self.block, aim)
-        after: Floats = np.maximum(there, here)
+        own_blocks = np.full(len(self.block), block)
+        other_scores = loads.scores_after(self.rank, self.block, own_blocks, aim)
+        rank_scores = loads.scores_after(np.full(len(self.block), rank), own_blocks, self.block, aim)
+        after: Floats = np.maximum(other_scores, rank_scores)
         after[self.block == block] = np.inf
         after[~self._allowed[self._option, rank] | ~self._allowed[self._option[position], self.rank]] = np.inf
         # no rank gets a second shard of one table
@@ -265,13 +268,13 @@ class _Shards:
         return after
 
 
-def _is_less(scores: Floats, others: Floats) -> bool:
+def _is_less(scores: Floats, other_scores: Floats) -> bool:
     """Compares scores by rank: by the largest score, then by the number of ranks that have it, then by the sum."""
-    largest, other = float(scores.max()), float(others.max())
-    if abs(largest - other) > _GAIN * abs(other):
-        return largest < other
+    largest, other_largest = float(scores.max()), float(other_scores.max())
+    if abs(largest - other_largest) > _GAIN * abs(other_largest):
+        return largest < other_largest
     near = largest - 1e-6 * abs(largest)
-    count, other_count = int((scores >= near).sum()), int((others >= near).sum())
+    count, other_count = int((scores >= near).sum()), int((other_scores >= near).sum())
     if count != other_count:
         return count < other_count
-    return float(scores.sum()) < float(others.sum()) * (1 - 1e-6)
+    return float(scores.sum()) < float(other_scores.sum()) * (1 - 1e-6)

@@ -27,25 +27,32 @@ _MOST_PLACES = 200_000
 class Program:
     """A problem as a mixed-integer program: minimise variable 0, the slowest rank's milliseconds, subject to ``rows``.
 
-    All variables are at least 0. A variable with upper limit 1 is binary; one without limit is continuous.
+    All variables are at least 0. A variable with upper limit 1 is binary; one without limit is continuous. A row is a
+    constraint ``least <= sum of coefficient * variable <= most``::
+
+        slowest rank's ms    continuous   0, the objective
+        constant             1            its coefficients are the constant terms of sums
+        exchange, group      binary       whether an exchange, or a group on a rank, is started
+        option of a table    binary       one is chosen:           sum over the table's options = 1
+        place of a block     binary       as many as the blocks:   sum over places = blocks * option
+        sums of a rank       continuous   milliseconds and bytes, by column of ``Problem.block_sums``
     """
 
     def __init__(self, problem: Problem, aim: Aim) -> None:
         self._problem, self._ranks = problem, range(problem.world_size)
         self.uppers: list[float] = []  # by variable: 1 for a binary, 0 for a forbidden place, else infinite
-        # constraints: coefficients by variable, least and most value of the weighted sum
         self.rows: list[tuple[dict[int, float], float, float]] = []
         self._chosen: dict[tuple[int, int], int] = {}  # by table and option
         self._placed: dict[tuple[int, int, int], Ints] = {}  # variables of all places, by table, option and block
-        # _one is fixed to 1: the constant terms of sums are its coefficients
-        self._slowest, self._one = self._variable(np.inf), self._variable()
-        self.rows.append(({self._one: 1.0}, 1.0, 1.0))
+        self._slowest, self._constant = self._variable(np.inf), self._variable()
+        self.rows.append(({self._constant: 1.0}, 1.0, 1.0))
         self._exchanges = [self._variable() for _ in problem.exchange_start_ms]
         self._groups = [[self._variable() for _ in self._ranks] for _ in problem.group_start_ms]
         # constraints `sum <= 0`, coefficients by variable. Keys: column of problem.block_sums, and rank; rank None has
         # the part that all ranks share. Names in place of a column are the slowest rank and a node's shared cores
         self._sums: dict[tuple[object, object], dict[int, float]] = defaultdict(dict)
-        self._phases = [(3 + own, 3 + own + problem.num_phases) for own in range(problem.num_phases)]  # own and other
+        own_columns = range(3, 3 + problem.num_phases)
+        self._phases = [(column, column + problem.num_phases) for column in own_columns]  # own and other shards
         self._bytes = [1, 2] if problem.blocks.host_bytes.any() else [1]
         self._columns = [0, *self._bytes, *range(3, 3 + 2 * problem.num_phases)]
         # bytes are shares of each rank's capacity; bytes on every rank, of the largest capacity (last column)
@@ -55,28 +62,30 @@ class Program:
         self._add_ranks()
         for table in range(problem.num_tables):
             self._add_table(table)
-        self.rows += [(own, -np.inf, 0.0) for own in self._sums.values()]
+        self.rows += [(sum_coefficients, -np.inf, 0.0) for sum_coefficients in self._sums.values()]
 
     def assignment(self, values: Floats) -> Assignment:
         """Returns the assignment that the values of all variables stand for."""
-        found = Assignment.empty(self._problem.num_tables)
+        assignment = Assignment.empty(self._problem.num_tables)
         for (table, option), chosen in self._chosen.items():
             if values[chosen] > 0.5:
                 blocks = self._problem.option_blocks[option].tolist()
                 # equal blocks share the variables of places: they take the chosen places in turn
-                own = {it: iter(np.flatnonzero(values[self._placed[table, option, it]] > 0.5)) for it in set(blocks)}
-                found.option[table] = option
-                found.places[table] = np.array([next(own[block]) for block in blocks], np.int64)
-        return found
+                chosen_places = {
+                    block: iter(np.flatnonzero(values[self._placed[table, option, block]] > 0.5)) for block in {*blocks}
+                }
+                assignment.option[table] = option
+                assignment.places[table] = np.array([next(chosen_places[block]) for block in blocks], np.int64)
+        return assignment
 
     def variables(self, assignment: Assignment) -> Ints:
         """Returns the variables of options and places that are 1 in an assignment; all other :attr:`choices` are 0."""
-        found = []
+        chosen_variables = []
         for table, option in enumerate(assignment.option.tolist()):
-            found.append(self._chosen[table, option])
+            chosen_variables.append(self._chosen[table, option])
             for block, place in zip(self._problem.option_blocks[option], assignment.places[table], strict=True):
-                found.append(int(self._placed[table, option, block][place]))
-        return np.array(found, np.int64)
+                chosen_variables.append(int(self._placed[table, option, block][place]))
+        return np.array(chosen_variables, np.int64)
 
     @property
     def choices(self) -> Ints:
@@ -100,12 +109,15 @@ class Program:
         by_rank = [self._variable(np.inf) for _ in self._ranks]
         for rank in self._ranks:
             ms = self._sums[0, rank]
-            ms |= {by_rank[rank]: -1.0, self._one: problem.base_ms, common[0]: 1.0}
+            ms |= {by_rank[rank]: -1.0, self._constant: problem.base_ms, common[0]: 1.0}
             ms |= dict(zip(self._exchanges, problem.exchange_start_ms, strict=True))
-            ms |= {own[rank]: start for own, start in zip(self._groups, problem.group_start_ms, strict=True)}
+            ms |= {
+                rank_starts[rank]: start
+                for rank_starts, start in zip(self._groups, problem.group_start_ms, strict=True)
+            }
             for column in self._bytes:
-                share = self._scale[column, -1] / self._scale[column, rank]
-                self._sums[column, rank] |= {self._one: -1.0, common[column]: share}
+                capacity_share = self._scale[column, -1] / self._scale[column, rank]
+                self._sums[column, rank] |= {self._constant: -1.0, common[column]: capacity_share}
             for sides in self._phases:
                 longer = self._variable(np.inf)
                 ms[longer] = 1.0
@@ -114,8 +126,8 @@ class Program:
             self._sums["slowest", rank] |= {by_rank[rank]: 1.0, self._slowest: -1.0}
         if problem.ranks_at_once < problem.ranks_per_node:
             for first in self._ranks[:: problem.ranks_per_node]:
-                own = dict.fromkeys(by_rank[first : first + problem.ranks_per_node], 1.0)
-                self._sums["node", first] |= {**own, self._slowest: -problem.ranks_at_once}
+                node_ms = dict.fromkeys(by_rank[first : first + problem.ranks_per_node], 1.0)
+                self._sums["node", first] |= {**node_ms, self._slowest: -problem.ranks_at_once}
 
     def _add_table(self, table: int) -> None:
         """Adds a table's variables: one option is chosen, and starts the exchanges and groups that it uses."""
@@ -128,19 +140,19 @@ class Program:
             started = [self._exchanges[exchange] for exchange in problem.options[option].exchanges]
             for group in problem.options[option].everywhere.groups:
                 started += self._groups[group]
-            for own in started:
-                users[own][chosen] = 1.0
+            for start in started:
+                users[start][chosen] = 1.0
             self._add_shards(table, option, users)
         self.rows.append(({self._chosen[table, option]: 1.0 for option in options}, 1.0, 1.0))
         # the sum of the table's variables that use a start is at most the start's binary; the sum is at most 1, since
         # one option is chosen, with one shard on a rank at most
-        self.rows += [({**own, started: -1.0}, -np.inf, 0.0) for started, own in users.items()]
+        self.rows += [({**coefficients, start: -1.0}, -np.inf, 0.0) for start, coefficients in users.items()]
 
     def _add_shards(self, table: int, option: int, users: dict[int, dict[int, float]]) -> None:
         """Adds the places of an option's blocks, and records in ``users`` the places that start a group on a rank."""
         problem, chosen = self._problem, self._chosen[table, option]
-        kinds = Counter(problem.option_blocks[option].tolist())
-        for block, count in kinds.items():
+        block_counts = Counter(problem.option_blocks[option].tolist())
+        for block, count in block_counts.items():
             size = int(problem.num_shards[block])
             places = np.array([self._variable() for _ in range(problem.world_size // size)], np.int64)
             self._placed[table, option, block] = places
@@ -153,10 +165,10 @@ class Program:
                 for group in problem.blocks.groups[block].tolist():
                     if group != NO_GROUP:
                         users[self._groups[group][rank]][placed] = 1.0
-        if kinds.total() > 1:
+        if block_counts.total() > 1:
             # at most one block of a table at each place; all blocks of an option have the same kind of place
-            for here in zip(*(self._placed[table, option, block].tolist() for block in kinds), strict=True):
-                self.rows.append(({**dict.fromkeys(here, 1.0), chosen: -1.0}, -np.inf, 0.0))
+            for at_place in zip(*(self._placed[table, option, block].tolist() for block in block_counts), strict=True):
+                self.rows.append(({**dict.fromkeys(at_place, 1.0), chosen: -1.0}, -np.inf, 0.0))
 
 
 def solve(
@@ -181,9 +193,9 @@ def solve(
         raise UserError(
             "plan.polish_seconds (--polish) needs highspy, which is not installed: `pip install 'distembed[polish]'`"
         ) from None
-    deadline, found = time.monotonic() + seconds, list[Assignment]()
-    places = sum(problem.world_size * len(set(own.tolist())) for own in problem.option_blocks)
-    if places * problem.num_tables > _MOST_PLACES * len(problem.classes):
+    deadline, solutions = time.monotonic() + seconds, list[Assignment]()
+    num_places = sum(problem.world_size * len(set(blocks.tolist())) for blocks in problem.option_blocks)
+    if num_places * problem.num_tables > _MOST_PLACES * len(problem.classes):
         return None, 0.0
     program = Program(problem, aim)
 
@@ -197,13 +209,13 @@ def solve(
     highs.setOptionValue("mip_rel_gap", gap)
     highs.passModel(_model(highspy, program))
     if start is not None:
-        choices, ones = program.choices, program.variables(start)
-        highs.setSolution(len(choices), choices.astype(np.int32), np.isin(choices, ones).astype(np.float64))
+        choices, chosen = program.choices, program.variables(start)
+        highs.setSolution(len(choices), choices.astype(np.int32), np.isin(choices, chosen).astype(np.float64))
 
     def take(event: "highspy.HighsCallbackEvent") -> None:
         assignment = program.assignment(np.asarray(event.data_out.mip_solution))
         if accepts(assignment):
-            found.append(assignment)
+            solutions.append(assignment)
         else:
             event.interrupt()
 
@@ -211,7 +223,7 @@ def solve(
     highs.setOptionValue("time_limit", max(deadline - time.monotonic(), 0.0))
     highs.run()
     bound = highs.getInfo().mip_dual_bound
-    return (found[-1] if found else None), float(bound) if np.isfinite(bound) else 0.0
+    return (solutions[-1] if solutions else None), float(bound) if np.isfinite(bound) else 0.0
 
 
 def _model(highspy: Any, program: Program) -> Any:
@@ -227,5 +239,5 @@ def _model(highspy: Any, program: Program) -> Any:
     model.a_matrix_.index_ = np.fromiter((at for row in rows for at in row), np.int32)
     model.a_matrix_.value_ = np.fromiter((value for row in rows for value in row.values()), np.float64)
     kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    model.integrality_ = [kinds[int(np.isinf(own))] for own in uppers]
+    model.integrality_ = [kinds[int(np.isinf(limit))] for limit in uppers]
     return model

@@ -114,11 +114,10 @@ class Problem:
         def stored(block: ShardBlock) -> ShardBlock:
             return replace(block, num_bytes=block.stored_bytes)
 
-        classes = [
-            [replace(own, blocks=tuple(map(stored, own.blocks)), everywhere=stored(own.everywhere)) for own in options]
-            for options in self.classes
-        ]
-        return replace(self, classes=classes)
+        def with_stored(option: Option) -> Option:
+            return replace(option, blocks=tuple(map(stored, option.blocks)), everywhere=stored(option.everywhere))
+
+        return replace(self, classes=[list(map(with_stored, options)) for options in self.classes])
 
     @cached_property
     def options(self) -> list[Option]:
@@ -131,16 +130,16 @@ class Problem:
         return np.concatenate([[0], np.cumsum([len(options) for options in self.classes], dtype=np.int64)])
 
     def options_of(self, table: int) -> range:
-        own = self.class_of[table]
-        return range(int(self.first_option[own]), int(self.first_option[own + 1]))
+        number = self.class_of[table]
+        return range(int(self.first_option[number]), int(self.first_option[number + 1]))
 
     @cached_property
     def allowed(self) -> Mask:
         """Mask by option and rank: whether the option's shards may lie on the rank."""
-        every = range(self.world_size)
+        all_ranks = range(self.world_size)
         if not any(self.ranks_of_class):
-            return np.broadcast_to(True, (len(self.options), len(every)))
-        by_class = [np.isin(every, own or every) for own in self.ranks_of_class]
+            return np.broadcast_to(True, (len(self.options), len(all_ranks)))
+        by_class = [np.isin(all_ranks, pinned or all_ranks) for pinned in self.ranks_of_class]
         return np.repeat(by_class, np.diff(self.first_option), axis=0)
 
     @cached_property
@@ -193,10 +192,10 @@ class Problem:
         A rank that has a shard adds the block's row of :attr:`block_sums`, which has equal columns, on top.
         """
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
-        others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
+        other_sums = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
         # block_sums has -other_ms of the block everywhere; every rank has +other_ms of it: -x + 2x = x
-        others += 2 * self.blocks.other_ms[self.option_everywhere]
-        np.add.at(others, option_of, self.blocks.other_ms[blocks] * self.num_shards[blocks, None])
+        other_sums += 2 * self.blocks.other_ms[self.option_everywhere]
+        np.add.at(other_sums, option_of, self.blocks.other_ms[blocks] * self.num_shards[blocks, None])
         return sums
 
     @cached_property

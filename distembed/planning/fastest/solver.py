@@ -29,16 +29,17 @@ def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
     """Returns distinct guesses, the best estimate first; each is an array with an option for each table."""
     # by_way[i][c] is class c's option for way i; sizes: the bytes in the largest option, the work in the cheapest
     tables = np.asarray(problem.class_of, np.int64)
-    ways = {(option.kind, option.num_ranges): None for option in problem.options}
-    by_way = [np.array([_nearest(problem, own, *way) for own in range(len(problem.classes))], np.int64) for way in ways]
+    shapes = {(option.kind, option.num_ranges): None for option in problem.options}
+    classes = range(len(problem.classes))
+    by_way = [np.array([_nearest(problem, number, *way) for number in classes], np.int64) for way in shapes]
     most_bytes = np.maximum.reduceat(problem.mean_sums[:, 1], problem.first_option[:-1])
     aim = Aim(float(np.mean(aim.capacity)), float(np.mean(aim.host_capacity)), aim.limit_ms)
     most_ms = np.minimum.reduceat(problem.mean_ms, problem.first_option[:-1])
     guesses = [options[tables] for options in by_way]
     for sizes in (most_bytes[tables], most_ms[tables]):
         order = np.argsort(-sizes, kind="stable")
-        for share, (large, rest) in itertools.product(_SHARES, itertools.permutations(by_way, 2)):
-            options, largest = rest[tables], order[: max(1, round(share * len(tables)))]
+        for large_share, (large, small) in itertools.product(_SHARES, itertools.permutations(by_way, 2)):
+            options, largest = small[tables], order[: max(1, round(large_share * len(tables)))]
             options[largest] = large[tables[largest]]
             guesses.append(options)
     distinct = {options.tobytes(): options for options in guesses}
@@ -47,11 +48,11 @@ def first_guesses(problem: Problem, aim: Aim) -> list[Ints]:
 
 def _nearest(problem: Problem, number: int, kind: object, num_ranges: int) -> int:
     """Returns the class's option of ``kind`` with the nearest number of ranges; without one, its cheapest option."""
-    own = range(int(problem.first_option[number]), int(problem.first_option[number + 1]))
-    alike = [option for option in own if problem.options[option].kind == kind]
+    options = range(int(problem.first_option[number]), int(problem.first_option[number + 1]))
+    alike = [option for option in options if problem.options[option].kind == kind]
     if alike:
         return min(alike, key=lambda option: abs(problem.options[option].num_ranges - num_ranges))
-    return min(own, key=lambda option: problem.mean_ms[option])
+    return min(options, key=lambda option: problem.mean_ms[option])
 
 
 def _estimate(problem: Problem, aim: Aim, options: Ints) -> float:
@@ -186,15 +187,15 @@ class Solver:
         # first with the bytes of weights and states alone: every plan that fits is a solution of this program, so its
         # bound holds. HiGHS stops at an assignment that `accepts` rejects; then all bytes count, with less capacity
         deadline, problem, limits = time.monotonic() + seconds, self._problem.with_stored_bytes(), self._bound_capacity
-        best, low = solution, 0.0 if solution is None else solution.lower_bound_ms
-        while (left := deadline - time.monotonic()) > 0:
+        best, bound_ms = solution, 0.0 if solution is None else solution.lower_bound_ms
+        while (seconds_left := deadline - time.monotonic()) > 0:
             rejected.clear()
             start, aim = None if best is None else best.assignment, Aim(limits, self._host_capacity)
-            found, bound = polish.solve(problem, aim, start, left, accepts, self._tolerance)
+            polished, bound = polish.solve(problem, aim, start, seconds_left, accepts, self._tolerance)
             if problem is not self._problem:  # a bound of the first program
-                low = max(low, bound)
-            if found is not None:
-                faster = Solution(found, self._slowest_ms(found), low, False)
+                bound_ms = max(bound_ms, bound)
+            if polished is not None:
+                faster = Solution(polished, self._slowest_ms(polished), bound_ms, False)
                 best = faster if best is None or faster.milliseconds < best.milliseconds else best
             if not rejected or np.all(rejected[-1] <= 0):
                 break
@@ -202,8 +203,12 @@ class Solver:
             problem, limits = self._problem, capacity
         if best is None:
             return None
-        low = min(low, best.milliseconds)
-        return replace(best, lower_bound_ms=low, is_complete=best.is_complete or self._is_near(best.milliseconds, low))
+        bound_ms = min(bound_ms, best.milliseconds)
+        return replace(
+            best,
+            lower_bound_ms=bound_ms,
+            is_complete=best.is_complete or self._is_near(best.milliseconds, bound_ms),
+        )
 
     def emptier(self, solution: Solution, capacity: Floats | float) -> Solution:
         """Returns a solution with fewer bytes on the fullest rank, slower by the tolerance at most; or the given one.
@@ -212,9 +217,9 @@ class Solver:
         """
         limit_ms = solution.milliseconds * (1 + self._tolerance)
         aim, budget = Aim(capacity, self._host_capacity, limit_ms), Budget(1_000 + self._problem.num_tables)
-        found = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment).assignment
-        ms = self._slowest_ms(found)
-        return replace(solution, assignment=found, milliseconds=ms) if ms <= limit_ms else solution
+        moved = LocalSearch(self._problem, aim, budget, keeps_options=True).improve(solution.assignment).assignment
+        ms = self._slowest_ms(moved)
+        return replace(solution, assignment=moved, milliseconds=ms) if ms <= limit_ms else solution
 
     def _solution(self, assignment: Assignment, aim: Aim, lower_bound: float) -> Solution:
         """Returns the solution with its time and fit computed from the assignment, without a search's rounding."""
@@ -235,39 +240,44 @@ class Solver:
         search, tables = LocalSearch(self._problem, aim, self._budget()), range(self._problem.num_tables)
         return search.improve(search.construct([self._problem.options_of(table) for table in tables]).assignment)
 
-    def _from_guesses(self, aim: Aim, enough: float) -> Found:
-        """Returns the best assignment found from first guesses; stops as soon as a score is at most ``enough``."""
+    def _from_guesses(self, aim: Aim, enough_score: float) -> Found:
+        """Returns the best assignment found from first guesses; stops once a score is at most ``enough_score``."""
         # 24 guesses are placed -> the best 7 are improved -> 3 are shaken -> 1 is shaken longest, as in a tournament;
-        # `total` is the work that is left; placing takes at most a third of it
+        # placing takes at most a third of the work
         num_tables, placed = self._problem.num_tables, list[Found]()
-        total = Budget(60_000 + 200 * num_tables)
-        constructing = Budget(total.units / 3 + _CONSTRUCTING / num_tables)
+        work_left = Budget(60_000 + 200 * num_tables)
+        constructing = Budget(work_left.units / 3 + _CONSTRUCTING / num_tables)
         for options in first_guesses(self._problem, aim)[:_GUESSES]:
-            placed.append(LocalSearch(self._problem, aim, constructing).construct([[own] for own in options.tolist()]))
-            if constructing.is_spent or placed[-1].score <= enough:
+            search = LocalSearch(self._problem, aim, constructing)
+            placed.append(search.construct([[option] for option in options.tolist()]))
+            if constructing.is_spent or placed[-1].score <= enough_score:
                 break
-        total.units -= max(0.0, total.units / 3 - constructing.units)
+        work_left.units -= max(0.0, work_left.units / 3 - constructing.units)
         # the best by score and the first by estimate: where no guess has room yet, scores say how full, not how fast
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
         for count, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
-            best = sorted((self._grown(own, aim, enough, total, times, seed) for own in best[:count]), key=_score)
+            grown = [self._grown(start, aim, enough_score, work_left, times, seed) for start in best[:count]]
+            best = sorted(grown, key=_score)
         return best[0]
 
-    def _grown(self, found: Found, aim: Aim, enough: float, total: Budget, times: int, seed: int | None) -> Found:
+    def _grown(
+        self, found: Found, aim: Aim, enough_score: float, work_left: Budget, times: int, seed: int | None
+    ) -> Found:
         """Returns the assignment after improving it (no seed) or shaking it with random changes drawn from a seed.
 
-        Does nothing where the score is at most ``enough``. Subtracts the work from ``total``; ``times`` limits it.
+        Does nothing where the score is at most ``enough_score``. Subtracts the work from ``work_left``; ``times``
+        limits it.
         """
-        if found.score <= enough or total.is_spent:
+        if found.score <= enough_score or work_left.is_spent:
             return found
         budget = self._budget(times)
-        allowed = budget.units = min(budget.units, total.units)
+        allowed = budget.units = min(budget.units, work_left.units)
         if seed is not None:
-            places = Budget(budget.units / 2)  # places alone cost less to try than options
-            found = LocalSearch(self._problem, aim, places, keeps_options=True, seed=seed).shake(found, enough)
-            budget.units -= allowed / 2 - places.units
+            moving = Budget(budget.units / 2)  # places alone cost less to try than options
+            found = LocalSearch(self._problem, aim, moving, keeps_options=True, seed=seed).shake(found, enough_score)
+            budget.units -= allowed / 2 - moving.units
         search = LocalSearch(self._problem, aim, budget, seed=seed or 0)
-        found = search.improve(found.assignment) if seed is None else search.shake(found, enough)
-        total.units -= allowed - budget.units
+        found = search.improve(found.assignment) if seed is None else search.shake(found, enough_score)
+        work_left.units -= allowed - budget.units
         return found
