@@ -43,8 +43,8 @@ _FEW = 32  # texts, up to which Python takes less time for a word of each than n
 def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
     """Returns the key of each text of an Arrow array of strings without nulls."""
     if len(texts) <= _FEW:
-        given = [text.encode() for text in texts.to_pylist()]  # below, a leading zero word makes h_0 = mix(n) of n
-        return np.array([_folded(len(text), b"\0" * _WORD + text) for text in given], np.uint64)
+        encoded = [text.encode() for text in texts.to_pylist()]  # below, a leading zero word makes h_0 = mix(n) of n
+        return np.array([_folded(len(text), b"\0" * _WORD + text) for text in encoded], np.uint64)
     texts = texts.cast(pa.large_string())
     offsets = np.frombuffer(texts.buffers()[1] or b"\0" * 8, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     padded = bytes(texts.buffers()[2] or b"")[: offsets[-1]] + b"\0" * _WORD
@@ -52,17 +52,17 @@ def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
     words = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))
     lengths = np.diff(offsets)
     keys = mix64_array(lengths.astype(np.uint64))
-    start, longer = 0, np.flatnonzero(lengths)
-    while len(longer) > _FEW:
-        word = words[offsets[longer] + start]
-        rest = np.minimum(lengths[longer] - start, _WORD).astype(np.uint64)
+    start, unfinished = 0, np.flatnonzero(lengths)
+    while len(unfinished) > _FEW:
+        word = words[offsets[unfinished] + start]
+        num_bytes = np.minimum(lengths[unfinished] - start, _WORD).astype(np.uint64)
         # shifting left and back zeroes the bytes that belong to the next text
-        word = word << (np.uint64(64) - rest * np.uint64(8)) >> (np.uint64(64) - rest * np.uint64(8))
-        keys[longer] = mix64_array(keys[longer] ^ word)
+        word = word << (np.uint64(64) - num_bytes * np.uint64(8)) >> (np.uint64(64) - num_bytes * np.uint64(8))
+        keys[unfinished] = mix64_array(keys[unfinished] ^ word)
         start += _WORD
-        longer = longer[lengths[longer] > start]
-    for place in longer.tolist():
-        keys[place] = _folded(int(keys[place]), padded[offsets[place] + start : offsets[place + 1]])
+        unfinished = unfinished[lengths[unfinished] > start]
+    for index in unfinished.tolist():
+        keys[index] = _folded(int(keys[index]), padded[offsets[index] + start : offsets[index + 1]])
     return keys
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from distembed.models.layers import Dropout, make_linear
-from distembed.models.sequences import Asked, SequenceLayout, lay_out, pack, take_queries, take_tokens
+from distembed.models.sequences import QueriedRows, SequenceLayout, lay_out, pack, take_queries, take_tokens
 
 
 class RecurrentStates(nn.Module):
@@ -29,14 +29,14 @@ class RecurrentStates(nn.Module):
         self.gru = nn.GRU(dim, hidden, num_layers, batch_first=True, dropout=dropout if num_layers > 1 else 0.0)
         self.output = make_linear(hidden, dim)
 
-    def forward(self, tokens: Float[Tensor, "tokens dim"], asked: Asked) -> Float[Tensor, "queries dim"]:
+    def forward(self, tokens: Float[Tensor, "tokens dim"], queried: QueriedRows) -> Float[Tensor, "queries dim"]:
         """Returns the state at each query, zeros where its row has no token."""
         vectors = self.drop(tokens)
         if tokens.device.type == "cpu":
-            packed = pack(asked, self.max_length)
+            packed = pack(queried, self.max_length)
             sequence = PackedSequence(take_tokens(vectors, packed.tokens), packed.batch_sizes)
             return take_queries(self.output(self.gru(sequence)[0].data), packed.queries)
-        layout = lay_out(asked, self.max_length)
+        layout = lay_out(queried, self.max_length)
         return self.on_slots(take_tokens(vectors, layout.tokens), layout)
 
     def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:

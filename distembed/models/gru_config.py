@@ -49,7 +49,7 @@ class GRUConfig:
         from distembed.models.next_items import NextItems, NextItemsWithNumbers, TokenVectors, item_collections
         from distembed.models.soft_one_hot import SoftOneHot
 
-        lists = [each.name for each in inputs.schema.categorical if each.multi_hot and each.table is None]
+        lists = [feature.name for feature in inputs.schema.categorical if feature.multi_hot and feature.table is None]
         beside = [name for name in lists if name != ITEM] if self.side_features else []
         numbers = inputs.schema.dense_sequences if self.side_features else ()
         items, dim = item_collections(inputs, self.tied, beside), inputs.embedding_dim

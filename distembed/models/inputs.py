@@ -100,12 +100,12 @@ class ModelInputs:
             looked_up: For a feature's table, the names of the batch's features that are looked up in it, in place of
                 the table's own ``feature_names``. Its SSE rules for other features are dropped.
         """
-        names = [each.name for each in fields(CompositionalEmbeddingConfig)]
+        names = [field.name for field in fields(CompositionalEmbeddingConfig)]
         chosen = self._choose_tables(features, suffix)
-        for feature, own in (looked_up or {}).items():
-            place = [table.name for table in chosen].index(feature + suffix)
-            rules = {name: rule for name, rule in chosen[place].rules.items() if name in own}
-            chosen[place] = replace(chosen[place], feature_names=own, sse=rules or None)
+        for feature, looked_up_features in (looked_up or {}).items():
+            index = [table.name for table in chosen].index(feature + suffix)
+            rules = {name: rule for name, rule in chosen[index].rules.items() if name in looked_up_features}
+            chosen[index] = replace(chosen[index], feature_names=looked_up_features, sse=rules or None)
         tables = [CompositionalEmbeddingConfig(**{name: getattr(table, name) for name in names}) for table in chosen]
         return self._make_sequences(tables), vector_names(tables)
 

@@ -83,7 +83,8 @@ class _IdQueries(nn.Module):
         )
 
     def _items(self, vectors: Sequence[Float[Tensor, "ids dim"]], ids: KeyedJaggedTensor) -> dict[str, Items]:
-        return {name: Items(ids[name].values(), own) for name, own in zip(self._features[1:], vectors, strict=True)}
+        names = self._features[1:]
+        return {name: Items(ids[name].values(), items) for name, items in zip(names, vectors, strict=True)}
 
     def _drop(self, vectors: Float[Tensor, "*ids dim"]) -> Float[Tensor, "*ids dim"]:
         if not (self.training and self._dropout):
@@ -132,24 +133,24 @@ class _PairScores(torch.autograd.Function):
         queries = _with_ones(users) if biases else users
         ctx.save_for_backward(queries, vectors)
         ctx.biases = biases
-        scores = torch.stack([(queries * own).sum(1) for own in items], dim=1)
+        scores = torch.stack([(queries * item).sum(1) for item in items], dim=1)
         return scores + users[:, -1:] if biases else scores
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         (gradient,) = gradients
         queries, vectors = ctx.saved_tensors
-        to_write = torch.empty_like(vectors)
-        of_users, *of_items = to_write.unbind(1)
+        vector_gradients = torch.empty_like(vectors)
+        user_gradients, *item_gradients = vector_gradients.unbind(1)
         weights, items = gradient.split(1, dim=1), vectors.unbind(1)[1:]
-        for weight, of_item in zip(weights, of_items, strict=True):
-            torch.mul(weight, queries, out=of_item)
-        torch.mul(weights[0], items[0], out=of_users)
+        for weight, item_gradient in zip(weights, item_gradients, strict=True):
+            torch.mul(weight, queries, out=item_gradient)
+        torch.mul(weights[0], items[0], out=user_gradients)
         for weight, item in zip(weights[1:], items[1:], strict=True):
-            of_users.addcmul_(weight, item)
+            user_gradients.addcmul_(weight, item)
         if ctx.biases:
-            of_users[:, -1] = gradient.sum(1)
-        return to_write, None
+            user_gradients[:, -1] = gradient.sum(1)
+        return vector_gradients, None
 
 
 def queries_of_users(

@@ -21,7 +21,7 @@ from distembed.models.base import Model
 from distembed.models.inputs import ModelInputs
 from distembed.models.layers import make_linear
 from distembed.models.queries import Catalogue, Items, Queries
-from distembed.models.sequences import Asked, feature_lengths, feature_values
+from distembed.models.sequences import QueriedRows, feature_lengths, feature_values
 
 _OUTPUT = "_output"
 """Suffix of the name of an output table that is not the table of items itself."""
@@ -68,8 +68,8 @@ def item_collections(inputs: ModelInputs, tied: bool, beside: Sequence[str] = ()
     candidates = [name for name in table.feature_names if name != ITEM] or [ITEM_TARGET]
     outputs, _ = inputs.sequence_embeddings([ITEM], _OUTPUT, {ITEM: candidates})
     embeddings, _ = inputs.sequence_embeddings(names, looked_up={ITEM: [ITEM]})
-    own = replace(table, name=ITEM + _OUTPUT, feature_names=candidates, sse=None)
-    return ItemCollections(embeddings, outputs, own, item.max_ids_per_row)
+    output_table = replace(table, name=ITEM + _OUTPUT, feature_names=candidates, sse=None)
+    return ItemCollections(embeddings, outputs, output_table, item.max_ids_per_row)
 
 
 class NextItems(Model):
@@ -161,7 +161,7 @@ class _Network(nn.Module):
     ) -> Queries:
         targets = feature_values(sparse_features, ITEM_TARGET)
         lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
-        states = self.states(self.tokens(embedded, dense_sequences), Asked(lengths, num_targets, len(targets)))
+        states = self.states(self.tokens(embedded, dense_sequences), QueriedRows(lengths, num_targets, len(targets)))
         items = {
             name: Items(feature_values(sparse_features, name), candidates[name].values())
             for name in (ITEM_TARGET, ITEM_NEGATIVE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distembed.models.layers import Dropout, drop
-from distembed.models.sequences import Asked, SequenceLayout, lay_out, take_queries, take_tokens
+from distembed.models.sequences import QueriedRows, SequenceLayout, lay_out, take_queries, take_tokens
 
 Groups = Sequence[tuple[int, int]]
 """Number of rows and of slots a row of each group."""
@@ -42,11 +42,11 @@ class CausalAttention(nn.Module):
         projected = self.project(slots)
         sizes = [num_rows * length for num_rows, length in groups]
         attended = [
-            self._attend(own, num_rows, length)
-            for own, (num_rows, length) in zip(projected.split(sizes), groups, strict=True)
+            self._attend(group, num_rows, length)
+            for group, (num_rows, length) in zip(projected.split(sizes), groups, strict=True)
         ]
-        together = attended[0] if len(attended) == 1 else torch.cat(attended)
-        output: Tensor = self.output(together)
+        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
+        output: Tensor = self.output(joined)
         return output
 
     def _attend(self, projected: Tensor, num_rows: int, length: int) -> Float[Tensor, "slots dim"]:
@@ -68,7 +68,7 @@ Vectors = Float[Tensor, "rows heads slots head_dim"]
 def attend(queries: Vectors, keys: Vectors, values: Vectors, dropout: float) -> Vectors:
     """Returns causal attention with dropped weights, as torch's does, which takes twice as long on a CPU."""
     num_rows, num_heads, length, dim = queries.shape
-    flat = [each.reshape(num_rows * num_heads, length, dim) for each in (queries, keys, values)]
+    flat = [vectors.reshape(num_rows * num_heads, length, dim) for vectors in (queries, keys, values)]
     later = torch.full((length, length), -torch.inf, dtype=queries.dtype).triu(1)
     scores = torch.baddbmm(later, flat[0], flat[1].transpose(1, 2), alpha=dim**-0.5)
     weights = drop(scores.softmax(2), dropout).to(queries.dtype)
@@ -109,9 +109,9 @@ class CausalTransformer(nn.Module):
         self.blocks = nn.ModuleList([Block(dim, num_heads, dropout) for _ in range(num_blocks)])
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, tokens: Float[Tensor, "tokens dim"], asked: Asked) -> Float[Tensor, "queries dim"]:
+    def forward(self, tokens: Float[Tensor, "tokens dim"], queried: QueriedRows) -> Float[Tensor, "queries dim"]:
         """Returns the state at each query, zeros where its row has no token."""
-        layout = lay_out(asked, self.max_length)
+        layout = lay_out(queried, self.max_length)
         return self.on_slots(take_tokens(tokens, layout.tokens), layout)
 
     def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:

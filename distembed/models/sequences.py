@@ -47,7 +47,7 @@ class SequenceLayout:
 
 
 @dataclass(frozen=True)
-class Asked:
+class QueriedRows:
     """The rows of a batch, and the tokens at which a state is asked for.
 
     Attributes:
@@ -65,17 +65,17 @@ class Asked:
 class _Rows:
     """The rows of a batch, cut to their most recent tokens: each row's first token left, and its counts."""
 
-    firsts: _Integers
+    first_tokens: _Integers
     lengths: _Integers
     num_queries: _Integers
 
     @classmethod
-    def cut(cls, asked: "Asked", max_length: int) -> "_Rows":
-        whole = asked.lengths.numpy().astype(np.int64)
-        left = np.minimum(whole, max_length)
-        return cls(np.cumsum(whole) - left, left, asked.num_queries.numpy().astype(np.int64))
+    def cut(cls, queried: "QueriedRows", max_length: int) -> "_Rows":
+        full_lengths = queried.lengths.numpy().astype(np.int64)
+        lengths = np.minimum(full_lengths, max_length)
+        return cls(np.cumsum(full_lengths) - lengths, lengths, queried.num_queries.numpy().astype(np.int64))
 
-    def query_places(self) -> tuple[_Integers, _Integers]:
+    def query_tokens(self) -> tuple[_Integers, _Integers]:
         """Returns the row of each query and its token's number within the row, below 0 where there is none.
 
         The q queries of a row of n tokens are at its last tokens: n - q to n - 1, below 0 if q > n.
@@ -84,28 +84,31 @@ class _Rows:
         return rows, np.arange(len(rows)) - (np.cumsum(self.num_queries) - self.lengths)[rows]
 
 
-def lay_out(asked: Asked, max_length: int) -> SequenceLayout:
+def lay_out(queried: QueriedRows, max_length: int) -> SequenceLayout:
     """Returns the layout of a batch's rows; tokens older than the last ``max_length`` are left out."""
-    if asked.lengths.device.type != "cpu":
-        return _one_group(asked, max_length)
-    # Rows go from the longest to the shortest, so a group is a run of rows. ``widths`` is the number of slots of each
-    # row, which is its group's length. Rows without tokens come last, and get no slots.
-    rows = _Rows.cut(asked, max_length)
-    order = np.argsort(-rows.lengths, kind="stable")
+    if queried.lengths.device.type != "cpu":
+        return _one_group(queried, max_length)
+    # Rows go from the longest to the shortest, so a group is a run of rows, each as wide as the group's longest row.
+    # Rows a b c of 1, 3, 2 tokens in one group (- is padding, which repeats the row's last token):
+    #   by_length        b c a               num_slots     3 3 3          first_slots    0 3 6
+    #   slots            b0 b1 b2 c0 c1 - a0 - -
+    #   row_of_slot      b  b  b  c  c  c a  a a
+    #   token_in_row     0  1  2  0  1  2 0  1 2
+    rows = _Rows.cut(queried, max_length)
     groups = _group_lengths(np.bincount(rows.lengths, minlength=2))
-    widths = np.repeat([length for _, length in groups], [count for count, _ in groups])
-    order = order[: len(widths)]
-    starts = np.cumsum(widths) - widths
-    row_of_slot = np.repeat(order, widths)
-    numbers = np.arange(len(row_of_slot)) - np.repeat(starts, widths)
-    lasts = rows.lengths[row_of_slot] - 1
-    start_of_row = np.zeros(len(rows.lengths), np.int64)
-    start_of_row[order] = starts
-    query_rows, query_numbers = rows.query_places()
-    queries = np.where(query_numbers >= 0, start_of_row[query_rows] + query_numbers, len(row_of_slot))
+    num_slots = np.repeat([length for _, length in groups], [count for count, _ in groups])
+    by_length = np.argsort(-rows.lengths, kind="stable")[: len(num_slots)]  # rows without tokens have no slots
+    first_slots = np.cumsum(num_slots) - num_slots
+    row_of_slot = np.repeat(by_length, num_slots)
+    token_in_row = np.arange(len(row_of_slot)) - np.repeat(first_slots, num_slots)
+    last_in_row = rows.lengths[row_of_slot] - 1
+    first_slot_of_row = np.zeros(len(rows.lengths), np.int64)
+    first_slot_of_row[by_length] = first_slots
+    query_rows, query_tokens = rows.query_tokens()
+    queries = np.where(query_tokens >= 0, first_slot_of_row[query_rows] + query_tokens, len(row_of_slot))
     return SequenceLayout(
-        torch.from_numpy(rows.firsts[row_of_slot] + np.minimum(numbers, lasts)),
-        torch.from_numpy(np.maximum(lasts - numbers, 0)),
+        torch.from_numpy(rows.first_tokens[row_of_slot] + np.minimum(token_in_row, last_in_row)),
+        torch.from_numpy(np.maximum(last_in_row - token_in_row, 0)),
         tuple(groups),
         torch.from_numpy(queries),
     )
@@ -131,22 +134,23 @@ def _group_lengths(counts: _Integers) -> list[tuple[int, int]]:
     return [*groups, (num_rows, longest)] if num_rows else [(0, 1)]
 
 
-def _one_group(asked: Asked, max_length: int) -> SequenceLayout:
+def _one_group(queried: QueriedRows, max_length: int) -> SequenceLayout:
     """Returns the layout with all rows in one group of ``max_length`` slots, on their device, without synchronising."""
     # as in lay_out, but every row has max_length slots, so the slots of row r begin at r * max_length
-    whole, wanted, device = asked.lengths.long(), asked.num_queries.long(), asked.lengths.device
-    left, num_rows = whole.clamp(max=max_length), len(whole)
-    numbers = torch.arange(max_length, device=device)
-    lasts = (left - 1).clamp(min=0).unsqueeze(1)
-    firsts = (whole.cumsum(0) - left).unsqueeze(1)
-    row_of_query = torch.arange(num_rows, device=device).repeat_interleave(wanted, output_size=asked.total_queries)
-    query_numbers = torch.arange(asked.total_queries, device=device) - (wanted.cumsum(0) - left)[row_of_query]
-    queries = torch.where(query_numbers >= 0, row_of_query * max_length + query_numbers, num_rows * max_length)
-    tokens = (firsts + torch.minimum(numbers, lasts)).flatten()
+    full_lengths, num_queries, device = queried.lengths.long(), queried.num_queries.long(), queried.lengths.device
+    lengths, num_rows = full_lengths.clamp(max=max_length), len(full_lengths)
+    token_in_row = torch.arange(max_length, device=device)
+    last_in_row = (lengths - 1).clamp(min=0).unsqueeze(1)
+    first_tokens = (full_lengths.cumsum(0) - lengths).unsqueeze(1)
+    total = queried.total_queries
+    query_rows = torch.arange(num_rows, device=device).repeat_interleave(num_queries, output_size=total)
+    query_tokens = torch.arange(total, device=device) - (num_queries.cumsum(0) - lengths)[query_rows]
+    queries = torch.where(query_tokens >= 0, query_rows * max_length + query_tokens, num_rows * max_length)
+    tokens = (first_tokens + torch.minimum(token_in_row, last_in_row)).flatten()
     return SequenceLayout(
         # empty rows at the end of the batch would take their padding from an index beyond the last token
-        torch.minimum(tokens, (whole.sum() - 1).clamp(min=0)),
-        (lasts - numbers).clamp(min=0).flatten(),
+        torch.minimum(tokens, (full_lengths.sum() - 1).clamp(min=0)),
+        (last_in_row - token_in_row).clamp(min=0).flatten(),
         ((num_rows, max_length),),
         queries,
     )
@@ -169,24 +173,27 @@ class PackedLayout:
     queries: Int64[Tensor, " queries"]
 
 
-def pack(asked: Asked, max_length: int) -> PackedLayout:
+def pack(queried: QueriedRows, max_length: int) -> PackedLayout:
     """Returns the layout of a batch on the CPU for a recurrent network; a batch without tokens has one slot."""
-    # token t of the k-th longest row is in slot starts[t] + k: step t has one slot for each row longer than t
-    rows = _Rows.cut(asked, max_length)
-    counts = np.bincount(rows.lengths, minlength=2)
-    batch_sizes = np.trim_zeros(np.cumsum(counts[:0:-1])[::-1], "b")
-    order = np.argsort(-rows.lengths, kind="stable")
-    starts = np.cumsum(batch_sizes) - batch_sizes
-    steps = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
-    ranked = np.arange(len(steps)) - np.repeat(starts, batch_sizes)
-    rank_of_row = np.empty(len(order), np.int64)
-    rank_of_row[order] = np.arange(len(order))
-    query_rows, query_numbers = rows.query_places()
-    found = np.flatnonzero(query_numbers >= 0)
-    queries = np.full(len(query_rows), max(1, len(steps)))
-    queries[found] = starts[query_numbers[found]] + rank_of_row[query_rows[found]]
-    tokens = rows.firsts[order[ranked]] + steps
-    if not len(steps):
+    # Step t has a slot for each row longer than t, the longest row first; rows a b c of 1, 3, 2 tokens:
+    #   slots            b0 c0 a0 b1 c1 b2          batch_sizes    3 2 1     first_slots    0 3 5
+    #   step_of_slot     0  0  0  1  1  2           by_length      b c a
+    #   rank_of_slot     0  1  2  0  1  0           rank_of_row    2 0 1     b1: first_slots[1] + rank 0 = 3
+    rows = _Rows.cut(queried, max_length)
+    num_rows_of_length = np.bincount(rows.lengths, minlength=2)
+    batch_sizes = np.trim_zeros(np.cumsum(num_rows_of_length[:0:-1])[::-1], "b")
+    first_slots = np.cumsum(batch_sizes) - batch_sizes
+    step_of_slot = np.repeat(np.arange(len(batch_sizes)), batch_sizes)
+    rank_of_slot = np.arange(len(step_of_slot)) - np.repeat(first_slots, batch_sizes)
+    by_length = np.argsort(-rows.lengths, kind="stable")
+    rank_of_row = np.empty(len(by_length), np.int64)
+    rank_of_row[by_length] = np.arange(len(by_length))
+    query_rows, query_tokens = rows.query_tokens()
+    with_token = np.flatnonzero(query_tokens >= 0)
+    queries = np.full(len(query_rows), max(1, len(step_of_slot)))
+    queries[with_token] = first_slots[query_tokens[with_token]] + rank_of_row[query_rows[with_token]]
+    tokens = rows.first_tokens[by_length[rank_of_slot]] + step_of_slot
+    if not len(step_of_slot):
         tokens, batch_sizes = np.zeros(1, np.int64), np.ones(1, np.int64)
     return PackedLayout(torch.from_numpy(tokens), torch.from_numpy(batch_sizes.copy()), torch.from_numpy(queries))
 

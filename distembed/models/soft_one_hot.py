@@ -70,8 +70,8 @@ class SoftOneHot(nn.Module):
         """Returns the vector of each number, in the dtype of the weights."""
         with _without_autocast(numbers.device.type):
             shares, missing = self._shares(numbers)
-            own = missing.unsqueeze(2) * self.missing.unsqueeze(1)
-            vectors = torch.baddbmm(own, shares.transpose(1, 2), self.vectors).transpose(0, 1)
+            missing_vectors = missing.unsqueeze(2) * self.missing.unsqueeze(1)
+            vectors = torch.baddbmm(missing_vectors, shares.transpose(1, 2), self.vectors).transpose(0, 1)
             if self.norm is not None:
                 vectors = self.norm(vectors)
         return vectors.reshape(*numbers.shape, vectors.shape[-1])
@@ -162,7 +162,7 @@ class _Shares(torch.autograd.Function):
         (gradient,) = gradients
         values, shares, weights = ctx.saved_tensors
         # missing numbers have shares of 0, so the softmax's gradient s * (g - sum(g s)) is 0 too
-        of_sums = torch.ops.aten._softmax_backward_data(gradient, shares, 1, shares.dtype)
-        of_values = torch.bmm(weights.unsqueeze(1), of_sums).squeeze(1) if ctx.needs_input_grad[0] else None
-        of_weights = torch.bmm(of_sums, values.unsqueeze(2)).squeeze(2)
-        return of_values, None, of_weights, of_sums.sum(2)
+        sum_gradients = torch.ops.aten._softmax_backward_data(gradient, shares, 1, shares.dtype)
+        value_gradients = torch.bmm(weights.unsqueeze(1), sum_gradients).squeeze(1) if ctx.needs_input_grad[0] else None
+        weight_gradients = torch.bmm(sum_gradients, values.unsqueeze(2)).squeeze(2)
+        return value_gradients, None, weight_gradients, sum_gradients.sum(2)

@@ -12,16 +12,16 @@ from distembed.models import sasrec
 from distembed.models.gru import RecurrentStates
 from distembed.models.layers import drop
 from distembed.models.sasrec import CausalTransformer, attend
-from distembed.models.sequences import Asked, _one_group, lay_out, pack
+from distembed.models.sequences import QueriedRows, _one_group, lay_out, pack
 
 RAGGED = [5, 1, 0, 3, 7, 7, 2, 0, 1]
 DIM, MAX_LENGTH = 8, 7
 
 
-def asked(lengths: Sequence[int], num_queries: Sequence[int] | None = None) -> Asked:
+def asked(lengths: Sequence[int], num_queries: Sequence[int] | None = None) -> QueriedRows:
     """All tokens of rows are asked for, unless fewer or more are."""
     wanted = torch.tensor(lengths if num_queries is None else num_queries)
-    return Asked(torch.tensor(lengths), wanted, int(wanted.sum()))
+    return QueriedRows(torch.tensor(lengths), wanted, int(wanted.sum()))
 
 
 def padded_states(model: CausalTransformer, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -114,11 +114,11 @@ def test_gru_equals_a_loop_over_cells() -> None:
 
 def test_rows_of_similar_length_share_a_group_and_all_tokens_have_a_slot() -> None:
     lengths = torch.randint(0, 51, (300,), generator=torch.Generator().manual_seed(0))
-    layout = lay_out(Asked(lengths, lengths, int(lengths.sum())), 50)
+    layout = lay_out(QueriedRows(lengths, lengths, int(lengths.sum())), 50)
     assert sorted(layout.tokens[layout.queries].tolist()) == list(range(int(lengths.sum())))
     num_slots = sum(rows * length for rows, length in layout.groups)
     assert len(layout.tokens) == num_slots < 1.1 * lengths.sum()
-    packed = pack(Asked(lengths, lengths, int(lengths.sum())), 50)
+    packed = pack(QueriedRows(lengths, lengths, int(lengths.sum())), 50)
     assert sorted(packed.tokens.tolist()) == list(range(int(lengths.sum())))
     assert int(packed.batch_sizes.sum()) == len(packed.tokens)
 

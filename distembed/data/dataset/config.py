@@ -55,15 +55,15 @@ class DataConfig:
 
     @field_validator("ids_per_row", mode="before")
     @classmethod
-    def _are_counts(cls, given: Any) -> Any:
-        numbers = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else [given]
-        for number in numbers if given is not None else ():
+    def _are_counts(cls, values: Any) -> Any:
+        numbers = values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else [values]
+        for number in numbers if values is not None else ():
             if type(number) not in (int, float) or not 0 < number < _MOST_IDS:
                 raise ValueError(
                     f"ids_per_row has {number!r}; give a number above 0 and below 2**31, a list with one for each "
                     "feature, or {FEATURE: NUMBER}"
                 )
-        return given
+        return values
 
     @model_validator(mode="after")
     def _has_one_source_of_counts(self) -> "DataConfig":
@@ -89,26 +89,25 @@ class DataConfig:
         ).schema
 
     def _with_ids_per_row(self, schema: Schema) -> Schema:
-        given, names = self.ids_per_row, schema.categorical_names
-        if given is None:
+        ids_per_row, names = self.ids_per_row, schema.categorical_names
+        if ids_per_row is None:
             return schema
-        if isinstance(given, list):
-            if len(given) != len(names):
+        if isinstance(ids_per_row, list):
+            if len(ids_per_row) != len(names):
                 raise UserError(
-                    f"data.ids_per_row has {len(given)} numbers, and data.schema={self.schema} has {len(names)} "
+                    f"data.ids_per_row has {len(ids_per_row)} numbers, and data.schema={self.schema} has {len(names)} "
                     f"categorical features ({names[0]}, ..., {names[-1]}); give a number for each, or FEATURE: NUMBER."
                 )
-            means = dict(zip(names, given, strict=True))
-        elif isinstance(given, Mapping):
-            means = {one_of("feature of data.ids_per_row", name, names): mean for name, mean in given.items()}
+            means = dict(zip(names, ids_per_row, strict=True))
+        elif isinstance(ids_per_row, Mapping):
+            means = {one_of("feature of data.ids_per_row", name, names): mean for name, mean in ids_per_row.items()}
         else:
-            means = dict.fromkeys(names, given)
-        features = [
-            dataclasses.replace(own, multi_hot=own.multi_hot or means[own.name] != 1, mean_ids_per_row=means[own.name])
-            if own.name in means
-            else own
-            for own in schema.categorical
-        ]
+            means = dict.fromkeys(names, ids_per_row)
+        features = list(schema.categorical)
+        for index, feature in enumerate(features):
+            if (mean := means.get(feature.name)) is not None:
+                multi_hot = feature.multi_hot or mean != 1
+                features[index] = dataclasses.replace(feature, multi_hot=multi_hot, mean_ids_per_row=mean)
         return dataclasses.replace(schema, categorical=tuple(features))
 
     def splits(self) -> dict[str, str | None]:

@@ -45,14 +45,14 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
     Vocabularies of over MOST_COPIED_BYTES together become symbolic links, unless ``links`` is False. A folder that
     holds a whole dataset, with rows, is not overwritten.
     """
-    folder, kept = run / KEPT_FOLDER, manifest.without_rows()
+    folder, to_keep = run / KEPT_FOLDER, manifest.without_rows()
     with suppress(UserError):
-        found = Manifest.load(folder)
-        if not found.is_without_rows or found == kept:  # a dataset with rows is left as it is
+        existing = Manifest.load(folder)
+        if not existing.is_without_rows or existing == to_keep:  # a dataset with rows is left as it is
             return
     with full_disk_explained(lambda error: f"{folder} could not be written ({error}); {free_space(run)} are left"):
         folder.mkdir(exist_ok=True)
-        files = kept.other_files
+        files = to_keep.other_files
         try:
             links = links and sum((Path(dataset) / file).stat().st_size for file in files) > MOST_COPIED_BYTES
             for file in files:
@@ -61,7 +61,7 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True
             raise UserError(f"a vocabulary of the dataset {dataset} is missing ({error}); prepare it again.") from error
         except shutil.Error as error:
             raise RunError(f"a vocabulary of {dataset} could not be copied to {folder}: {error}") from error
-        kept.write(folder)  # last, since a folder with a manifest counts as complete
+        to_keep.write(folder)  # last, since a folder with a manifest counts as complete
 
 
 def _place(source: Path, target: Path, links: bool) -> None:
@@ -97,8 +97,9 @@ def has_same_ids(
     earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
 ) -> bool:
     """Returns whether two datasets give the same ids to the same values; their lists may differ in length."""
-    old, new = ([feature.num_embeddings for feature in each.schema.categorical] for each in (earlier, manifest))
-    return old == new and not any(_differences(earlier_dir, earlier, dataset_dir, manifest))
+    old_sizes = [feature.num_embeddings for feature in earlier.schema.categorical]
+    new_sizes = [feature.num_embeddings for feature in manifest.schema.categorical]
+    return old_sizes == new_sizes and not any(_differences(earlier_dir, earlier, dataset_dir, manifest))
 
 
 def _differences(
@@ -113,12 +114,12 @@ def _differences(
     if names != new_names:
         yield f"the features were {', '.join(names)}, now {', '.join(new_names)}"
         return
-    options = [(each, getattr(old, each), getattr(new, each)) for each in _SAME_COLUMNS]
-    options += [(each, earlier.preparation.get(each), manifest.preparation.get(each)) for each in _SAME_PREPARATION]
+    options = [(field, getattr(old, field), getattr(new, field)) for field in _SAME_COLUMNS]
+    options += [(field, earlier.preparation.get(field), manifest.preparation.get(field)) for field in _SAME_PREPARATION]
     options += [
-        (f"the hash of {each!r}", _hash_in_schema(earlier, each), _hash_in_schema(manifest, each)) for each in names
+        (f"the hash of {name!r}", _hash_in_schema(earlier, name), _hash_in_schema(manifest, name)) for name in names
     ]
-    yield from (f"{what} was {shown(was)} and is {shown(now)}" for what, was, now in options if was != now)
+    yield from (f"{option} was {shown(was)} and is {shown(now)}" for option, was, now in options if was != now)
     for before, after in zip(old.categorical, new.categorical, strict=True):
         if (before.table, before.multi_hot) != (after.table, after.multi_hot):
             yield f"the feature {before.name!r} was {before} and is {after}"
@@ -137,9 +138,9 @@ def _differences(
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
     """Returns the seed of a feature that is hashed by a table's schema; an empty dictionary for other features."""
     schema = manifest.preparation.get("schema") or {}
-    own = schema.get("categorical", {}).get(feature, {})
-    is_hashed = feature not in manifest.vocabularies and (own.get("hash_size") or schema.get("hash_size"))
-    return {"hash_seed": own.get("hash_seed", 0)} if is_hashed else {}
+    column = schema.get("categorical", {}).get(feature, {})
+    is_hashed = feature not in manifest.vocabularies and (column.get("hash_size") or schema.get("hash_size"))
+    return {"hash_seed": column.get("hash_seed", 0)} if is_hashed else {}
 
 
 def _read(path: Path) -> pa.Table:
@@ -158,6 +159,6 @@ def _other_ids(name: str, old: pa.Table, new: pa.Table) -> Iterator[str]:
     else:
         new = new.slice(0, len(old))
         differs = pc.or_(pc.not_equal(old["id"], new["id"]), pc.not_equal(old["key"], new["key"]))
-        if (place := pc.index(differs, True).as_py()) >= 0:
-            before, now = (table["key"][place].as_py() for table in (old, new))
-            yield f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
+        if (row := pc.index(differs, True).as_py()) >= 0:
+            before, now = (table["key"][row].as_py() for table in (old, new))
+            yield f"id {old['id'][row].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"

@@ -203,10 +203,10 @@ class Manifest:
         folder, pieces = Path(dataset_dir), pieces or {}
         try:
             if files := [file.path for file in self.split_files]:
-                found = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
+                piece_arrays = [pieces[file] if file in pieces else file_pieces(folder / file) for file in files]
                 with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary:
                     with open(temporary, "wb") as file:  # numpy may lose the error of a full disk
-                        file.write(np.concatenate(found).tobytes())
+                        file.write(np.concatenate(piece_arrays).tobytes())
             saved = replace(self, checksums={file: FileChecksum.of(folder / file) for file in self.other_files})
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
@@ -224,9 +224,9 @@ class Manifest:
     def without_rows(self) -> Manifest:
         """Returns the manifest without the splits' files and the malformed rows: the vocabularies and the schema."""
         splits = {name: replace(split, files=()) for name, split in self.splits.items()}
-        kept = replace(self, splits=splits, rejected=replace(self.rejected, file=None))
-        checksums = {file: self.checksums[file] for file in kept.other_files if file in self.checksums}
-        return replace(kept, checksums=checksums)
+        without_files = replace(self, splits=splits, rejected=replace(self.rejected, file=None))
+        checksums = {file: self.checksums[file] for file in without_files.other_files if file in self.checksums}
+        return replace(without_files, checksums=checksums)
 
     @property
     def split_files(self) -> list[DataFile]:
@@ -264,7 +264,7 @@ class Manifest:
             "vocabularies": {name: plain_fields(entry) for name, entry in self.vocabularies.items()},
             "sources": [asdict(source) for source in self.sources],
             "rejected": asdict(self.rejected),
-            "checksums": {file: asdict(own) for file, own in self.checksums.items()},
+            "checksums": {file: asdict(checksum) for file, checksum in self.checksums.items()},
         }
         return with_checksum(value)
 

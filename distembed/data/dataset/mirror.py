@@ -90,12 +90,12 @@ class PieceCache:
 
         Removes pieces until at least a tenth of the limit is free, since each call has to list all pieces.
         """
-        found = [(path.stat(), path) for path in self.folder.glob("??/*")]
-        total = sum(status.st_size for status, _ in found)
-        wanted = self.most_bytes - max(num_bytes, self.most_bytes // 10)
+        cached = [(path.stat(), path) for path in self.folder.glob("??/*")]
+        total = sum(status.st_size for status, _ in cached)
+        most_left = self.most_bytes - max(num_bytes, self.most_bytes // 10)
         if total + num_bytes > self.most_bytes:
-            for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
-                if total <= wanted:
+            for status, path in sorted(cached, key=lambda entry: entry[0].st_mtime_ns):
+                if total <= most_left:
                     break
                 path.unlink()
                 total -= status.st_size

@@ -67,10 +67,10 @@ class RecordLayout:
     def from_schema(cls, schema: Schema) -> RecordLayout:
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
-        last = tuple(name for name in (schema.label, schema.weight) if name is not None)
+        targets = tuple(name for name in (schema.label, schema.weight) if name is not None)
         dtype = np.dtype(np.int64 if wide else np.int32)
         has_lists = len(single) < len(schema.categorical) or bool(schema.dense_sequences)
-        return cls(single, (*schema.dense, *last), has_lists, dtype)
+        return cls(single, (*schema.dense, *targets), has_lists, dtype)
 
     @property
     def first_float(self) -> int:

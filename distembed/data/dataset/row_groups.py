@@ -78,7 +78,8 @@ class SplitFile:
         damaged: list[int] = []
         if self.mirror is not None:
             read = self.mirror.read_uncached
-            damaged = [each for each in range(len(self.pieces)) if read(self.listed.path, *self._bounds(each)) is None]
+            indices = range(len(self.pieces))
+            damaged = [index for index in indices if read(self.listed.path, *self._bounds(index)) is None]
         elif self.has_listed_size:  # a few megabytes at a time
             damaged = np.flatnonzero(read_checksums(self.path, self.pieces["bytes"].tolist()) != self.pieces).tolist()
         yield from map(self._damaged, damaged)
@@ -93,8 +94,8 @@ class SplitFile:
         else:
             with self.path.open("rb") as file:
                 file.seek(start)
-                found = file.read(stop - start)
-            data = found if checksum_of(found) == checksum else None
+                read = file.read(stop - start)
+            data = read if checksum_of(read) == checksum else None
         if data is None:
             raise UserError(self._damaged(index))
         return data, start
@@ -104,8 +105,8 @@ class SplitFile:
         return start, start + size, str(self.pieces["checksum"][index].tobytes().hex())
 
     def _damaged(self, index: int) -> str:
-        piece = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
-        return f"{self}, {piece} is damaged: its checksum differs from the recorded one; {REMEDY}"
+        named_piece = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
+        return f"{self}, {named_piece} is damaged: its checksum differs from the recorded one; {REMEDY}"
 
 
 @lru_cache(maxsize=32)
@@ -170,10 +171,10 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
         raise UserError(problem)
     files = split_files(dataset_dir, manifest, split_name, read_pieces(dataset_dir, manifest))
     with ThreadPoolExecutor(_FETCHES_AT_ONCE) as threads:
-        found = list(threads.map(lambda file: file.checked_metadata(manifest.schema), files))
+        footers = list(threads.map(lambda file: file.checked_metadata(manifest.schema), files))
     return tuple(
         RowGroup(file, index, num_rows)
-        for file, metadata in zip(files, found, strict=True)
+        for file, metadata in zip(files, footers, strict=True)
         for index in range(metadata.num_row_groups)
         if (num_rows := metadata.row_group(index).num_rows)
     )
@@ -185,8 +186,8 @@ def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> st
     num_rows = sum(file.num_rows for file in split.files)
     if num_rows == split.num_rows or manifest.is_without_rows:
         return None
-    said = f"split {split_name!r} has {split.num_rows} rows, its files have {num_rows}"
-    return f"the manifest of {dataset_dir} is damaged: {said}; {REMEDY}"
+    difference = f"split {split_name!r} has {split.num_rows} rows, its files have {num_rows}"
+    return f"the manifest of {dataset_dir} is damaged: {difference}; {REMEDY}"
 
 
 def split_files(
@@ -207,10 +208,10 @@ def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
     # The files are thought of end to end: a file's last piece ends at the byte where the file ends.
     ends = np.cumsum(pieces["bytes"])
     stops = np.searchsorted(ends, np.cumsum([file.bytes for file in files])) + 1
-    found = {file.path: own for file, own in zip(files, np.split(pieces, stops[:-1]), strict=True)}
-    if stops[-1] != len(pieces) or any(found[file.path]["bytes"].sum() != file.bytes for file in files):
+    pieces_by_file = dict(zip([file.path for file in files], np.split(pieces, stops[:-1]), strict=True))
+    if stops[-1] != len(pieces) or any(pieces_by_file[file.path]["bytes"].sum() != file.bytes for file in files):
         raise UserError(f"{folder / CHECKSUMS_NAME} does not fit the manifest: {REMEDY}")
-    return found
+    return pieces_by_file
 
 
 def require_whole_splits(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
@@ -230,37 +231,37 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
     """
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
-    found = Verification()
+    verification = Verification()
     report = progress or (lambda num_bytes: None)
-    found.add((), folder / MANIFEST_NAME)
-    for other in manifest.other_files:
-        found.add(_until_error(_other_file_problems(folder, manifest, other), folder / other), folder / other)
-        report(found.num_bytes)
-    found.problems += [text for name in manifest.splits if (text := wrong_num_rows(folder, manifest, name))]
+    verification.add((), folder / MANIFEST_NAME)
+    for name_ in manifest.other_files:
+        verification.add(_until_error(_other_file_problems(folder, manifest, name_), folder / name_), folder / name_)
+        report(verification.num_bytes)
+    verification.problems += [text for name in manifest.splits if (text := wrong_num_rows(folder, manifest, name))]
     try:
         pieces = read_pieces(folder, manifest)
     except UserError as error:
-        if not any(CHECKSUMS_NAME in problem for problem in found.problems):
-            found.problems.append(str(error))
-        return found
+        if not any(CHECKSUMS_NAME in problem for problem in verification.problems):
+            verification.problems.append(str(error))
+        return verification
     for name in manifest.splits:
         for file in split_files(folder, manifest, name, pieces):
-            found.add(_until_error(file.problems(manifest.schema), file), file.path)
-            found.num_bytes += 0 if file.mirror is None else file.listed.bytes
-            report(found.num_bytes)
-    return found
+            verification.add(_until_error(file.problems(manifest.schema), file), file.path)
+            verification.num_bytes += 0 if file.mirror is None else file.listed.bytes
+            report(verification.num_bytes)
+    return verification
 
 
 def _until_error(problems: Iterable[str], file: object) -> list[str]:
     """Collects the problems of a file; an exception while they are collected becomes the last problem."""
-    found: list[str] = []
+    texts: list[str] = []
     try:
-        found.extend(problems)
+        texts.extend(problems)
     except (UserError, RunError) as error:
-        found.append(str(error))
+        texts.append(str(error))
     except (pa.ArrowException, OSError) as error:
-        found.append(f"{file} cannot be read ({error}); {REMEDY}.")
-    return found
+        texts.append(f"{file} cannot be read ({error}); {REMEDY}.")
+    return texts
 
 
 def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterator[str]:

@@ -146,7 +146,7 @@ class Schema:
         return max((feature.mean_ids_per_row for feature in lists), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        features = [plain_fields(each, *["mean_ids_per_row"] * each.multi_hot) for each in self.categorical]
+        features = [plain_fields(feature, *["mean_ids_per_row"] * feature.multi_hot) for feature in self.categorical]
         return {**plain_fields(self), "categorical": features}
 
     @classmethod
@@ -158,9 +158,12 @@ class Schema:
 
 def plain_fields(value: Any, *always: str) -> dict[str, Any]:
     """Converts a dataclass to JSON values; omits fields equal to their defaults, except fields named in ``always``."""
-    defaults = {each.name: each.default for each in fields(value) if each.name not in always}
-    plain = {name: own for name, own in asdict(value).items() if name not in defaults or own != defaults[name]}
-    return {name: list(own) if isinstance(own, tuple) else own for name, own in plain.items()}
+    defaults = {field.name: field.default for field in fields(value) if field.name not in always}
+    plain = {}
+    for name, content in asdict(value).items():
+        if name not in defaults or content != defaults[name]:
+            plain[name] = list(content) if isinstance(content, tuple) else content
+    return plain
 
 
 def _check_name(role: str, name: object) -> None:

@@ -85,8 +85,8 @@ class Database:
 
     def row(self, query: str, *values: Any) -> tuple[Any, ...]:
         with _explained():
-            (found,) = self._connection.execute(query, list(values)).fetchall()
-        return tuple(found)
+            (values_,) = self._connection.execute(query, list(values)).fetchall()
+        return tuple(values_)
 
     def batches(self, query: str, *values: Any, rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
         """Yields a query's result in batches of at most ``rows`` rows; consume them all before the next query."""
@@ -102,22 +102,23 @@ def _explained() -> Iterator[None]:
     except (duckdb.Error, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "interrupted" in str(error):
             raise KeyboardInterrupt from error
-        said = str(error).partition("\n")[0]  # the lines after it advise on DuckDB's own settings
-        if "No space left" in said or "max_temp_directory_size" in str(error):  # DuckDB leaves a tenth of the disk free
-            raise OSError(errno.ENOSPC, said) from error
+        first_line = str(error).partition("\n")[0]  # the lines after it advise on DuckDB's own settings
+        is_disk_full = "No space left" in first_line or "max_temp_directory_size" in str(error)
+        if is_disk_full:  # DuckDB leaves a tenth of the disk free
+            raise OSError(errno.ENOSPC, first_line) from error
         if isinstance(error, duckdb.OutOfMemoryException):
             raise RunError(
-                f"the memory limit is too small for counting ({said}); allow more (--memory-limit)"
+                f"the memory limit is too small for counting ({first_line}); allow more (--memory-limit)"
             ) from error
         if isinstance(error, duckdb.IOException):
-            raise OSError(errno.EIO, said) from error
+            raise OSError(errno.EIO, first_line) from error
         raise
 
 
-def count_distinct(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
+def count_distinct(database: Database, arrays: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
     """Fills the table ``counted`` (value, count) with distinct values of all parts; returns the number of values."""
     schema = pa.schema([("value", type_), ("count", pa.int64())])
-    counts = (np.unique(part, return_counts=True) for part in parts)
+    counts = (np.unique(array, return_counts=True) for array in arrays)
     batches = (pa.record_batch([pa.array(values), pa.array(count)], schema=schema) for values, count in counts)
     database.add("counted", batches, schema, "select value, sum(count)::bigint as count from given group by value")
     return int(database.row("select coalesce(sum(count), 0)::bigint from counted")[0])
@@ -125,11 +126,11 @@ def count_distinct(database: Database, parts: Iterable[NDArray[Any]], type_: pa.
 
 def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType) -> NDArray[Any]:
     """Returns element ``r`` of the sorted list of all values in ``counted``, for each of the ascending ``ranks``."""
-    found, before = [np.zeros(0, type_.to_pandas_dtype())], 0
+    values, num_before = [np.zeros(0, type_.to_pandas_dtype())], 0
     for batch in database.batches("select value, count from counted order by value"):
         # a value has the ranks from the end of the value before it up to its own end, exclusive
-        ends = before + np.cumsum(batch.column(1).to_numpy())
-        here = np.array([rank for rank in ranks if before <= rank < ends[-1]], np.int64)
-        found.append(batch.column(0).to_numpy()[np.searchsorted(ends, here, side="right")])
-        before = int(ends[-1])
-    return np.concatenate(found)
+        ends = num_before + np.cumsum(batch.column(1).to_numpy())
+        ranks_here = np.array([rank for rank in ranks if num_before <= rank < ends[-1]], np.int64)
+        values.append(batch.column(0).to_numpy()[np.searchsorted(ends, ranks_here, side="right")])
+        num_before = int(ends[-1])
+    return np.concatenate(values)

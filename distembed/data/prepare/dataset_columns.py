@@ -37,15 +37,15 @@ from distembed.data.table.encoder import num_bins, number_change
 from distembed.data.table.vocabulary import HashMap, IdMap
 
 
-def learn_numbers(splits: RowSplits, place: int, column: NumberColumn, database: Database) -> dict[str, Any]:
-    """Returns ``mean`` and ``std``, or ``edges`` of bins, of the numbers of column ``place`` in the training rows.
+def learn_numbers(splits: RowSplits, column_index: int, column: NumberColumn, database: Database) -> dict[str, Any]:
+    """Returns ``mean`` and ``std``, or ``edges`` of bins, of a column's numbers in the training rows.
 
     Without numbers, the mean is 0, the deviation 1, and there are no edges; a deviation of 0 is replaced by 1.
     """
 
     def training() -> Iterator[NDArray[np.float32]]:
         for block in splits.blocks:
-            numbers = block.numbers(place)[splits.train_rows(block)]
+            numbers = block.numbers(column_index)[splits.train_rows(block)]
             yield numbers[~np.isnan(numbers)] + np.float32(0)  # -0.0 + 0 is 0.0: both zeros count as one value
 
     total = count_distinct(database, training(), pa.float32())
@@ -84,7 +84,7 @@ class DatasetColumns:
 
     @property
     def _learnt_numbers(self) -> dict[str, int]:
-        return {each.name: place for place, each in enumerate(self.layout.numbers) if each.transform != "none"}
+        return {column.name: index for index, column in enumerate(self.layout.numbers) if column.transform != "none"}
 
     def groups(self) -> list[list[str]]:
         """Groups the columns with a vocabulary or learnt transform for one database each, most keys first.
@@ -93,9 +93,9 @@ class DatasetColumns:
         one column with more.
         """
         keys = dict.fromkeys(self._learnt_numbers, 0)
-        for name, (place, column) in self.layout.feature_keys.items():
+        for name, (index, column) in self.layout.feature_keys.items():
             owner = column.vocabulary or name
-            keys[owner] = keys.get(owner, 0) + sum(block.num_keys(place) for block in self.splits.blocks)
+            keys[owner] = keys.get(owner, 0) + sum(block.num_keys(index) for block in self.splits.blocks)
         groups: list[list[str]] = []
         room = 0
         for name in sorted(keys, key=lambda name: -keys[name]):
@@ -112,13 +112,13 @@ class DatasetColumns:
         with Database(scratch / "counting", self.memory_bytes) as database:
             learnt: ColumnsLearnt = {}
             for name in names:
-                if (place := self._learnt_numbers.get(name)) is None:
+                if (index := self._learnt_numbers.get(name)) is None:
                     learnt |= self._map_features(name, database, scratch)
                     continue
-                column = self.layout.numbers[place]
-                own = self.base.learnt(name) if self.base else learn_numbers(self.splits, place, column, database)
-                feature = asdict(CategoricalFeature(name, num_bins(own))) if column.role == "bins" else None
-                learnt[name] = {"feature": feature, "vocabulary": None, "learnt": own}
+                column = self.layout.numbers[index]
+                numbers = self.base.learnt(name) if self.base else learn_numbers(self.splits, index, column, database)
+                feature = asdict(CategoricalFeature(name, num_bins(numbers))) if column.role == "bins" else None
+                learnt[name] = {"feature": feature, "vocabulary": None, "learnt": numbers}
         shutil.rmtree(scratch)
         return learnt
 
@@ -128,8 +128,8 @@ class DatasetColumns:
     def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
         """Gives ids to a feature and to all features that share its vocabulary, and writes their lookup tables."""
         features = [
-            FeatureValues(self.splits, place, column)
-            for place, column in self.layout.feature_keys.values()
+            FeatureValues(self.splits, index, column)
+            for index, column in self.layout.feature_keys.values()
             if name in (column.name, column.vocabulary)
         ]
         features.sort(key=lambda values: values.column.name != name)  # the owner of the vocabulary first
@@ -164,52 +164,53 @@ class DatasetColumns:
         entry = None if vocabulary is None else asdict(vocabulary)
         return {"feature": asdict(feature), "vocabulary": entry, "learnt": None}
 
-    def _lookup(self, place: int, num_embeddings: int) -> LookupTables:
-        """Describes the file of lookup tables of key column ``place``; does not read or write it."""
-        starts = np.cumsum([0, *(block.num_keys(place) for block in self.splits.blocks)])
+    def _lookup(self, index: int, num_embeddings: int) -> LookupTables:
+        """Describes the file of lookup tables of key column ``index``; does not read or write it."""
+        starts = np.cumsum([0, *(block.num_keys(index) for block in self.splits.blocks)])
         dtype = np.dtype(np.int32 if num_embeddings <= 2**31 else np.int64)
-        return LookupTables(self.work / f"lookup-{place}", dtype, starts)
+        return LookupTables(self.work / f"lookup-{index}", dtype, starts)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
-        named = {column.role: column for column in self.layout.numbers if column.role in ("label", "weight", "time")}
+        by_role = {column.role: column for column in self.layout.numbers if column.role in ("label", "weight", "time")}
         dense = [column for column in self.layout.numbers if column.role == "dense"]
-        label = named.get("label")
+        label = by_role.get("label")
         return Schema(
             label=None if label is None else label.name,
             dense=tuple(column.name for column in dense),
             categorical=tuple(CategoricalFeature(**learnt[name]["feature"]) for name in self.layout.features),
             label_kind="binary" if label is None or label.dtype == np.int8 else "number",
             missing_dense=any(column.keeps_missing for column in dense),
-            weight=named["weight"].name if "weight" in named else None,
-            time=named["time"].name if "time" in named else None,
+            weight=by_role["weight"].name if "weight" in by_role else None,
+            time=by_role["time"].name if "time" in by_role else None,
         )
 
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
         """Returns the columns of the files: label, weight, time and dense numbers, then features in schema order."""
         outputs: dict[str, OutputColumn] = {}
         keeps_missing = any(column.keeps_missing for column in self.layout.numbers)
-        for place, column in enumerate(self.layout.numbers):
-            found = learnt[column.name]["learnt"] if column.name in learnt else None
+        for index, column in enumerate(self.layout.numbers):
+            parameters = learnt[column.name]["learnt"] if column.name in learnt else None
             has_missing = keeps_missing and column.role == "dense"
-            read = partial(spooled_numbers, place=place, change=number_change(column, found), has_missing=has_missing)
+            change = number_change(column, parameters)
+            read = partial(spooled_numbers, place=index, change=change, has_missing=has_missing)
             type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
             outputs[column.name] = pa.field(column.name, type_), read
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
         return [*numbers, *(outputs.get(name) or self._id_output(name, learnt) for name in self.layout.features)]
 
     def _id_output(self, name: str, learnt: ColumnsLearnt) -> OutputColumn:
-        place, column = self.layout.feature_keys[name]
-        lookup = self._lookup(place, learnt[name]["feature"]["num_embeddings"])
+        index, column = self.layout.feature_keys[name]
+        lookup = self._lookup(index, learnt[name]["feature"]["num_embeddings"])
         type_ = pa.from_numpy_dtype(lookup.dtype)
         field = pa.field(name, pa.list_(type_) if column.is_list else type_)
-        return field, partial(spooled_ids, place=place, lookup=lookup)
+        return field, partial(spooled_ids, place=index, lookup=lookup)
 
     def mean_values(self) -> float:
         """Returns the mean number of values of a row in the column with the longest lists; 1 without lists."""
         blocks = self.splits.blocks
-        lists = [place for place, column in self.layout.feature_keys.values() if column.is_list]
+        lists = [index for index, column in self.layout.feature_keys.values() if column.is_list]
         num_rows = sum(block.num_rows for block in blocks)
-        return max((sum(block.num_values(place) for block in blocks) / num_rows for place in lists), default=1.0)
+        return max((sum(block.num_values(index) for block in blocks) / num_rows for index in lists), default=1.0)
 
     def recorded(self, learnt: ColumnsLearnt) -> dict[str, Any]:
         numbers = {name: learnt[name]["learnt"] for name in self._learnt_numbers}

@@ -73,13 +73,13 @@ class Base:
     def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
         folder = dataset_folder(path)
         if not is_url(path) and not (folder / MANIFEST_NAME).is_file():
-            kept = kept_dataset(folder)
-            if kept is None:
+            kept_folder = kept_dataset(folder)
+            if kept_folder is None:
                 raise UserError(
                     f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no dataset/"
                     f"{MANIFEST_NAME}): name the folder of one"
                 )
-            folder = kept
+            folder = kept_folder
         return cls(str(path), folder, Manifest.load(folder), grows)
 
     def require_fits(self, layout: BlockLayout) -> None:
@@ -93,8 +93,8 @@ class Base:
         for _, column in layout.feature_keys.values():
             self._require_same_kind(column)
         for number in layout.numbers:
-            wanted = "edges" if number.transform == "quantile_bins" else "mean"
-            if number.transform != "none" and wanted not in self.learnt(number.name):
+            learnt_key = "edges" if number.transform == "quantile_bins" else "mean"
+            if number.transform != "none" and learnt_key not in self.learnt(number.name):
                 raise UserError(
                     f"the dataset {self.named} (--vocabulary) learnt something else of the column {number.name!r} "
                     f"than {number.transform} takes: give the schema with which it was prepared"
@@ -117,28 +117,28 @@ class Base:
     def _require_same_kind(self, column: KeyColumn) -> None:
         """Compares lists, shared vocabularies and hashing of a column; the first difference is a UserError."""
 
-        def described(is_list: bool, owner: str, hashed: tuple[int, int] | None) -> tuple[str, str, str]:
-            ids = "a vocabulary" if hashed is None else f"hashes: {hashed[0]} ids with the seed {hashed[1]}"
+        def described(is_list: bool, owner: str, hashing: tuple[int, int] | None) -> tuple[str, str, str]:
+            ids = "a vocabulary" if hashing is None else f"hashes: {hashing[0]} ids with the seed {hashing[1]}"
             return "lists" if is_list else "one value a row", f"the ids of {owner!r}", ids
 
         name, feature, preparation = column.name, self.feature(column.name), self.manifest.preparation
-        of_table: Mapping[str, Any] = preparation.get("schema", {}).get("categorical", {})
-        seed = of_table[name].get("hash_seed", 0) if name in of_table else preparation.get("hash_seed", 0)
-        hashed = (feature.num_embeddings, seed) if name not in self.manifest.vocabularies else None
-        wanted = None if column.hash_size is None else (column.hash_size, column.hash_seed)
-        before = described(feature.multi_hot, feature.table or name, hashed)
-        now = described(column.is_list, column.vocabulary or name, wanted)
+        table_columns: Mapping[str, Any] = preparation.get("schema", {}).get("categorical", {})
+        seed = table_columns[name].get("hash_seed", 0) if name in table_columns else preparation.get("hash_seed", 0)
+        old_hashing = (feature.num_embeddings, seed) if name not in self.manifest.vocabularies else None
+        new_hashing = None if column.hash_size is None else (column.hash_size, column.hash_seed)
+        before = described(feature.multi_hot, feature.table or name, old_hashing)
+        now = described(column.is_list, column.vocabulary or name, new_hashing)
         remedies = (
             "name a dataset of such rows",
             "give the `vocabulary` of the schema of that dataset",
             "give the hash size (--hash-size) and seed (--hash-seed) with which it was prepared, or none where it was "
             "prepared without",
         )
-        for has, is_to_have, remedy in zip(before, now, remedies, strict=True):
-            if has != is_to_have:
+        for is_, must_be, remedy in zip(before, now, remedies, strict=True):
+            if is_ != must_be:
                 raise UserError(
-                    f"the column {name!r} of the dataset {self.named} (--vocabulary) has {has}, and its values are "
-                    f"to have {is_to_have}: {remedy}"
+                    f"the column {name!r} of the dataset {self.named} (--vocabulary) has {is_}, and its values are "
+                    f"to have {must_be}: {remedy}"
                 )
 
     def feature(self, name: str) -> CategoricalFeature:
@@ -165,20 +165,20 @@ class Base:
         return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows, "num_ids": num_ids}
 
 
-def _differences(schema: TableSchema, known: TableSchema) -> Iterator[str]:
+def _differences(schema: TableSchema, earlier: TableSchema) -> Iterator[str]:
     """Yields each setting, in columns of both schemas, that changes the values which raw values become."""
     compared = {"dense": ("transform", "missing"), "categorical": ("kind",)}
     for section, settings in compared.items():
-        columns, before = getattr(schema, section), getattr(known, section)
+        columns, before = getattr(schema, section), getattr(earlier, section)
         for name, setting in product(columns.keys() & before.keys(), settings):
-            own, its = getattr(columns[name], setting), getattr(before[name], setting)
-            if own != its:
-                yield f"{section}.{name}.{setting} is {own!r} and was {its!r}"
-    for name in schema.categorical.keys() & known.categorical.keys():
-        crosses = [each.categorical[name].cross for each in (schema, known)]
+            new_value, old_value = getattr(columns[name], setting), getattr(before[name], setting)
+            if new_value != old_value:
+                yield f"{section}.{name}.{setting} is {new_value!r} and was {old_value!r}"
+    for name in schema.categorical.keys() & earlier.categorical.keys():
+        crosses = [table_schema.categorical[name].cross for table_schema in (schema, earlier)]
         if crosses.count(None) == 1:
-            own, its = ("a column" if cross is None else f"a cross of {' and '.join(cross)}" for cross in crosses)
-            yield f"categorical.{name} is {own} and was {its}"
+            now, was = ("a column" if cross is None else f"a cross of {' and '.join(cross)}" for cross in crosses)
+            yield f"categorical.{name} is {now} and was {was}"
 
 
 _NEVER = 2**63 - 1  # a count that no value reaches
@@ -201,22 +201,22 @@ class FeatureValues:
             is_list = self.column.is_list
             missing = np.count_nonzero(block.lengths(self.place)[rows] == 0) if is_list else counts[MISSING_ID]
             rows_missing[self.column.name] += int(missing)
-            seen = np.flatnonzero(counts[1:]) + 1
-            if len(seen):
+            seen_codes = np.flatnonzero(counts[1:]) + 1
+            if len(seen_codes):
                 texts = block.texts(self.place)
-                keys = block.keys(self.place)[seen] if texts is None else texts.take(seen).cast(pa.string())
-                yield pa.record_batch([pa.array(keys), pa.array(counts[seen])], schema=schema)
+                keys = block.keys(self.place)[seen_codes] if texts is None else texts.take(seen_codes).cast(pa.string())
+                yield pa.record_batch([pa.array(keys), pa.array(counts[seen_codes])], schema=schema)
 
     def out_of_vocabulary(self, lookup: LookupTables) -> dict[str, int]:
         """Counts the out-of-vocabulary values in each split, by the lookup tables of all blocks."""
-        found = dict.fromkeys(self.splits.rule.names, 0)
+        counts = dict.fromkeys(self.splits.rule.names, 0)
         for block in self.splits.blocks:
             is_out = lookup.table(block.index) == OUT_OF_VOCABULARY_ID
             if is_out.any():
-                for split, name in enumerate(found):
+                for split, name in enumerate(counts):
                     codes = self._codes(block, self.splits.rows(block, split))
-                    found[name] += int(np.count_nonzero(is_out[codes]))
-        return found
+                    counts[name] += int(np.count_nonzero(is_out[codes]))
+        return counts
 
     def mean_values_per_row(self) -> float:
         splits = self.splits
@@ -255,10 +255,10 @@ def build_vocabulary(
         The map from keys to ids, and each feature's entry in the manifest.
     """
     column = features[0].column
-    known = None if base is None else base.vocabulary(column.name)
+    earlier = None if base is None else base.vocabulary(column.name)
     counted = pa.schema([("key", KEY_TYPES[column.kind]), ("count", pa.int64())])
     rows_missing = Counter({values.column.name: 0 for values in features})
-    least = column.min_count if base is None or base.grows else _NEVER
+    least_count = column.min_count if base is None or base.grows else _NEVER
     database.add(
         "counted",
         chain.from_iterable(values.counted(counted, rows_missing) for values in features),
@@ -266,25 +266,25 @@ def build_vocabulary(
         "select key, sum(count)::bigint as count from given group by key",
     )
     unknown, queries = "counted", list[str]()
-    if known is not None:
-        database.add("known", vocabulary_batches(known, column.kind), pa.schema([("id", pa.int64()), *counted]))
+    if earlier is not None:
+        database.add("known", vocabulary_batches(earlier, column.kind), pa.schema([("id", pa.int64()), *counted]))
         database.run("create or replace table unknown as select counted.* from counted anti join known using (key)")
         unknown = "unknown"
         queries.append(
             "select known.key, known.count + coalesce(counted.count, 0) from known left join counted "
             "using (key) order by id"
         )
-    queries.append(f"select key, count from {unknown} where count >= {least} order by count desc, key")
-    with replaced_file(path) as written:
-        if base is not None and known is not None and not base.grows:
-            shutil.copyfile(known, written)
+    queries.append(f"select key, count from {unknown} where count >= {least_count} order by count desc, key")
+    with replaced_file(path) as temporary:
+        if base is not None and earlier is not None and not base.grows:
+            shutil.copyfile(earlier, temporary)
             (num_ids,) = database.row("select count(*) from known")
         else:
             rows = TEXTS_AT_A_TIME if column.kind == "string" else VOCABULARY_GROUP_ROWS
             batches = chain.from_iterable(database.batches(query, rows=rows) for query in queries)
-            num_ids = write_vocabulary(written, batches, column.kind)
+            num_ids = write_vocabulary(temporary, batches, column.kind)
     num_dropped, rows_dropped = database.row(
-        f"select count(*), coalesce(sum(count), 0)::bigint from {unknown} where count < {least}"
+        f"select count(*), coalesce(sum(count), 0)::bigint from {unknown} where count < {least_count}"
     )
     file = f"{path.parent.name}/{path.name}"
     return _sorted_map(path, column, database, scratch, num_ids), {
@@ -305,11 +305,11 @@ def _sorted_map(path: Path, column: KeyColumn, database: Database, scratch: Path
     keys, ids = (
         np.memmap(TemporaryFile(dir=scratch), dtype, "w+", shape=(num_ids,)) for dtype in (column.key_dtype, np.int64)
     )
-    place = 0
+    num_sorted = 0
     for batch in database.batches("select key, id from ids order by key, id"):
-        keys[place : place + len(batch)] = batch.column(0).to_numpy()
-        ids[place : place + len(batch)] = batch.column(1).to_numpy()
-        place += len(batch)
+        keys[num_sorted : num_sorted + len(batch)] = batch.column(0).to_numpy()
+        ids[num_sorted : num_sorted + len(batch)] = batch.column(1).to_numpy()
+        num_sorted += len(batch)
     require_distinct_keys(keys, ids, path, column)
     return VocabularyMap(keys, ids)
 
@@ -327,8 +327,8 @@ class LookupTables:
         start, stop = self.starts[block : block + 2].tolist()
         return np.fromfile(self.path, self.dtype, stop - start, offset=start * self.dtype.itemsize)
 
-    def write(self, blocks: Sequence[SpooledBlock], place: int, id_map: IdMap) -> None:
+    def write(self, blocks: Sequence[SpooledBlock], index: int, id_map: IdMap) -> None:
         with replaced_file(self.path) as path, open(path, "wb") as file:
             for block in blocks:
-                ids = id_map.ids(block.keys(place)[1:])
+                ids = id_map.ids(block.keys(index)[1:])
                 file.write(np.concatenate([np.array([MISSING_ID]), ids]).astype(self.dtype).data)

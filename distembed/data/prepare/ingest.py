@@ -146,7 +146,8 @@ class RejectedRows:
     def require_few(self, num_rows: int) -> None:
         """Raises a UserError if there are no rows, no well-formed rows, or too many malformed ones in ``num_rows``."""
         if not num_rows:
-            raise UserError(f"the input has no rows: {', '.join(each.place for each in self.inputs[:_EXAMPLES])}")
+            examples = ", ".join(raw_input.place for raw_input in self.inputs[:_EXAMPLES])
+            raise UserError(f"the input has no rows: {examples}")
         if self.num_rows > self.max_rejected * num_rows:
             raise UserError(self._complaint(num_rows))
         if self.num_rows == num_rows:
@@ -209,8 +210,8 @@ class PartReader:
         opened = self.source.open(part, self.block_bytes)
         inputs = list(self.source.inputs)
         if part.start:
-            given = inputs[part.source]
-            inputs[part.source] = replace(given, place=f"{given.place}, from {part.start:,} on")
+            raw_input = inputs[part.source]
+            inputs[part.source] = replace(raw_input, place=f"{raw_input.place}, from {part.start:,} on")
         source, sizes = self.source, list[list[int]]()
         rejected = RejectedRows(folder, inputs, source.reasons, self.max_rejected, source.wanted, source.hints)
         num_rows = num_lines = bytes_before = 0
@@ -229,8 +230,8 @@ class PartReader:
             rejected.close()
         advance(opened.bytes_read - bytes_before, 0)
         (folder / _SIZES).write_bytes(np.array(sizes, np.int64).tobytes())
-        found = (opened.header_lines, opened.bytes_read, opened.sha256, rejected.num_rows, opened.notes())
-        return PartFound(folder.name, num_rows, num_lines, *found)
+        statistics = (opened.header_lines, opened.bytes_read, opened.sha256, rejected.num_rows, opened.notes())
+        return PartFound(folder.name, num_rows, num_lines, *statistics)
 
     def _parse_in_order(self, folder: Path, part: InputPart, opened: OpenPart) -> Generator[_Parsed, None, None]:
         """Parses and spools blocks in threads, at most one more than threads at a time; yields them in input order."""
@@ -269,13 +270,13 @@ class Ingested:
 
     @property
     def source_rows(self) -> list[int]:
-        return [sum(found.num_rows for found in parts) for parts in self.found]
+        return [sum(part.num_rows for part in input_parts) for input_parts in self.found]
 
     def blocks(self) -> list[SpooledBlock]:
         """Returns the blocks with at least one row, in the order of the inputs."""
         blocks: list[SpooledBlock] = []
         layout, first_row = self.source.layout, 0
-        for folder in (self.spool / found.folder for parts in self.found for found in parts):
+        for folder in (self.spool / part_found.folder for input_parts in self.found for part_found in input_parts):
             rows_and_starts = np.fromfile(folder / _SIZES, np.int64).reshape(-1, 2 + len(layout.arrays))
             for number, sizes in enumerate(rows_and_starts):
                 path, num_rows = _block_path(folder, number), int(sizes[0])
@@ -286,17 +287,17 @@ class Ingested:
 
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
         files = []
-        for number, (described, parts) in enumerate(zip(self.source.inputs, self.found, strict=True)):
-            num_bytes = parts[0].bytes_read if described.num_bytes is None else described.num_bytes
-            rejected = sum(found.num_rejected for found in parts)
-            sha256 = parts[0].sha256 or checksums.get(number, "")
+        for number, (described, input_parts) in enumerate(zip(self.source.inputs, self.found, strict=True)):
+            num_bytes = input_parts[0].bytes_read if described.num_bytes is None else described.num_bytes
+            rejected = sum(part.num_rejected for part in input_parts)
+            sha256 = input_parts[0].sha256 or checksums.get(number, "")
             files.append(SourceFile(described.name, num_bytes, sha256, self.source_rows[number] + rejected, rejected))
         return files
 
     def notes(self) -> Iterator[str]:
-        for described, parts in zip(self.source.inputs, self.found, strict=True):
-            yield from (note for found in parts for note in found.notes)
-            if not any(found.num_rows + found.num_rejected for found in parts):
+        for described, input_parts in zip(self.source.inputs, self.found, strict=True):
+            yield from (note for part in input_parts for note in part.notes)
+            if not any(part.num_rows + part.num_rejected for part in input_parts):
                 yield f"{described.place} has no rows"
 
     def rejected(self, folder: Path, max_rejected: float) -> Rejected:
@@ -306,13 +307,13 @@ class Ingested:
         """
         source = self.source
         rows = RejectedRows(folder, source.inputs, source.reasons, max_rejected, source.wanted, source.hints)
-        for number, parts in enumerate(self.found):
+        for number, input_parts in enumerate(self.found):
             lines_before = 0  # a part counts its lines from its own beginning
-            for found in parts:
-                if found.num_rejected:
-                    for line, reason, row in read_rejected(self.spool / found.folder):
+            for part in input_parts:
+                if part.num_rejected:
+                    for line, reason, row in read_rejected(self.spool / part.folder):
                         rows.add(number, lines_before + line, reason, row)
-                lines_before += found.header_lines + found.num_lines
+                lines_before += part.header_lines + part.num_lines
         rows.close()
         rows.require_few(sum(self.source_rows) + rows.num_rows)
         return rows.counts()

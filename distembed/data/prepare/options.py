@@ -40,17 +40,17 @@ _WANTED = {
 """The allowed forms of each kind of rule, for errors."""
 
 
-def parse_shares(text: str, wanted: str) -> tuple[Fraction, ...]:
-    """Reads shares that add up to 1, as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``wanted``."""
+def parse_shares(text: str, refusal: str) -> tuple[Fraction, ...]:
+    """Reads shares that add up to 1, as ``0.8,0.1,0.1`` or ``1/2,1/2``; errors have the text ``refusal``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(_SHARE.fullmatch(part) for part in parts):
-        raise UserError(wanted)
+        raise UserError(refusal)
     try:
         shares = tuple(Fraction(part) for part in parts)
     except ZeroDivisionError:
-        raise UserError(wanted) from None
+        raise UserError(refusal) from None
     if shares[0] <= 0 or sum(shares) != 1:
-        raise UserError(wanted)
+        raise UserError(refusal)
     return shares
 
 
@@ -82,25 +82,25 @@ class SplitRule:
             return cls("days")
         if text in ("none", *SPLIT_NAMES[1:]):
             return cls("none", (SPLIT_NAMES[TRAIN] if text == "none" else text,))
-        prefix, _, rest = text.partition(":")
+        prefix, _, argument = text.partition(":")
         kind: SplitKind = "time" if prefix == "time" else "column" if prefix == "column" else "shares"
-        wanted = f"split (--split) is {text[:100]!r}: {_WANTED[kind]}"
+        refusal = f"split (--split) is {text[:100]!r}: {_WANTED[kind]}"
         if kind == "column":
-            column, given, values_text = rest.partition("=")
-            values = tuple(part.strip() for part in values_text.split(",")) if given else SPLIT_NAMES
+            column, has_values, values_text = argument.partition("=")
+            values = tuple(part.strip() for part in values_text.split(",")) if has_values else SPLIT_NAMES
             if not column or "" in values or len(set(values)) != len(values) or len(values) not in (2, 3):
-                raise UserError(wanted)
+                raise UserError(refusal)
             return cls(kind, _split_names(len(values)), column=column, values=values)
-        parts = [part.strip() for part in (rest if kind == "time" else text).split(",")]
+        parts = [part.strip() for part in (argument if kind == "time" else text).split(",")]
         if kind == "shares" or len(parts) == len(SPLIT_NAMES):
-            shares = parse_shares(",".join(parts), wanted)
+            shares = parse_shares(",".join(parts), refusal)
             if len(shares) != len(SPLIT_NAMES):
-                raise UserError(wanted)
+                raise UserError(refusal)
             names = tuple(name for name, share in zip(SPLIT_NAMES, shares, strict=True) if share)
             return cls(kind, names, tuple(share for share in shares if share))
-        times = tuple(_parse_time(part, wanted) for part in parts)
+        times = tuple(_parse_time(part, refusal) for part in parts)
         if len(times) > 2 or list(times) != sorted(set(times)):
-            raise UserError(wanted)
+            raise UserError(refusal)
         return cls(kind, _split_names(len(times) + 1), times=times)
 
     @property
@@ -125,14 +125,14 @@ def _split_names(count: int) -> tuple[str, ...]:
     return SPLIT_NAMES if count == len(SPLIT_NAMES) else (SPLIT_NAMES[0], SPLIT_NAMES[-1])
 
 
-def _parse_time(text: str, wanted: str) -> int:
-    """Parses seconds since 1970, or an ISO 8601 date or time (UTC without a zone); else a UserError ``wanted``."""
+def _parse_time(text: str, refusal: str) -> int:
+    """Parses seconds since 1970, or an ISO 8601 date or time (UTC without a zone); else a UserError ``refusal``."""
     if _INTEGER.fullmatch(text):
         return int(text)
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise UserError(wanted) from None
+        raise UserError(refusal) from None
     return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
 
 

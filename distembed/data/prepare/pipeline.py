@@ -149,7 +149,7 @@ def prepare_rows(
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
-    require_outside([each.place for each in source.inputs], output)
+    require_outside([raw_input.place for raw_input in source.inputs], output)
     split_column(options.rule, source.layout)  # refuses a rule whose columns rows do not have
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:
@@ -166,17 +166,17 @@ def _purpose(
 
     Returns None if an input is a pipe, which cannot be read again; refuses pipes on a cluster.
     """
-    once = [each for each in source.inputs if each.num_bytes is None]
-    if once and limits.is_cluster:
+    pipes = [raw_input for raw_input in source.inputs if raw_input.num_bytes is None]
+    if pipes and limits.is_cluster:
         raise UserError(
-            f"engine (--engine) is {limits.engine}, and {once[0].place} has no known size, as pipes have none: its "
+            f"engine (--engine) is {limits.engine}, and {pipes[0].place} has no known size, as pipes have none: its "
             "workers cannot read it; use --engine threads, or name a file"
         )
-    if once:
+    if pipes:
         return None
     return {
         "version": __version__,
-        "inputs": [asdict(each) | {"version": _input_version(each)} for each in source.inputs],
+        "inputs": [asdict(raw) | {"version": _input_version(raw)} for raw in source.inputs],
         "layout": repr(source.layout),
         "options": repr(options),
         "base": None if base is None else base.recorded,
@@ -213,8 +213,8 @@ class _Preparation:
         parts = self.source.parts(PART_BYTES)
         ingested = self._read(parts)
         rejected = ingested.rejected(self.folder, self.options.max_rejected)
-        for found in ingested.notes():
-            note(found)
+        for sentence in ingested.notes():
+            note(sentence)
         splits = self._splits(ingested)
         memory_bytes, layout = self.limits.counting_bytes, self.source.layout
         columns = DatasetColumns(layout, self.base, memory_bytes, self.folder, self.work.folder, splits)
@@ -223,19 +223,19 @@ class _Preparation:
         files = self._write(
             FileWriter(self.folder, self.destination, schema, columns.outputs(learnt), splits, group_rows)
         )
-        entries = {name: each["vocabulary"] for name, each in learnt.items() if each["vocabulary"]}
+        entries = {name: column["vocabulary"] for name, column in learnt.items() if column["vocabulary"]}
         manifest = Manifest(
             schema=schema,
-            splits={name: written_split(of_split, schema) for name, of_split in files.items()},
+            splits={name: written_split(split_files, schema) for name, split_files in files.items()},
             preparation={**self.options.recorded, **columns.recorded(learnt)},
             vocabularies={name: Vocabulary(**entry) for name, entry in entries.items()},
             sources=tuple(ingested.source_files(checksums)),
             rejected=rejected,
             tool_version=__version__,
         )
-        written = {one.file.path: one.pieces for split in files.values() for one in split}
-        manifest.save(self.folder, written)
-        self.destination.finish(self.folder, list(written))
+        pieces_by_file = {file.file.path: file.pieces for split in files.values() for file in split}
+        manifest.save(self.folder, pieces_by_file)
+        self.destination.finish(self.folder, list(pieces_by_file))
         return Manifest.load(self.folder)
 
     def _read(self, parts: Sequence[InputPart]) -> Ingested:
@@ -245,20 +245,20 @@ class _Preparation:
         at_once = self._parts_at_once(parts, block_bytes)
         threads = 1 if at_once > 1 else self.limits.num_threads
         reader = PartReader(self.source, spool, self.options.max_rejected, self.options.rule, block_bytes, threads)
-        sizes = [each.num_bytes for each in self.source.inputs]
+        sizes = [raw_input.num_bytes for raw_input in self.source.inputs]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         results = self.work.run_stage("read", list(enumerate(parts)), reader.read, threads=at_once, total_bytes=total)
-        found: list[list[PartFound]] = [[] for _ in self.source.inputs]
+        by_input: list[list[PartFound]] = [[] for _ in self.source.inputs]
         for part, result in zip(parts, results, strict=True):
-            found[part.source].append(PartFound(**result))
-        return Ingested(self.source, spool, found)
+            by_input[part.source].append(PartFound(**result))
+        return Ingested(self.source, spool, by_input)
 
     def _parts_at_once(self, parts: Sequence[InputPart], block_bytes: int) -> int:
         """Returns how many parts are read at a time: several only where each is a block or two."""
         for part in parts:
-            given = self.source.inputs[part.source]
-            ratio = _UNPACKED_RATIO if given.is_compressed else 1
-            if not part.is_whole or given.num_bytes is None or given.num_bytes * ratio > 2 * block_bytes:
+            raw_input = self.source.inputs[part.source]
+            ratio = _UNPACKED_RATIO if raw_input.is_compressed else 1
+            if not part.is_whole or raw_input.num_bytes is None or raw_input.num_bytes * ratio > 2 * block_bytes:
                 return 1
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
@@ -280,9 +280,9 @@ class _Preparation:
         do = partial(_learn_task, self.source, columns, groups, total_bytes)
         tasks = [("input", number) for number in cut_sources] + [("columns", number) for number in range(len(groups))]
         threads = self.limits.num_counters
-        found = self.work.run_stage("vocabulary", tasks, do, threads=threads, total_bytes=total_bytes)
-        learnt = {name: each for group in found[len(cut_sources) :] for name, each in group.items()}
-        return columns.in_order(learnt), dict(zip(cut_sources, found, strict=False))
+        results = self.work.run_stage("vocabulary", tasks, do, threads=threads, total_bytes=total_bytes)
+        learnt = {name: column for group in results[len(cut_sources) :] for name, column in group.items()}
+        return columns.in_order(learnt), dict(zip(cut_sources, results, strict=False))
 
     def _write(self, writer: FileWriter) -> dict[str, list[WrittenFile]]:
         """Writes all files, the largest first, and returns them by split in the order of their rows."""
@@ -300,16 +300,16 @@ class _Preparation:
         do, total = partial(_write_file, writer, row_bytes), sum(counts) * row_bytes
         results = self.work.run_stage("write", plans, do, threads=self.limits.num_writers, total_bytes=total)
         files: dict[str, list[WrittenFile]] = {name: [] for name in names}
-        for plan, found in sorted(zip(plans, results, strict=True), key=lambda written: written[0].start):
-            pieces = np.frombuffer(bytes.fromhex(found["pieces"]), PIECE)
-            files[plan.split].append(WrittenFile(**{**found, "file": DataFile(**found["file"]), "pieces": pieces}))
+        for plan, result in sorted(zip(plans, results, strict=True), key=lambda planned: planned[0].start):
+            pieces = np.frombuffer(bytes.fromhex(result["pieces"]), PIECE)
+            files[plan.split].append(WrittenFile(**{**result, "file": DataFile(**result["file"]), "pieces": pieces}))
         return files
 
 
 def _remove_abandoned(folder: Path, spool: Path) -> None:
     """Removes the folders of interrupted tasks: no file of results in ``folder`` names them."""
     results = (json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("results/read/*.json"))
-    finished = {each["result"]["folder"] for each in results}
+    finished = {task_result["result"]["folder"] for task_result in results}
     for path in (*spool.glob("part-*"), *folder.glob("learning-*")):
         if path.name not in finished:
             shutil.rmtree(path, ignore_errors=True)
@@ -334,6 +334,6 @@ def _learn_task(
 
 
 def _write_file(writer: FileWriter, row_bytes: int, plan: FilePlan, advance: Advance) -> dict[str, Any]:
-    written = writer.write(plan)
-    advance(written.file.num_rows * row_bytes, written.file.num_rows)
-    return {**vars(written), "pieces": written.pieces.tobytes().hex()}
+    written_file = writer.write(plan)
+    advance(written_file.file.num_rows * row_bytes, written_file.file.num_rows)
+    return {**vars(written_file), "pieces": written_file.pieces.tobytes().hex()}

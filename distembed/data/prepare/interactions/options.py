@@ -48,17 +48,17 @@ class InteractionSplit:
             return cls(num_last=_LAST[text])
         if text == BY_FILES:
             return cls()
-        wanted = (
+        refusal = (
             f"split (--split) is {text[:100]!r}: it must be 'last-one', 'last-two', or 'time:' or 'random:' with two "
             "or three positive shares that add up to 1, such as 'time:0.8,0.1,0.1'; files of their own for the test "
             "are named with --test"
         )
         kind, _, shares_text = text.partition(":")
         if kind not in (_TIME, _RANDOM):
-            raise UserError(wanted)
-        shares = parse_shares(shares_text, wanted)
+            raise UserError(refusal)
+        shares = parse_shares(shares_text, refusal)
         if len(shares) not in (2, 3):
-            raise UserError(wanted)
+            raise UserError(refusal)
         return cls(shares=shares, is_random=kind == _RANDOM)
 
     @property
@@ -82,22 +82,22 @@ class InteractionSplit:
             return f"case n when 1 then {TEST} when {self.num_last} then {VALIDATION} else {TRAIN} end", number
         if self.shares is None or self.is_random:
             return "part", "null"
-        cases = " ".join(f"when n <= {stop} then {part}" for part, stop in self._stops(num_rows))
+        cases = " ".join(f"when n <= {stop} then {split}" for split, stop in self._stops(num_rows))
         return f"case {cases} else {TEST} end", f"row_number() over (order by {in_time})"
 
-    def random_parts(self, total: int, seed: int) -> NDArray[np.uint8]:
-        """Returns the split of each of ``total`` interactions: shares of a random order, by hashes of row and seed."""
-        words = mix64_array(np.arange(total, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
+    def random_splits(self, num_rows: int, seed: int) -> NDArray[np.uint8]:
+        """Returns the split of each interaction: shares of a random order, by hashes of row and seed."""
+        words = mix64_array(np.arange(num_rows, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
         order = np.argsort(words, kind="stable")
-        parts = np.full(total, TEST, np.uint8)
-        for part, stop in reversed(self._stops(total)):
-            parts[order[:stop]] = part
-        return parts
+        splits = np.full(num_rows, TEST, np.uint8)
+        for split, stop in reversed(self._stops(num_rows)):
+            splits[order[:stop]] = split
+        return splits
 
-    def _stops(self, total: int) -> list[tuple[int, int]]:
+    def _stops(self, num_rows: int) -> list[tuple[int, int]]:
         """Returns each split but the last, with the number of rows up to its end."""
         assert self.shares is not None, "splits of other kinds have no shares"
-        return [(part, int(total * sum(self.shares[: part + 1]))) for part in range(len(self.shares) - 1)]
+        return [(split, int(num_rows * sum(self.shares[: split + 1]))) for split in range(len(self.shares) - 1)]
 
 
 RATING = "rating"  # name of the label's column in a dataset of ratings
@@ -120,11 +120,11 @@ class InteractionColumns:
     newlines_in_values: bool = False  # whether a value in quotation marks of a text file may have several lines
 
     def __post_init__(self) -> None:
-        named = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]
-        repeated = sorted({name for name in named if named.count(name) > 1})
+        names = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]
+        repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UserError(
-                f"the columns are {', '.join(map(repr, named))}: {repeated[0]!r} has two roles; give it one"
+                f"the columns are {', '.join(map(repr, names))}: {repeated[0]!r} has two roles; give it one"
             )
         require_free_names(self, {USER, ITEM})
         for name in self.categorical:
@@ -216,10 +216,10 @@ class SequenceOptions(InteractionOptions):
             )
 
 
-def require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
-    """Raises a UserError if an attribute has one of the names ``taken``, which the dataset's other columns have."""
+def require_free_names(columns: InteractionColumns, used_names: Collection[str]) -> None:
+    """Raises a UserError if an attribute has one of ``used_names``, the names of the dataset's other columns."""
     for name in (*columns.categorical, *columns.dense):
-        if name in taken:
+        if name in used_names:
             raise UserError(
                 f"an attribute is named {name!r}, as a column of the dataset is; rename the column in the input"
             )

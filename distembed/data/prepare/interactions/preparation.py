@@ -179,7 +179,7 @@ def _prepare(
     options: RatingOptions | SequenceOptions,
 ) -> Manifest:
     split = InteractionSplit.parse(options.split)
-    given = InteractionInput(*_find_inputs(files, split, preparation.note), columns, options.max_rejected)
+    interactions = InteractionInput(*_find_inputs(files, split, preparation.note), columns, options.max_rejected)
     columns = columns or InteractionColumns()
     if isinstance(options, RatingOptions):
         require_free_names(columns, {RATING})
@@ -187,10 +187,10 @@ def _prepare(
         raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")
     in_time = "place" if columns.time is None else "time, whole, place"
     output, memory_bytes = Path(preparation.output), 3 * preparation.memory_limit_bytes // 8
-    require_outside([each.place for each in given.inputs], output)
+    require_outside([table_input.place for table_input in interactions.inputs], output)
     with staged_folder(output, overwrite=preparation.overwrite) as folder:
         with Database(folder / _SCRATCH, memory_bytes) as database:
-            sources, rejected = read_interactions(database, given, folder, memory_bytes, preparation.progress)
+            sources, rejected = read_interactions(database, interactions, folder, memory_bytes, preparation.progress)
             (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
             left_out = select(database, options, in_time)
             total = num_rows(database)
@@ -209,7 +209,7 @@ def _prepare(
             chosen = encoded_interactions(database, columns, query, ids, sizes)
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
         if split.is_random:
-            chosen = replace(chosen, parts=split.random_parts(total, options.seed))
+            chosen = replace(chosen, parts=split.random_splits(total, options.seed))
         if isinstance(options, SequenceOptions):
             splits, schema, windows = sequence_rows(chosen, options)
             for sentence in _notes(chosen, windows):
@@ -220,17 +220,18 @@ def _prepare(
             raise UserError("the training part has no rows: give more interactions, or another split (--split)")
         if not (split.has_validation or (split.is_by_files and num_validation)):
             del splits["validation"]
-        written = write_splits(folder, splits, schema, preparation.progress)
+        files_by_split = write_splits(folder, splits, schema, preparation.progress)
         manifest = Manifest(
             schema=schema,
-            splits={name: written_split(written[name], schema) for name in splits},
+            splits={name: written_split(files_by_split[name], schema) for name in splits},
             preparation={"source": "interactions", **options.to_json(), "left_out": left_out},
             vocabularies=vocabularies,
             sources=sources,
             rejected=rejected,
             tool_version=__version__,
         )
-        return manifest.save(folder, {one.file.path: one.pieces for ones in written.values() for one in ones})
+        written_files = [file for split_files in files_by_split.values() for file in split_files]
+        return manifest.save(folder, {written.file.path: written.pieces for written in written_files})
 
 
 def _find_inputs(
@@ -243,9 +244,12 @@ def _find_inputs(
             "perhaps others for the validation (--validation), and no split (--split files); or a split and no files "
             "for it"
         )
-    named = {TRAIN: files.train, VALIDATION: files.validation, TEST: files.test}
-    parts = [part for part, paths in named.items() if paths or part == TRAIN for _ in find_inputs(paths, note)]
-    return find_inputs([path for paths in named.values() for path in paths]), parts
+    paths_by_split = {TRAIN: files.train, VALIDATION: files.validation, TEST: files.test}
+    split_numbers: list[int] = []
+    for split_number, paths in paths_by_split.items():
+        if paths or split_number == TRAIN:
+            split_numbers += [split_number] * len(find_inputs(paths, note))
+    return find_inputs([path for paths in paths_by_split.values() for path in paths]), split_numbers
 
 
 def _notes(chosen: EncodedInteractions, windows: Mapping[str, Windows]) -> Iterator[str]:

@@ -101,8 +101,8 @@ class InteractionInput:
     def wanted(self) -> str:
         if self.columns is None:
             return "A line is a user and one or more items, separated by blanks."
-        named = [("rating", self.columns.rating), ("time", self.columns.time)]
-        numbers = "".join(f", a number for the {role} ({name})" for role, name in named if name is not None)
+        roles = [("rating", self.columns.rating), ("time", self.columns.time)]
+        numbers = "".join(f", a number for the {role} ({name})" for role, name in roles if name is not None)
         return (
             f"A row is a user ({self.columns.user_column}), an item ({self.columns.item_column}){numbers}; "
             "with --newlines-in-values a value in quotation marks may have several lines."
@@ -110,28 +110,30 @@ class InteractionInput:
 
 
 def read_interactions(
-    database: Database, given: InteractionInput, folder: Path, memory_bytes: int, report: ProgressCallback
+    database: Database, interactions: InteractionInput, folder: Path, memory_bytes: int, report: ProgressCallback
 ) -> tuple[tuple[SourceFile, ...], Rejected]:
     """Fills the tables ``rows`` and ``keys``; returns the manifest's entries of inputs and malformed rows."""
-    reader = RowReader(given.inputs, given.schema)
-    inputs = [each.raw for each in given.inputs]
-    rejected = RejectedRows(folder, inputs, REASONS, given.max_rejected, given.wanted)
-    columns = given.columns or InteractionColumns()
-    types = {"place": pa.int64(), "part": pa.uint8()} | {f"k{n}": pa.int32() for n in range(len(columns.keys))}
+    reader = RowReader(interactions.inputs, interactions.schema)
+    inputs = [table_input.raw for table_input in interactions.inputs]
+    rejected = RejectedRows(folder, inputs, REASONS, interactions.max_rejected, interactions.wanted)
+    columns = interactions.columns or InteractionColumns()
+    types = {"place": pa.int64(), "part": pa.uint8()} | {f"k{key}": pa.int32() for key in range(len(columns.keys))}
     types |= {"rating": pa.float32()} if columns.rating is not None else {}
     types |= {"time": pa.float64(), "whole": pa.int64()} if columns.time is not None else {}
-    schema = pa.schema(types | {f"d{n}": pa.float32() for n in range(len(columns.dense))})
+    schema = pa.schema(types | {f"d{dense}": pa.float32() for dense in range(len(columns.dense))})
     database.add("rows", [], schema)
     database.add("texts", [], _TEXTS)
     num_kept, num_codes = 0, 1
     try:
         for rows in reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report):
-            keys, numbers, wrong = _listed(rows) if given.columns is None else _named(rows, given.columns)
-            first = np.full(len(rows.lines), -1)  # written from the last reason to the first, which overwrites it
+            keys, numbers, wrong = _listed(rows) if interactions.columns is None else _named(rows, interactions.columns)
+            # written from the last reason to the first, which overwrites it
+            first_reason = np.full(len(rows.lines), -1)
             for reason in reversed(list(wrong)):
-                first[wrong[reason]] = REASONS.index(reason)
+                first_reason[wrong[reason]] = REASONS.index(reason)
             bad = [(row.line, row.reason, row.text) for row in rows.bad]
-            bad += [(int(rows.lines[n]), REASONS[first[n]], rows.text(n)) for n in np.flatnonzero(first >= 0).tolist()]
+            bad_rows = np.flatnonzero(first_reason >= 0).tolist()
+            bad += [(int(rows.lines[row]), REASONS[first_reason[row]], rows.text(row)) for row in bad_rows]
             for line, reason, raw in sorted(bad):
                 rejected.add(rows.source, line, reason, raw)
             rejected.require_hope(sum(reader.num_lines))
@@ -140,13 +142,15 @@ def read_interactions(
                 codes = column.indices.dictionary_encode()  # in the order of the rows
                 coded_keys.append(pc.add_checked(codes.indices, np.int32(num_codes)))
                 texts = column.dictionary.take(codes.dictionary)
-                new = np.arange(num_codes, num_codes + len(texts), dtype=np.int32)
-                database.append("texts", pa.record_batch([np.full(len(texts), number), new, texts], names=_TEXTS.names))
+                new_codes = np.arange(num_codes, num_codes + len(texts), dtype=np.int32)
+                new_texts = [np.full(len(texts), number), new_codes, texts]
+                database.append("texts", pa.record_batch(new_texts, names=_TEXTS.names))
                 num_codes += len(texts)
-            places = np.arange(num_kept, num_kept + len(keys[0]))
-            parts = np.full(len(places), given.parts[rows.source], np.uint8)
-            database.append("rows", pa.record_batch([places, parts, *coded_keys, *numbers], names=schema.names))
-            num_kept += len(places)
+            row_numbers = np.arange(num_kept, num_kept + len(keys[0]))
+            split_numbers = np.full(len(row_numbers), interactions.parts[rows.source], np.uint8)
+            new_rows = [row_numbers, split_numbers, *coded_keys, *numbers]
+            database.append("rows", pa.record_batch(new_rows, names=schema.names))
+            num_kept += len(row_numbers)
     finally:
         rejected.close()
     rejected.require_few(sum(reader.num_lines))
@@ -184,8 +188,8 @@ def _named(
         wrong["rating"] |= np.isnan(ratings)
         numbers.append(ratings)
     if columns.time is not None:
-        times, whole, wrong["time"] = _times(rows.columns[columns.time])
-        numbers += [times, whole]
+        times, integers, wrong["time"] = _times(rows.columns[columns.time])
+        numbers += [times, integers]
     wrong["attribute"] = np.zeros(len(rows.lines), bool)
     for name in columns.dense:
         values, malformed = dense_values(rows.columns[name], "none")
@@ -216,14 +220,14 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
             column = pc.multiply(microseconds.cast(pa.float64(), safe=False), 1e3)
     times, wrong = finite_numbers(column)
     is_64_bit = np.abs(times) < 2.0**63
-    whole = np.where(is_64_bit, times, 0).astype(np.int64)
+    integers = np.where(is_64_bit, times, 0).astype(np.int64)
     if pa.types.is_integer(column.type):
-        whole = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        integers = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     elif pa.types.is_string(column.type) and not (np.abs(times) < 2.0**53).all():  # smaller ones are exact
         digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
         exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
-        whole = np.where(digits.to_numpy(zero_copy_only=False), exact, whole)
-    return times, whole, wrong
+        integers = np.where(digits.to_numpy(zero_copy_only=False), exact, integers)
+    return times, integers, wrong
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +250,15 @@ class Windows:
         return self.num_entries / max(1, len(self))
 
 
-def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_length: int, windows: str) -> Windows:
+def training_windows(users: NDArray[np.int32], splits: NDArray[np.uint8], max_length: int, windows: str) -> Windows:
     """Returns training rows of 2 to ``max_length + 1`` items, as the module's drawing shows.
 
-    ``users`` and ``parts`` describe the sorted interactions: users ascend, and so do the parts of each user. Users with
-    fewer than two training items have no row.
+    ``users`` and ``splits`` describe the sorted interactions: users ascend, and so do the splits of each user. Users
+    with fewer than two training items have no row.
     """
     bounds = user_bounds(users)
     begins = bounds[:-1]
-    ends = begins + np.add.reduceat(parts == TRAIN, begins, dtype=np.int64)
+    ends = begins + np.add.reduceat(splits == TRAIN, begins, dtype=np.int64)
     lengths = ends - begins
     begins, ends, lengths = begins[lengths > 1], ends[lengths > 1], lengths[lengths > 1]
     if windows != ALL:
@@ -267,11 +271,11 @@ def training_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], max_len
     return Windows(np.maximum(np.repeat(begins, counts), stops - max_length - 1), stops)
 
 
-def evaluation_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], part: int) -> Windows:
-    """Returns a row for each interaction of split ``part`` but a user's first: all items up to and with this one."""
+def evaluation_windows(users: NDArray[np.int32], splits: NDArray[np.uint8], split: int) -> Windows:
+    """Returns a row for each interaction of split ``split`` but a user's first: all items up to and with this one."""
     bounds = user_bounds(users)
     begins = np.repeat(bounds[:-1], np.diff(bounds))
-    targets = np.flatnonzero((parts == part) & (np.arange(len(users)) > begins))
+    targets = np.flatnonzero((splits == split) & (np.arange(len(users)) > begins))
     return Windows(begins[targets], targets + 1)
 
 
@@ -301,14 +305,15 @@ def write_text_vocabularies(
     vocabularies = {}
     num_rows, last_code = database.row("select (select count(*) from rows), (select max(code) from keys)")
     ids = np.zeros(last_code + 1, np.int32)
-    for n, name in enumerate(names):
-        counted = f"(select k{n} as code, count(*) as count from rows where k{n} is not null group by k{n})"
+    for number, name in enumerate(names):
+        column = f"k{number}"
+        counted = f"(select {column} as code, count(*) as count from rows where {column} is not null group by {column})"
         query = f"select code, key, count from {counted} join keys using (code) order by count desc, key"
         table = pa.Table.from_batches(database.batches(query), _COUNTED)
-        own = np.arange(FIRST_ID, FIRST_ID + len(table))
-        ids[table["code"].to_numpy()] = own
+        new_ids = np.arange(FIRST_ID, FIRST_ID + len(table))
+        ids[table["code"].to_numpy()] = new_ids
         file = f"vocabulary/{name}.parquet"
-        columns = {"id": own, "key": table["key"], "count": table["count"]}
+        columns = {"id": new_ids, "key": table["key"], "count": table["count"]}
         pq.write_table(pa.table(columns), folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
         num_missing = num_rows - (pc.sum(table["count"]).as_py() or 0)
         vocabularies[name] = Vocabulary(file, len(table), 0, 0, num_missing)
@@ -364,25 +369,25 @@ def rating_rows(chosen: EncodedInteractions) -> tuple[dict[str, _SplitRows], Sch
     features = tuple(CategoricalFeature(name, size) for name, size in chosen.sizes.items())
     schema = Schema(RATING, tuple(chosen.dense), features, label_kind="number", missing_dense=chosen.has_missing)
 
-    def rows(part: int) -> _SplitRows:
-        places = np.flatnonzero(chosen.parts == part)
+    def rows(split: int) -> _SplitRows:
+        split_rows = np.flatnonzero(chosen.parts == split)
 
         def table(start: int, stop: int) -> pa.Table:
-            own = places[start:stop]
-            return pa.table({name: pa.array(values[own], from_pandas=True) for name, values in columns.items()})
+            chunk = split_rows[start:stop]
+            return pa.table({name: pa.array(values[chunk], from_pandas=True) for name, values in columns.items()})
 
-        return _SplitRows(len(places), ROW_GROUP_ROWS, table)
+        return _SplitRows(len(split_rows), ROW_GROUP_ROWS, table)
 
-    return {name: rows(part) for part, name in enumerate(SPLIT_NAMES)}, schema
+    return {name: rows(split) for split, name in enumerate(SPLIT_NAMES)}, schema
 
 
 def sequence_rows(
     chosen: EncodedInteractions, options: SequenceOptions
 ) -> tuple[dict[str, _SplitRows], Schema, dict[str, Windows]]:
     """Returns rows by split, schema and windows; a row has the user, and lists with an entry for each interaction."""
-    users, parts = chosen.ids[USER], chosen.parts
-    windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
-    windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
+    users, splits = chosen.ids[USER], chosen.parts
+    windows = {"train": training_windows(users, splits, options.max_length, options.windows)}
+    windows |= {SPLIT_NAMES[split]: evaluation_windows(users, splits, split) for split in (VALIDATION, TEST)}
     columns = {name: values for name, values in {**chosen.ids, **chosen.dense}.items() if name != USER}
     mean = windows["train"].mean_entries
     lists = {name: CategoricalFeature(name, size, True, mean) for name, size in chosen.sizes.items()}
@@ -390,32 +395,32 @@ def sequence_rows(
     dense = tuple(chosen.dense)
     schema = Schema(None, (), features, dense_sequences=dense, missing_dense=chosen.has_missing)
 
-    def rows(own: Windows) -> _SplitRows:
+    def rows(split_windows: Windows) -> _SplitRows:
         def table(start: int, stop: int) -> pa.Table:
-            places, offsets = entries(own, start, stop)
-            arrays = {name: pa.array(values[places], from_pandas=True) for name, values in columns.items()}
+            entry_rows, offsets = entries(split_windows, start, stop)
+            arrays = {name: pa.array(values[entry_rows], from_pandas=True) for name, values in columns.items()}
             begins = pa.array(offsets.astype(np.int32))
-            made = {name: pa.ListArray.from_arrays(begins, array) for name, array in arrays.items()}
-            return pa.table({USER: users[own.starts[start:stop]], **made})
+            lists_ = {name: pa.ListArray.from_arrays(begins, array) for name, array in arrays.items()}
+            return pa.table({USER: users[split_windows.starts[start:stop]], **lists_})
 
-        return _SplitRows(len(own), rows_per_group(own.mean_entries), table)
+        return _SplitRows(len(split_windows), rows_per_group(split_windows.mean_entries), table)
 
-    return {name: rows(own) for name, own in windows.items()}, schema, windows
+    return {name: rows(split_windows) for name, split_windows in windows.items()}, schema, windows
 
 
 def write_splits(
     folder: Path, splits: Mapping[str, _SplitRows], schema: Schema, report: ProgressCallback
 ) -> dict[str, list[WrittenFile]]:
     """Writes the Parquet files of all splits, reporting rows after each; returns the files by split, in row order."""
-    total, done = sum(rows.num_rows for rows in splits.values()), 0
-    written: dict[str, list[WrittenFile]] = {}
+    total, rows_done = sum(rows.num_rows for rows in splits.values()), 0
+    files: dict[str, list[WrittenFile]] = {}
     for name, rows in splits.items():
         (folder / name).mkdir()
-        written[name] = []
+        files[name] = []
         for plan in plan_files(name, rows.num_rows, rows.group_rows):
             starts = range(plan.start, plan.stop, rows.group_rows)
             groups = (rows.table(start, min(start + rows.group_rows, plan.stop)) for start in starts)
-            written[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, groups, schema))
-            done += plan.stop - plan.start
-            report(ProgressUpdate("write", done, total, done))
-    return written
+            files[name].append(write_file(folder / plan.path, plan, rows.table(0, 0).schema, groups, schema))
+            rows_done += plan.stop - plan.start
+            report(ProgressUpdate("write", rows_done, total, rows_done))
+    return files
