@@ -9,12 +9,45 @@ from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any
+
+from tests.processes import start_processes
 
 ResultFiles = dict[str, tuple[int, int]]
 
 
+Process = Any
+"""A :class:`subprocess.Popen`, or a :class:`Forked`, which has the methods that are called here."""
+
+
+class Forked:
+    """A function in a process of its own, forked from one that has loaded the package."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._context = start_processes(1, _apply, function, arguments)
+        self._process = self._context.processes[0]
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def communicate(self, *, timeout: float) -> tuple[None, bytes]:
+        """Waits for its end, and returns the error that it ended with."""
+        self._process.join(timeout)
+        assert self.poll() is not None
+        file = Path(self._context.error_files[0])
+        return None, file.read_bytes() if file.exists() else b""
+
+
+def _apply(_: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    function(*arguments)
+
+
 def start(code: str, *arguments: object) -> "subprocess.Popen[bytes]":
-    """Starts Python with a program and arguments."""
+    """Starts an interpreter with a program and arguments."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
@@ -31,9 +64,7 @@ def result_files(output: Path) -> ResultFiles:
     return found
 
 
-def prepare_with_kills(
-    begin: Callable[[], "subprocess.Popen[bytes]"], output: Path, draw: random.Random, kills: int
-) -> tuple[int, int]:
+def prepare_with_kills(begin: Callable[[], Process], output: Path, draw: random.Random, kills: int) -> tuple[int, int]:
     """Begins a preparation again after each kill, until it is done, and makes sure that no task is done twice.
 
     Args:
@@ -51,8 +82,10 @@ def prepare_with_kills(
         process = begin()
         if killed < kills:
             _await_moment(process, output, len(done), draw)
-            killed += _kill(process)
-        said = process.communicate(timeout=120)[1].decode()
+            if process.poll() is None:
+                process.kill()
+                killed += 1
+        said = process.communicate(timeout=120)[1].decode(errors="replace")
         if output.exists():
             break
         assert killed, said
@@ -62,17 +95,9 @@ def prepare_with_kills(
     return killed, len(done)
 
 
-def _await_moment(process: "subprocess.Popen[bytes]", output: Path, done: int, draw: random.Random) -> None:
+def _await_moment(process: Process, output: Path, done: int, draw: random.Random) -> None:
     """Waits until some more tasks are done, or none, and for a moment after that."""
     wanted = done + draw.choice([0, 0, 1, 3])
     while process.poll() is None and not output.exists() and len(result_files(output)) < wanted:
         time.sleep(0.005)
     time.sleep(draw.choice([0.0, 0.01, 0.05, 0.3]))
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> int:
-    """Kills a process, and returns whether it was alive."""
-    if process.poll() is not None:
-        return 0
-    process.kill()
-    return 1

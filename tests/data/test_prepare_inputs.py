@@ -6,11 +6,10 @@ import gzip
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +18,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import distembed
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
@@ -110,16 +108,16 @@ def test_what_counts_as_a_header(line: bytes, is_header: bool, tmp_path: Path) -
         assert opened.header_lines == len(opened.notes()) == is_header
 
 
-PREPARE = "import sys; from distembed.data.prepare import prepare_criteo; prepare_criteo(sys.argv[2:], sys.argv[1])"
-
-
-def prepare_from(
-    stdin: int | None, output: Path, *inputs: object, code: str = PREPARE
-) -> subprocess.CompletedProcess[str]:
-    """Prepares in a process of its own, with this standard input."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
-    command = [sys.executable, "-c", code, str(output), *map(str, inputs)]
-    return subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, timeout=120)
+@contextmanager
+def standard_input_is(descriptor: int | None) -> Iterator[None]:
+    """Within the block, this is the standard input of this process; None closes it."""
+    before = os.dup(0)
+    try:
+        os.close(0) if descriptor is None else os.dup2(descriptor, 0)
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
 
 
 @pytest.fixture(params=["pipe", "socket", "file", "gzip pipe"])
@@ -150,8 +148,8 @@ def standard_input(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[i
 
 
 def test_standard_input_is_read(tmp_path: Path, plain: dict[str, bytes], standard_input: int) -> None:
-    done = prepare_from(standard_input, tmp_path / "out", "-")
-    assert done.returncode == 0, done.stderr
+    with standard_input_is(standard_input):
+        prepare_criteo(["-"], tmp_path / "out")
     assert without_manifest(tmp_path / "out") == plain
     assert [(source.name, source.num_rows) for source in Manifest.load(tmp_path / "out").sources] == [("stdin", 400)]
 
@@ -165,14 +163,12 @@ def test_devices_that_hold_no_rows(tmp_path: Path) -> None:
 
 
 def test_a_standard_input_that_gives_nothing(tmp_path: Path) -> None:
-    closed = f"import os; os.close(0); {PREPARE}"
-    assert "standard input is closed" in prepare_from(None, tmp_path / "out", "-", code=closed).stderr
     main, terminal = os.openpty()
-    try:
-        assert "standard input is a terminal" in prepare_from(terminal, tmp_path / "out", "-").stderr
-    finally:
-        os.close(main)
-        os.close(terminal)
+    for descriptor, said in ((None, "standard input is closed"), (terminal, "standard input is a terminal")):
+        with standard_input_is(descriptor), pytest.raises(UserError, match=said):
+            prepare_criteo(["-"], tmp_path / "out")
+    os.close(main)
+    os.close(terminal)
 
 
 def test_what_a_folder_holds_besides_is_said(tmp_path: Path) -> None:

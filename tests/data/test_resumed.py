@@ -13,16 +13,11 @@ from distembed.data.prepare.options import ProgressUpdate
 from distembed.data.prepare.work import Advance, Work
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile
 from tests.data import reference
-from tests.data.killed import prepare_with_kills, result_files, start
+from tests.data.killed import Forked, prepare_with_kills, result_files
 from tests.data.reference import folder_bytes
 
 OPTIONS = CriteoOptions(split="days", min_count=3)
 OPTIONS_OF_FEW = CriteoOptions(max_rejected=1)
-PREPARE = """
-import sys
-from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
-prepare_criteo(sys.argv[2:], sys.argv[1], CriteoOptions(split="days", min_count=3), ResourceLimits(threads=2))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +112,20 @@ def leftovers(output: Path) -> list[str]:
     return [path.name for path in output.parent.iterdir() if path.name.startswith(f".{output.name}.")]
 
 
+def prepare(days: list[Path], output: Path) -> None:
+    prepare_criteo(days, output, OPTIONS, ResourceLimits(threads=2))
+
+
 def kill_and_compare(days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path, kills: int) -> None:
     draw, killed, done = random.Random(kills), 0, 0
     while killed < kills:
         output = tmp_path / f"out-{killed}"
-        more, finished = prepare_with_kills(lambda to=output: start(PREPARE, to, *days), output, draw, kills - killed)
+        more, finished = prepare_with_kills(lambda to=output: Forked(prepare, days, to), output, draw, kills - killed)
         killed, done = killed + more, done + finished
         assert folder_bytes(output) == undisturbed
         if leftovers(output):  # killed when the dataset was in place
-            assert start(PREPARE, output, *days).wait(60)  # refused, since it is there
+            with pytest.raises(UserError, match="exists already"):
+                prepare(days, output)
         assert not leftovers(output)
     assert done
 

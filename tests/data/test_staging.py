@@ -1,59 +1,57 @@
 """A dataset appears whole or not at all."""
 
 import errno
-import os
-import signal
-import subprocess
-import sys
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import CriteoOptions, ingest, prepare_criteo, write_parquet
+from distembed.data.prepare import CriteoOptions, ProgressUpdate, ingest, prepare_criteo, staging, write_parquet
 from distembed.data.prepare.feature_ids import LookupTables
 from distembed.data.prepare.staging import staged_folder
 from tests.data import reference
+from tests.data.killed import Forked
 from tests.data.reference import folder_bytes
 
-# Prepares, and waits for ever at the given step so that it can be killed there.
-PREPARE_AND_HANG = """
-import sys, time
-from pathlib import Path
-from distembed.data.prepare import prepare_criteo, staging
-
-source, output, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-
-def hang(*ignored, **also_ignored):
-    print("hanging", flush=True)
-    time.sleep(600)
-
-def progress(update):
-    if update.stage == step:
-        hang()
-
-if step == "flush":
-    staging._flush = hang
-if step == "swapped":
-    rename = Path.rename
-    Path.rename = lambda self, target: (rename(self, target), hang())
-prepare_criteo([source], output, progress=progress, overwrite=len(sys.argv) > 4)
-"""
+STUCK = Path("stuck")
 
 
-def hanging(source: Path, output: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PREPARE_AND_HANG, str(source), str(output), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "hanging\n"
-    return process
+def prepare_and_hang(source: Path, output: Path, step: str, overwrite: bool) -> None:
+    """Prepares, and waits for ever at a step so that it can be killed there; a file beside the source says so."""
+
+    def hang(*_: object) -> None:
+        (source.parent / STUCK).touch()
+        time.sleep(600)
+
+    def progress(update: ProgressUpdate) -> None:
+        if update.stage == step:
+            hang()
+
+    if step == "flush":
+        staging._flush = hang
+    if step == "swapped":
+        rename = Path.rename
+        Path.rename = lambda self, target: (rename(self, target), hang())
+    prepare_criteo([source], output, progress=progress, overwrite=overwrite)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+@contextmanager
+def hanging(source: Path, output: Path, step: str, overwrite: bool = False) -> Iterator[None]:
+    """Within the block a process hangs at a step; it is killed at the end."""
+    process, stuck = Forked(prepare_and_hang, source, output, step, overwrite), source.parent / STUCK
+    try:
+        while not stuck.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        stuck.unlink()
+        yield
+    finally:
+        process.kill()
 
 
 @pytest.fixture
@@ -66,7 +64,8 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("step", ["vocabulary", "flush"])
 def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path, step: str) -> None:
     output = tmp_path / "deep" / "out"
-    kill(hanging(source, output, step))
+    with hanging(source, output, step):
+        pass
     assert not output.exists() and len(list(output.parent.iterdir())) == 1
     prepare_criteo([source], output)
     assert [path.name for path in output.parent.iterdir()] == ["out"]
@@ -80,7 +79,8 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
     output = tmp_path / "out"
     prepare_criteo([source], output, CriteoOptions(min_count=5))
     before = folder_bytes(output)
-    kill(hanging(source, output, step, "overwrite"))
+    with hanging(source, output, step, overwrite=True):
+        pass
     assert output.exists() == (step == "write")
     with pytest.raises(UserError, match="exists already|has no rows"):
         # The second run is refused either way, and must not lose anything.
@@ -96,13 +96,10 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
 
 
 def test_a_second_run_at_the_same_time_gives_way(source: Path, tmp_path: Path) -> None:
-    process = hanging(source, tmp_path / "out", "write")
-    try:
+    with hanging(source, tmp_path / "out", "write"):
         with pytest.raises(UserError, match="another process is preparing"):
             prepare_criteo([source], tmp_path / "out")
         prepare_criteo([source], tmp_path / "out2")
-    finally:
-        kill(process)
     prepare_criteo([source], tmp_path / "out")
 
 
@@ -147,22 +144,16 @@ def test_a_full_disk_is_explained(
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """A limit on the size of files makes every writer of the product meet the system's own refusal."""
     (tmp_path / "rows.tsv").write_bytes(reference.content(3000, 1))
-    code = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "from pathlib import Path\n"
-        "from distembed.data.prepare import prepare_criteo\n"
-        "from distembed.base.errors import RunError\n"
-        "try:\n"
-        "    prepare_criteo([Path(sys.argv[1])], Path(sys.argv[2]))\n"
-        "except RunError as error:\n"
-        "    print(error)\n"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(RunError) as refused:
+            prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(refused.value).startswith(
+        f"{tmp_path / 'out'} could not be written: this process may not write files so large"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(distembed.__file__).parents[1])}
-    command = [sys.executable, "-c", code, str(tmp_path / "rows.tsv"), str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"{tmp_path / 'out'} could not be written: this process may not write files so large")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
 
 
