@@ -133,10 +133,10 @@ def list_remote(url: str) -> list[RemoteFile]:
     else:
         entries, nothing = files.ls(path, detail=True), "is a folder without files"
         entries = [entry for entry in entries if not PurePosixPath(entry["name"]).name.startswith((".", "_"))]
-    found = _described(files, [entry for entry in entries if entry["type"] == "file"])
-    if not found:
+    remote_files = _described(files, [entry for entry in entries if entry["type"] == "file"])
+    if not remote_files:
         raise UserError(f"{url} {nothing}; name what is there.")
-    return found
+    return remote_files
 
 
 @_retried("be listed")
@@ -178,7 +178,7 @@ def upload(path: Path, url: str) -> None:
     # The size may differ if another process, believed dead, still writes the same file on a file system that does not
     # replace files at once.
     for _ in range(TRIES):
-        _put(url, path)
+        _put_file(url, path)
         arrived, sent = find_remote(url).num_bytes, path.stat().st_size
         if arrived == sent:
             return
@@ -186,7 +186,7 @@ def upload(path: Path, url: str) -> None:
 
 
 @_retried("be written")
-def _put(url: str, path: Path) -> None:
+def _put_file(url: str, path: Path) -> None:
     files, target = file_system(url)
     files.makedirs(target.rpartition("/")[0], exist_ok=True)
     files.put_file(str(path), target)
@@ -205,32 +205,32 @@ class _ResumingReader(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._found, self._position = find_remote(url), 0
+        self._remote, self._position = find_remote(url), 0
         self._opened: Any = None
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return self._found.num_bytes is not None
+        return self._remote.num_bytes is not None
 
     def tell(self) -> int:
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if self._found.num_bytes is None:
-            raise io.UnsupportedOperation(f"{self._found.url} has no known size")
-        position = offset + (0, self._position, self._found.num_bytes)[whence]
+        if self._remote.num_bytes is None:
+            raise io.UnsupportedOperation(f"{self._remote.url} has no known size")
+        position = offset + (0, self._position, self._remote.num_bytes)[whence]
         if position != self._position and self._opened is not None and not self._opened.seekable():
             self._opened = None
         self._position = position
         return position
 
     def readinto(self, buffer: Any) -> int:
-        total = self._found.num_bytes
+        total = self._remote.num_bytes
         if total is not None and self._position >= total:
             return 0
-        data = _retried("be read")(self._read)(self._found.url, len(buffer))
+        data = _retried("be read")(self._read)(self._remote.url, len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -242,8 +242,8 @@ class _ResumingReader(io.RawIOBase):
             if self._opened.seekable():
                 self._opened.seek(self._position)
             data = bytes(self._opened.read(size))
-            if not data and self._found.num_bytes is not None:
-                raise OSError(f"it ended after {self._position:,} bytes of {self._found.num_bytes:,}")
+            if not data and self._remote.num_bytes is not None:
+                raise OSError(f"it ended after {self._position:,} bytes of {self._remote.num_bytes:,}")
         except Exception:
             self._opened = None
             raise
@@ -252,7 +252,7 @@ class _ResumingReader(io.RawIOBase):
     def _open(self, url: str) -> Any:
         """Opens the file, if it is unchanged; one that cannot seek is read, and dropped, up to the position."""
         files, path = _fresh_file_system(url)
-        if _remote_file(url, files.info(path)) != self._found:
+        if _remote_file(url, files.info(path)) != self._remote:
             raise UserError(f"{url} was changed while it was read; begin the same command again.")
         opened = files.open(path, "rb", block_size=_BLOCK_BYTES)
         left = 0 if opened.seekable() else self._position
@@ -276,8 +276,8 @@ def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
 
 
 def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile]:
-    found = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
-    return sorted(found, key=lambda file: file.url)
+    remote_files = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
+    return sorted(remote_files, key=lambda file: file.url)
 
 
 def _is_permanent(error: BaseException) -> bool:

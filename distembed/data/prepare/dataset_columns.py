@@ -192,7 +192,7 @@ class DatasetColumns:
             parameters = learnt[column.name]["learnt"] if column.name in learnt else None
             has_missing = keeps_missing and column.role == "dense"
             change = number_change(column, parameters)
-            read = partial(spooled_numbers, place=index, change=change, has_missing=has_missing)
+            read = partial(spooled_numbers, index=index, change=change, has_missing=has_missing)
             type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
             outputs[column.name] = pa.field(column.name, type_), read
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
@@ -203,7 +203,7 @@ class DatasetColumns:
         lookup = self._lookup(index, learnt[name]["feature"]["num_embeddings"])
         type_ = pa.from_numpy_dtype(lookup.dtype)
         field = pa.field(name, pa.list_(type_) if column.is_list else type_)
-        return field, partial(spooled_ids, place=index, lookup=lookup)
+        return field, partial(spooled_ids, index=index, lookup=lookup)
 
     def mean_values(self) -> float:
         """Returns the mean number of values of a row in the column with the longest lists; 1 without lists."""

@@ -128,20 +128,20 @@ class RowSplits:
 
     @property
     def num_rows(self) -> list[int]:
-        found: list[int] = self.counts.sum(axis=0).tolist()
-        return found
+        num_rows_: list[int] = self.counts.sum(axis=0).tolist()
+        return num_rows_
 
     def rows(self, block: SpooledBlock, split: int) -> Rows:
         """Returns the rows of a block that are in split number ``split``, ascending, numbered within the block."""
-        place = split_column(self.rule, block.layout)
+        column_index = split_column(self.rule, block.layout)
         if self.rule.kind == "time":
             # number of bounds at or before a row's time = number of its split
-            found = np.searchsorted(np.array(self.bounds, np.int64), block.numbers(place), side="right")
-            return np.flatnonzero(found == split)
+            split_of_row = np.searchsorted(np.array(self.bounds, np.int64), block.numbers(column_index), side="right")
+            return np.flatnonzero(split_of_row == split)
         if self.rule.kind == "column":
-            is_split = block.keys(place) == np.uint64(self.bounds[split])
+            is_split = block.keys(column_index) == np.uint64(self.bounds[split])
             is_split[0] = False
-            return np.flatnonzero(is_split[block.codes(place)])
+            return np.flatnonzero(is_split[block.codes(column_index)])
         start, stop = np.clip(np.array(self.bounds[split : split + 2]) - block.first_row, 0, block.num_rows)
         return slice(int(start), int(stop))
 
@@ -155,9 +155,11 @@ class RowSplits:
         """
         stops = np.cumsum(self.counts[:, split])
         starts = stops - self.counts[:, split]
-        first, last = np.maximum(starts, start), np.minimum(stops, stop)
-        here = np.flatnonzero(first < last)
-        return list(zip(here.tolist(), (first - starts)[here].tolist(), (last - starts)[here].tolist(), strict=True))
+        first, end = np.maximum(starts, start), np.minimum(stops, stop)
+        blocks = np.flatnonzero(first < end)
+        return list(
+            zip(blocks.tolist(), (first - starts)[blocks].tolist(), (end - starts)[blocks].tolist(), strict=True)
+        )
 
 
 def _num_rows(rows: Rows) -> int:
@@ -170,20 +172,20 @@ def split_column(rule: SplitRule, layout: BlockLayout) -> int:
     Returns -1 if the order of the input decides; a UserError if the rule's column is missing.
     """
     if rule.kind == "time":
-        places = [place for place, number in enumerate(layout.numbers) if number.role == "time"]
+        indices = [index for index, number in enumerate(layout.numbers) if number.role == "time"]
         lacking = (
             f"in the order of time ({', '.join(rule.names)}), and rows have no time column: name one in the schema, or "
             "choose another split"
         )
     elif rule.kind == "column":
-        named = enumerate(layout.ids)
-        places = [place for place, column in named if column.role == "split" and column.name == rule.column]
+        columns = enumerate(layout.ids)
+        indices = [index for index, column in columns if column.role == "split" and column.name == rule.column]
         lacking = f"by the column {rule.column!r}, which the rows do not have: name another"
     else:
         return -1
-    if not places:
+    if not indices:
         raise UserError(f"the split (--split) is {lacking}")
-    return places[0]
+    return indices[0]
 
 
 def row_splits(
@@ -194,9 +196,9 @@ def row_splits(
         return RowSplits(rule, blocks, tuple(text_keys(_values(rule)).tolist()))
     if rule.kind != "time" or rule.times or not blocks:
         return RowSplits(rule, blocks, rule.times if rule.kind == "time" else rule.bounds(source_rows))
-    place = split_column(rule, blocks[0].layout)
+    column_index = split_column(rule, blocks[0].layout)
     with Database(folder, memory_bytes) as database:
-        total = count_distinct(database, (block.numbers(place) for block in blocks), pa.int64())
+        total = count_distinct(database, (block.numbers(column_index) for block in blocks), pa.int64())
         ranks = [int(total * sum(rule.shares[:count])) for count in range(1, len(rule.shares))]
         return RowSplits(rule, blocks, tuple(values_at_ranks(database, ranks, pa.int64()).tolist()))
 

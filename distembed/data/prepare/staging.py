@@ -61,8 +61,8 @@ def staged_folder(
         kind: The kind of folder, in words.
         marker: Name of the file that every folder of this kind has.
     """
-    with kept_folder(output, None, overwrite=overwrite, kind=kind, marker=marker) as kept:
-        yield kept.path / STAGED
+    with kept_folder(output, None, overwrite=overwrite, kind=kind, marker=marker) as work:
+        yield work.path / STAGED
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def kept_folder(
         if replaced.is_dir() and not os.path.lexists(output):
             replaced.rename(output)  # the last process was killed between the two renames
         shutil.rmtree(replaced, ignore_errors=True)
-        own = folder / str(purpose)[:8]  # a lost worker of another command writes elsewhere
+        own_folder = folder / str(purpose)[:8]  # a lost worker of another command writes elsewhere
         was_begun = (folder / "purpose").is_file()
         if os.path.lexists(output) and not (overwrite and (output / marker).is_file()):
             if not was_begun:
@@ -99,20 +99,20 @@ def kept_folder(
             raise UserError(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
         is_resumed = False
         with suppress(OSError, ValueError):  # no file, or half of one
-            known, host, boot = (folder / "purpose").read_text().split()
+            last_purpose, host, boot = (folder / "purpose").read_text().split()
             # After a restart of this machine, files that were not flushed may be lost, so nothing is resumed.
             is_fresh = host != socket.gethostname() or boot == _boot()
-            is_resumed = known == purpose and is_fresh and (own / STAGED).is_dir()
+            is_resumed = last_purpose == purpose and is_fresh and (own_folder / STAGED).is_dir()
         try:
             writing = (OSError, pa.ArrowException)
             with full_disk_explained(lambda error: _disk_is_full(error, output, folder), writing, max_file_size=True):
                 if not is_resumed:
                     _empty(folder)
-                    (own / STAGED).mkdir(parents=True)
+                    (own_folder / STAGED).mkdir(parents=True)
                     (folder / "purpose").write_text(f"{purpose} {socket.gethostname()} {_boot()}")
-                yield KeptFolder(own, is_resumed, was_begun and not is_resumed)
+                yield KeptFolder(own_folder, is_resumed, was_begun and not is_resumed)
                 if not is_moved:
-                    _put_in_place(own / STAGED, output, replaced, overwrite)
+                    _put_in_place(own_folder / STAGED, output, replaced, overwrite)
         except BaseException as error:
             if purpose is None or not isinstance(error, KeyboardInterrupt | TemporaryFailure):
                 _remove(folder)
@@ -191,20 +191,20 @@ def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
     """Returns the text of an error that says how much was written in a folder that is not removed yet."""
     if getattr(error, "errno", None) == errno.EFBIG:
         return f"{output} could not be written: this process may not write files so large (see `ulimit -f`)"
-    written = 0
+    num_bytes = 0
     with suppress(FileNotFoundError):  # a task of a cluster may still rename its files
         for path in folder.rglob("*"):
-            written += path.stat().st_size if path.is_file() else 0
+            num_bytes += path.stat().st_size if path.is_file() else 0
     return (
         f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
-        f"after {written >> 20:,} MiB. Nothing was left behind; free more space, or name an output elsewhere"
+        f"after {num_bytes >> 20:,} MiB. Nothing was left behind; free more space, or name an output elsewhere"
     )
 
 
-def require_outside(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+def require_outside(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     """Raises a UserError if an input is the output or lies inside it, and would be overwritten."""
     target = _real_path(Path(output))
-    for file in [_real_path(Path(place)) for place in places if not is_url(place)]:
+    for file in [_real_path(Path(raw_input)) for raw_input in inputs if not is_url(raw_input)]:
         if file == target:
             raise UserError(f"the output {output} is an input too, which would be lost: name another output")
         if file.is_relative_to(target):
@@ -268,15 +268,15 @@ class Destination:
         """Raises a UserError if the URL has foreign files, or a dataset that is neither resumed nor overwritten."""
         if self.url is None:
             return
-        found = self._files_there()
-        if others := sorted(name for name in found if not _DATASET_FILE.fullmatch(name)):
+        files = self._files_there()
+        if foreign := sorted(name for name in files if not _DATASET_FILE.fullmatch(name)):
             raise UserError(
-                f"{self.url} has files that are of no dataset, such as {others[0]}, which stay as they are: name "
+                f"{self.url} has files that are of no dataset, such as {foreign[0]}, which stay as they are: name "
                 "another output"
             )
-        if not found or is_resumed or self.overwrite:
+        if not files or is_resumed or self.overwrite:
             return
-        if MANIFEST_NAME in found:
+        if MANIFEST_NAME in files:
             raise UserError(f"{self.url} exists already: name another output, or replace it with --overwrite")
         raise UserError(
             f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "
@@ -308,8 +308,8 @@ class Destination:
         """
         if self.url is None:
             return
-        written = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-        files = {path.relative_to(folder).as_posix() for path in written} - {MANIFEST_NAME}
+        paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        files = {path.relative_to(folder).as_posix() for path in paths} - {MANIFEST_NAME}
         for file in sorted(files):
             upload(folder / file, join_url(self.url, file))
         for name, url in self._files_there().items():
@@ -321,5 +321,5 @@ class Destination:
         """Returns the URL of each file at the URL, by its name there; one file may have several URLs."""
         assert self.url is not None
         _, path = file_system(self.url)
-        found = {file_system(file.url)[1].removeprefix(f"{path}/"): file.url for file in walk_remote(self.url)}
-        return {name: url for name, url in found.items() if name != path}  # some stores have a file for a folder
+        url_by_name = {file_system(file.url)[1].removeprefix(f"{path}/"): file.url for file in walk_remote(self.url)}
+        return {name: url for name, url in url_by_name.items() if name != path}  # some stores have a file for a folder

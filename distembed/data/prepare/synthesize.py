@@ -129,11 +129,11 @@ def synthesize_criteo(
     source, quality, positives = _RowDistribution(num_rows, seed), _BayesQuality(), 0
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     with (
-        whole_file(path) as part,
+        whole_file(path) as temporary,
         full_disk_explained(lambda _: f"{path} could not be written: its disk is full; {remedy}"),
     ):
         with (
-            open(part, "wb") as raw,
+            open(temporary, "wb") as raw,
             gzip.GzipFile("", "wb", 1, raw, mtime=0) if is_packed else nullcontext(raw) as packed,
         ):
             for start in range(0, num_rows, CHUNK_ROWS):
@@ -148,7 +148,7 @@ def synthesize_criteo(
                     progress(start + len(rows.labels))
         logloss, auc = quality.over(slice(None))
         last_logloss, last_auc = quality.over(slice(-1, None))
-        size, rate, sizes = os.path.getsize(part), positives / num_rows, tuple(source.cardinalities)
+        size, rate, sizes = os.path.getsize(temporary), positives / num_rows, tuple(source.cardinalities)
         summary = SyntheticSummary(
             str(path), num_rows, seed, size, rate, logloss, auc, last_logloss, last_auc, cardinalities=sizes
         )
@@ -251,8 +251,8 @@ def _draw_ids(
     ids = np.exp(uniform * math.log(lasting + 1)).astype(np.int64) - 1
     if has_fresh:
         fresh = np.flatnonzero(random.random(len(times)) < _FRESH_SHARE)
-        place = np.clip(times[fresh] - _FRESH_AGE * random.random(len(fresh)) ** 2, 0, 1)
-        ids[fresh] = lasting + (place * (cardinality - lasting - 1)).astype(np.int64)
+        age_position = np.clip(times[fresh] - _FRESH_AGE * random.random(len(fresh)) ** 2, 0, 1)
+        ids[fresh] = lasting + (age_position * (cardinality - lasting - 1)).astype(np.int64)
     if missing:
         ids[random.random(len(times)) < missing] = -1
     return np.minimum(ids, cardinality - 1)

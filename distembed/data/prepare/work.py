@@ -83,8 +83,8 @@ def run_tasks(
     with pools[limits.engine]() as submit:
         waiting = {submit(task) for task in tasks}
         while waiting:
-            done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
-            results = [future.result() for future in done]
+            finished, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+            results = [future.result() for future in finished]
             for result in results:
                 if isinstance(result, _Failed):
                     raise result.error
@@ -145,9 +145,10 @@ def _connected_ray(limits: ResourceLimits) -> Any:
         except (ConnectionError, ValueError, RuntimeError) as error:
             at = f"at RAY_ADDRESS={address}" if address else "on this machine"
             raise UserError(f"engine (--engine) is ray, and there is no Ray cluster {at}: {one_line(error)}") from error
-    wanted = {"CPU": limits.num_threads, "memory": limits.memory_limit_bytes}
+    task_resources = {"CPU": limits.num_threads, "memory": limits.memory_limit_bytes}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not address and not any(all(node.get(name, 0) >= least for name, least in wanted.items()) for node in nodes):
+    has_room = any(all(node.get(name, 0) >= least for name, least in task_resources.items()) for node in nodes)
+    if not address and not has_room:
         raise UserError(
             f"each task is to have {limits.num_threads} CPUs (--threads) and "
             f"{format_bytes(limits.memory_limit_bytes)} (--memory-limit), and no machine of the Ray cluster has as "
@@ -191,12 +192,12 @@ def _spark(function: Callable[[Any], Any]) -> Iterator[Submit]:
 
 def _require_master(master: str) -> None:
     """Raises a UserError if no machine of ``spark://...`` answers in 10 seconds; Spark would wait for minutes."""
-    places = re.findall(r"(\[[^]]+\]|[^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
-    for place, (host, port) in enumerate(places, 1):
+    addresses = re.findall(r"(\[[^]]+\]|[^/,:]+):([0-9]+)", master) if master.startswith("spark://") else []
+    for attempt, (host, port) in enumerate(addresses, 1):
         try:
             return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except OSError as error:
-            if place == len(places):
+            if attempt == len(addresses):
                 raise UserError(f"engine (--engine) is spark, and MASTER={master} does not answer: {error}") from error
 
 
@@ -271,27 +272,27 @@ class Work:
         folder = self.folder / "results" / name
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{index:06d}.json" for index in range(len(tasks))]
-        found = {file: json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()}
-        done = [sum(record[kind] for record in found.values()) for kind in ("bytes", "rows")]
+        record_of_file = {file: json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()}
+        progress = [sum(record[kind] for record in record_of_file.values()) for kind in ("bytes", "rows")]
         lock, caller = threading.Lock(), threading.get_ident()
 
         def advance(num_bytes: int, num_rows: int) -> None:
             with lock:
-                done[0] += num_bytes
-                done[1] += num_rows
+                progress[0] += num_bytes
+                progress[1] += num_rows
             if threading.get_ident() == caller:
-                self.report(ProgressUpdate(name, done[0], total_bytes, done[1]))
+                self.report(ProgressUpdate(name, progress[0], total_bytes, progress[1]))
 
         is_cluster = self.limits.is_cluster
         run = functools.partial(_run_task, do, None if is_cluster else advance)
-        waiting = [(file, task) for file, task in zip(files, tasks, strict=True) if file not in found]
+        waiting = [(file, task) for file, task in zip(files, tasks, strict=True) if file not in record_of_file]
         for records in run_tasks(run, waiting, self.limits, threads):
             for file, record in records:
-                found[file] = record
+                record_of_file[file] = record
                 if is_cluster:
                     advance(record["bytes"], record["rows"])
             advance(0, 0)
-        return [found[file]["result"] for file in files]
+        return [record_of_file[file]["result"] for file in files]
 
 
 def _run_task(
@@ -302,17 +303,17 @@ def _run_task(
     ``advance`` is None on a worker: the record then has the bytes and rows by which progress advances at the end.
     """
     file, task = waiting
-    done = {"bytes": 0, "rows": 0}
+    progress = {"bytes": 0, "rows": 0}
 
     def counted(num_bytes: int, num_rows: int) -> None:
-        done["bytes"] += num_bytes
-        done["rows"] += num_rows
+        progress["bytes"] += num_bytes
+        progress["rows"] += num_rows
         if advance is not None:
             advance(num_bytes, num_rows)
 
     result = do(task, counted)
     pa.default_memory_pool().release_unused()  # else memory that this stage has freed adds to the next one's
-    text = json.dumps({**done, "result": result}, default=asdict)
+    text = json.dumps({**progress, "result": result}, default=asdict)
     write_text(file, text, flush=False)  # after a power cut the work is not resumed anyway
     return file, json.loads(text)  # as after a kill
 
@@ -333,17 +334,17 @@ def resumable_work(
     """
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())
     overwrite, is_moved = destination.overwrite, destination.url is not None
-    with kept_folder(destination.path, digest, overwrite=overwrite, is_moved=is_moved) as kept:
-        destination.begin(kept.is_resumed)
-        if kept.is_resumed:
+    with kept_folder(destination.path, digest, overwrite=overwrite, is_moved=is_moved) as work:
+        destination.begin(work.is_resumed)
+        if work.is_resumed:
             note(f"{destination}: this resumes the same command, which was interrupted; finished tasks are kept")
-        elif kept.is_anew:
+        elif work.is_anew:
             note(
                 f"{destination}: this starts over, since the command that was interrupted had other inputs or options, "
                 "or the machine was restarted; its finished tasks are removed"
             )
         try:
-            yield kept.path / STAGED, Work(kept.path / "work", report, limits)
+            yield work.path / STAGED, Work(work.path / "work", report, limits)
         except KeyboardInterrupt:
             if digest is not None:
                 note(f"{destination}: finished tasks are kept, and the same command resumes")

@@ -71,12 +71,12 @@ class WrittenFile:
 
 def written_split(files: Sequence[WrittenFile], schema: Schema) -> Split:
     """Returns the manifest's entry of a split, given its files in the order of their rows."""
-    num_rows = sum(one.file.num_rows for one in files)
+    num_rows = sum(written.file.num_rows for written in files)
 
     def mean(name: str | None) -> float | None:
-        return sum(one.sums[name] for one in files) / num_rows if name is not None and num_rows else None
+        return sum(written.sums[name] for written in files) / num_rows if name is not None and num_rows else None
 
-    return Split(num_rows, mean(schema.label), tuple(one.file for one in files), mean(schema.weight))
+    return Split(num_rows, mean(schema.label), tuple(written.file for written in files), mean(schema.weight))
 
 
 def write_file(
@@ -112,22 +112,22 @@ OutputColumn: TypeAlias = tuple[pa.Field, Callable[[SpooledBlock, Rows], pa.Arra
 def spooled_numbers(
     block: SpooledBlock,
     rows: Rows,
-    place: int,
+    index: int,
     change: Callable[[NDArray[Any]], NDArray[Any]] | None,
     has_missing: bool,
 ) -> pa.Array:
-    """Reads rows of number column ``place`` and applies ``change``; with ``has_missing``, NaN becomes null."""
-    numbers = block.numbers(place)[rows]
+    """Reads rows of number column ``index`` and applies ``change``; with ``has_missing``, NaN becomes null."""
+    numbers = block.numbers(index)[rows]
     return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
 
 
-def spooled_ids(block: SpooledBlock, rows: Rows, place: int, lookup: LookupTables) -> pa.Array:
-    """Reads rows of id column ``place`` of the layout, and replaces codes by ids; lists stay lists."""
+def spooled_ids(block: SpooledBlock, rows: Rows, index: int, lookup: LookupTables) -> pa.Array:
+    """Reads rows of id column ``index`` of the layout, and replaces codes by ids; lists stay lists."""
     table = lookup.table(block.index)
-    if not block.layout.ids[place].is_list:
-        return pa.array(np.take(table, block.codes(place)[rows], mode="clip"))
-    found = list_rows(block.lists(place), rows)
-    return pa.ListArray.from_arrays(pa.array(found.offsets.astype(np.int32)), pa.array(table[found.values]))
+    if not block.layout.ids[index].is_list:
+        return pa.array(np.take(table, block.codes(index)[rows], mode="clip"))
+    lists = list_rows(block.lists(index), rows)
+    return pa.ListArray.from_arrays(pa.array(lists.offsets.astype(np.int32)), pa.array(table[lists.values]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,13 +144,13 @@ class FileWriter:
     def write(self, plan: FilePlan) -> WrittenFile:
         columns, split = pa.schema([field for field, _ in self.columns]), self.splits.rule.names.index(plan.split)
 
-        def table(index: int, first: int, last: int) -> pa.Table:
+        def table(index: int, first: int, end: int) -> pa.Table:
             block = self.splits.blocks[index]
             rows = self.splits.rows(block, split)
-            own = pa.table([read(block, rows) for _, read in self.columns], schema=columns)
-            return own.slice(first, last - first)
+            block_table = pa.table([read(block, rows) for _, read in self.columns], schema=columns)
+            return block_table.slice(first, end - first)
 
-        tables = (table(*part) for part in self.splits.parts(split, plan.start, plan.stop))
+        tables = (table(*block_range) for block_range in self.splits.parts(split, plan.start, plan.stop))
         with self.destination.file(self.folder, plan.path) as path:
             groups = filter(len, regrouped(tables, columns, self.group_rows))
             return write_file(path, plan, columns, groups, self.schema)

@@ -56,7 +56,7 @@ class Batch(Pipelineable):
             values = field.values().to(device, non_blocking=non_blocking)
             return _with_bags(field, values, *unit_bags(values.numel(), device))
 
-        return self._each(move)
+        return self._changed_fields(move)
 
     def record_stream(self, stream: torch.Stream) -> None:
         for field in self.fields.values():
@@ -73,22 +73,22 @@ class Batch(Pipelineable):
             # lengths and offsets are shared by many batches, and no copy of them to a GPU is made: see ``to``
             return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
 
-        return self._each(pin)
+        return self._changed_fields(pin)
 
     def write(self, path: Path) -> None:
         """Writes the rows as a NumPy archive: an array a field; names, values and lengths of a field of lists."""
         arrays: dict[str, np.ndarray] = {}
         for name, values in self.fields.items():
             if isinstance(values, KeyedJaggedTensor):
-                own = (f"{name}_names", name, f"{name}_lengths")
-                names, ids, lengths = ("feature_names", "ids", "lengths") if name == SPARSE_FEATURES else own
+                array_names = (f"{name}_names", name, f"{name}_lengths")
+                names, ids, lengths = ("feature_names", "ids", "lengths") if name == SPARSE_FEATURES else array_names
                 arrays[names] = np.array(values.keys())
                 arrays[ids], arrays[lengths] = values.values().numpy(), values.lengths().numpy()
             else:
                 arrays[name] = values.numpy()
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
-    def _each(self, change: Callable[[Field], Field]) -> Batch:
+    def _changed_fields(self, change: Callable[[Field], Field]) -> Batch:
         fields = {}
         for name, field in self.fields.items():
             changed = fields[name] = change(field)
@@ -144,8 +144,8 @@ class BatchAssembler:
         """
         layout, schema, count = self.layout, self._schema, len(global_sizes)
         empty = np.empty((count, 0, layout.width), layout.dtype)
-        each = (block.records.reshape(count, len(block.records) // count, layout.width) for block in blocks)
-        records = np.concatenate([empty, *each], axis=1)
+        block_records = (block.records.reshape(count, len(block.records) // count, layout.width) for block in blocks)
+        records = np.concatenate([empty, *block_records], axis=1)
         floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + len(layout.numbers)]
         numbers = {}
         for field in (field for field in schema.fields if not field.is_jagged):
@@ -180,19 +180,19 @@ class BatchAssembler:
     def _jagged_fields(self, ids: NDArray[np.int64], blocks: Sequence[RecordBlock]) -> dict[str, KeyedJaggedTensor]:
         """Makes all jagged fields of a batch from single-valued ids ``[num_keys, num_rows]`` and the blocks' lists."""
         num_rows = ids.shape[1]
-        ones = np.ones(num_rows, np.int64)
+        one_id = np.ones(num_rows, np.int64)
         columns = {
-            feature.name: [Jagged.from_lengths(values, ones)]
+            feature.name: [Jagged.from_lengths(values, one_id)]
             for feature, values in zip(self.layout.single, ids, strict=True)
         }
         fields = {}
-        for field in (each for each in self._schema.fields if each.is_jagged):
-            parts = [columns.get(name) or [block.jagged[name] for block in blocks] for name in field.columns]
+        for field in (jagged_field for jagged_field in self._schema.fields if jagged_field.is_jagged):
+            column_parts = [columns.get(name) or [block.jagged[name] for block in blocks] for name in field.columns]
             dtype = np.float32 if field.name == DENSE_SEQUENCES else np.int64
-            whole = [part for each in parts for part in each]
-            values = np.concatenate([np.zeros(0, dtype), *(part.values for part in whole)])
-            lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in whole)])
-            counts = [sum(len(part.values) for part in each) for each in parts]
+            all_parts = [jagged for column in column_parts for jagged in column]
+            values = np.concatenate([np.zeros(0, dtype), *(jagged.values for jagged in all_parts)])
+            lengths = np.concatenate([np.zeros(0, np.int64), *(jagged.lengths for jagged in all_parts)])
+            counts = [sum(len(jagged.values) for jagged in column) for column in column_parts]
             fields[field.name] = KeyedJaggedTensor(
                 list(field.columns),
                 torch.from_numpy(values),

@@ -68,7 +68,7 @@ class GroupRows:
         Refuses null entries, and a row whose dense sequence is not as long as every other list of the row.
         """
         columns = {}
-        for feature in (each for each in self.schema.categorical if each.multi_hot):
+        for feature in (categorical for categorical in self.schema.categorical if categorical.multi_hot):
             column = self._column(feature.name)
             flat = column.flatten()
             if flat.null_count:
@@ -81,12 +81,13 @@ class GroupRows:
             columns[name] = Jagged.from_lengths(numbers, lengths)
         for name in self.schema.dense_sequences:
             lengths = columns[name].lengths
-            for other, values in columns.items():
+            for other_name, values in columns.items():
                 for row in np.flatnonzero(values.lengths != lengths)[:1]:
                     raise self._error(
                         name,
-                        f"row {self.start + row} has {lengths[row]} numbers, and {other!r} has {values.lengths[row]} "
-                        "values there; dense_sequences have one number for each id of the list columns",
+                        f"row {self.start + row} has {lengths[row]} numbers, and {other_name!r} has "
+                        f"{values.lengths[row]} values there; dense_sequences have one number for each id of the list "
+                        "columns",
                     )
         return columns
 
@@ -131,10 +132,10 @@ class GroupRows:
     ) -> None:
         """Raises a UserError that names the first row with a ``wrong`` value; ``law`` says which values are allowed."""
         if wrong.any():
-            place = int(np.argmax(wrong))
-            row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-            suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
-            raise self._error(name, f"row {self.start + row} is {values[place]}; {law}{suffix}")
+            index = int(np.argmax(wrong))
+            row = index if lengths is None else int(np.searchsorted(np.cumsum(lengths), index, side="right"))
+            suffix = f"; {missing_remedy}" if np.isnan(values[index]) else ""
+            raise self._error(name, f"row {self.start + row} is {values[index]}; {law}{suffix}")
 
     def _column(self, name: str) -> pa.Array:
         column = self.table.column(name)
@@ -196,7 +197,8 @@ class Decoder:
                     floats[low:high, column] = values[low:high]
             lists.append(rows.lists())
             filled += stop - start
-        return RecordBlock(records, {name: Jagged.concatenate([each[name] for each in lists]) for name in lists[0]})
+        columns = {name: Jagged.concatenate([segment[name] for segment in lists]) for name in lists[0]}
+        return RecordBlock(records, columns)
 
     def _rows(self, index: int, start: int, stop: int) -> GroupRows:
         """Reads rows ``[start, stop)`` of a row group, or of the next readable one, whose rows repeat if too few."""
@@ -217,8 +219,9 @@ class Decoder:
         raise UserError(f"no row group can be read: {'; '.join(self.unreadable.values())}")
 
 
-def too_many_unreadable(found: dict[str, str], most: int) -> UserError:
+def too_many_unreadable(problems: dict[str, str], most: int) -> UserError:
     """Returns the error that more row groups cannot be read than are allowed, given their problems by their names."""
-    *_, last = found.values()
-    text = f"{len(found)} row groups cannot be read, and data.skip_unreadable allows {most}; the last: {last}"
-    return UserError(text)
+    *_, latest = problems.values()
+    return UserError(
+        f"{len(problems)} row groups cannot be read, and data.skip_unreadable allows {most}; the last: {latest}"
+    )

@@ -134,11 +134,11 @@ class EpochOrder:
     def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
         """Returns (lane, first, last + 1) for each lane that overlaps a rank's part, rows numbered within the lane."""
         rows, num_lanes = self.batch_rows(batch), self.num_lanes
-        first, last = rank * rows // world_size, (rank + 1) * rows // world_size
+        begin, end = rank * rows // world_size, (rank + 1) * rows // world_size
         parts = []
         for lane in range(num_lanes):
             slot, slot_stop = lane * rows // num_lanes, (lane + 1) * rows // num_lanes
-            low, high = max(first, slot), min(last, slot_stop)
+            low, high = max(begin, slot), min(end, slot_stop)
             if low < high:
                 # Earlier batches are full and took slot_rows of the lane each; position p is row p - slot of its slot.
                 start = batch * self.slot_rows(lane) - slot
@@ -149,9 +149,9 @@ class EpochOrder:
         """Returns where a lane begins in the epoch's sequence of rows: after all slots of earlier lanes."""
         # slots before ``lane`` have lane * size // L rows in each full batch, and lane * rest // L in the short one
         full, rest = divmod(self.num_rows, self.batches.batch_size)
-        last = 0 if self.batches.drop_last else lane * rest // self.num_lanes
-        first = 0 if self.rows is None else self.rows.start
-        return first + full * (lane * self.batches.batch_size // self.num_lanes) + last
+        short_slots = 0 if self.batches.drop_last else lane * rest // self.num_lanes
+        first_row = 0 if self.rows is None else self.rows.start
+        return first_row + full * (lane * self.batches.batch_size // self.num_lanes) + short_slots
 
     def _segments(self, epoch: int, start: int, stop: int) -> list[Segment]:
         """Returns rows ``[start, stop)`` of the epoch's sequence, row groups end to end in their order, as segments."""
@@ -161,8 +161,8 @@ class EpochOrder:
         rows = np.array(self.group_rows, np.int64)[groups]
         begins = np.cumsum(rows) - rows
         low, high = np.maximum(start - begins, 0), np.minimum(stop - begins, rows)
-        found = zip(groups.tolist(), low.tolist(), high.tolist(), strict=True)
-        return [Segment(group, first, last) for group, first, last in found if first < last]
+        ranges = zip(groups.tolist(), low.tolist(), high.tolist(), strict=True)
+        return [Segment(group, first, end) for group, first, end in ranges if first < end]
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class BatchShares:
 
     def rows(self, rank: int) -> range:
         num_batches = -(-self.num_rows // self.batch_size)
-        first, last = (each * num_batches // self.world_size * self.batch_size for each in (rank, rank + 1))
-        return range(min(first, self.num_rows), min(last, self.num_rows))
+        first, end = (share * num_batches // self.world_size * self.batch_size for share in (rank, rank + 1))
+        return range(min(first, self.num_rows), min(end, self.num_rows))
 
     def steps(self, rank: int) -> Iterator[range]:
         """Yields the range of rows of each step of a rank, an empty range once the rank has no batch left."""
-        own = self.rows(rank)
-        for first in range(own.start, own.start + self.num_steps * self.batch_size, self.batch_size):
-            yield own[first - own.start :][: self.batch_size]
+        rows = self.rows(rank)
+        for first in range(rows.start, rows.start + self.num_steps * self.batch_size, self.batch_size):
+            yield rows[first - rows.start :][: self.batch_size]

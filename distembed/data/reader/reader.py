@@ -113,8 +113,9 @@ def epoch_batches(
                 # row j of the rank's part of batch i: i slots after its row of the first of these batches
                 batch_starts = order.slot_rows(lane) * np.arange(count)[:, None]
                 blocks.append(lanes[lane].gather((batch_starts + np.arange(first, stop)).reshape(-1)))
-            for made in assembler.assemble(blocks, [order.batch_rows(index) for index in range(batch, batch + count)]):
-                yield made.pin_memory() if decoding.pins else made
+            batch_rows = [order.batch_rows(index) for index in range(batch, batch + count)]
+            for assembled in assembler.assemble(blocks, batch_rows):
+                yield assembled.pin_memory() if decoding.pins else assembled
             batch += count
 
 
@@ -132,10 +133,10 @@ class _LaneCursor:
         gathered = []
         while len(positions):
             block, permutation = self._reach(int(positions[0]))
-            here = int(np.searchsorted(positions, self._window.stop))
-            rows = positions[:here] - self._window.start
+            num_in_window = int(np.searchsorted(positions, self._window.stop))
+            rows = positions[:num_in_window] - self._window.start
             gathered.append(block.gather(rows if permutation is None else permutation[rows]))
-            positions = positions[here:]
+            positions = positions[num_in_window:]
         return gathered[0] if len(gathered) == 1 else RecordBlock.concatenate(gathered)
 
     def _reach(self, position: int) -> _Decoded:

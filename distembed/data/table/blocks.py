@@ -69,15 +69,15 @@ class BlockLayout:
     @cached_property
     def arrays(self) -> dict[tuple[str, int], int]:
         """Position of each array in a spooled block (``spool.py``), keyed by (kind of array, index of its column)."""
-        names = [("numbers", place) for place in range(len(self.numbers))]
-        for place, column in enumerate(self.ids):
+        names = [("numbers", index) for index in range(len(self.numbers))]
+        for index, column in enumerate(self.ids):
             texts = ["offsets", "texts"] if column.kind == "string" else []
-            names += [(kind, place) for kind in (*["lengths"] * column.is_list, "codes", "keys", *texts)]
-        return {name: place for place, name in enumerate(names)}
+            names += [(kind, index) for kind in (*["lengths"] * column.is_list, "codes", "keys", *texts)]
+        return {name: position for position, name in enumerate(names)}
 
     @cached_property
     def feature_keys(self) -> dict[str, tuple[int, KeyColumn]]:
-        return {column.name: (place, column) for place, column in enumerate(self.ids) if column.role == "feature"}
+        return {column.name: (index, column) for index, column in enumerate(self.ids) if column.role == "feature"}
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class RowEncoder:
         self._learnt: Mapping[str, Any] = manifest.preparation.get("learnt", {})
         self._weight = manifest.schema.weight
         self._missing = pa.array(raw_schema(manifest).text.missing_values, pa.string())
-        self._changes = {each.name: number_change(each, self._learnt.get(each.name)) for each in layout.numbers}
+        self._changes = {number.name: number_change(number, self._learnt.get(number.name)) for number in layout.numbers}
         self._keys = [column for column in layout.ids if column.role == "feature"]
         self._unknown = UnknownValues(manifest)
         self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
@@ -137,15 +137,15 @@ class RowEncoder:
             else:
                 change = self._changes[column.name]
                 numbers[column.name] = values if change is None else change(values)
-        for key, found in zip(self._layout.ids, block.ids, strict=True):
+        for key, column_values in zip(self._layout.ids, block.ids, strict=True):
             if key.role != "feature":
                 continue
-            own = self._ids(key.name, found)
-            self._unknown.add(key.name, own)
-            if found.lengths is None:
-                ids[key.name] = own
+            column_ids = self._ids(key.name, column_values)
+            self._unknown.add(key.name, column_ids)
+            if column_values.lengths is None:
+                ids[key.name] = column_ids
             else:
-                lists[key.name] = Jagged.from_lengths(own, found.lengths.astype(np.int64))
+                lists[key.name] = Jagged.from_lengths(column_ids, column_values.lengths.astype(np.int64))
         return RecordBlock(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
@@ -170,12 +170,12 @@ class RowEncoder:
             raise UserError(
                 f"the values of {feature!r} are of type {given.type}; give a list of {' or '.join(allowed)}."
             )
-        found = coded(given, self._missing)
-        keys = KEY_KINDS[kinds[feature]](found.distinct)
+        coded_values = coded(given, self._missing)
+        keys = KEY_KINDS[kinds[feature]](coded_values.distinct)
         if keys.wrong.any():
-            place = int(np.argmax(np.concatenate([[False], keys.wrong])[found.codes]))
-            raise UserError(f"value {place} ({values[place]!r}) of {feature!r} is none of its kind, {kinds[feature]}.")
-        return self._ids(feature, keyed_column(found, keys, None))
+            index = int(np.argmax(np.concatenate([[False], keys.wrong])[coded_values.codes]))
+            raise UserError(f"value {index} ({values[index]!r}) of {feature!r} is none of its kind, {kinds[feature]}.")
+        return self._ids(feature, keyed_column(coded_values, keys, None))
 
     def _ids(self, feature: str, column: IdColumn) -> NDArray[np.int64]:
         """Looks up the id of each distinct key of a block once, and returns the id of each value."""
@@ -188,10 +188,10 @@ class RowEncoder:
         layout = self._records
         records = np.zeros((num_rows, layout.width), layout.dtype)
         floats = records.view(np.float32)
-        for place, feature in enumerate(layout.single):
-            records[:, place] = ids.get(feature.name, MISSING_ID)
-        for place, name in enumerate(layout.numbers, start=layout.first_float):
-            floats[:, place] = numbers.get(name, 1.0 if name == self._weight else np.nan)
+        for index, feature in enumerate(layout.single):
+            records[:, index] = ids.get(feature.name, MISSING_ID)
+        for index, name in enumerate(layout.numbers, start=layout.first_float):
+            floats[:, index] = numbers.get(name, 1.0 if name == self._weight else np.nan)
         return records
 
 

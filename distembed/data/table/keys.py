@@ -47,10 +47,10 @@ class Keys:
     texts: pa.Array | None = None  # text of each value, if keys are hashes of texts
     are_distinct: bool = False  # whether no two keys are equal, so that merging equal keys can be skipped
 
-    def some(self, places: NDArray[np.int64]) -> Keys:
+    def take(self, positions: NDArray[np.int64]) -> Keys:
         """Selects the keys, flags and texts at some positions."""
-        texts = None if self.texts is None else self.texts.take(pa.array(places))
-        return Keys(self.keys[places], self.wrong[places], texts, self.are_distinct)
+        texts = None if self.texts is None else self.texts.take(pa.array(positions))
+        return Keys(self.keys[positions], self.wrong[positions], texts, self.are_distinct)
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
     """
     texts = []
     for column in columns:
-        own = value_texts(column.distinct)
+        column_texts = value_texts(column.distinct)
         for character in (_ESCAPE, _CROSS_SEPARATOR):
-            own = pc.replace_substring(own, character, _ESCAPE + character)
-        texts.append(own.take(pa.array(column.codes - 1, mask=column.codes == 0)))
+            column_texts = pc.replace_substring(column_texts, character, _ESCAPE + character)
+        texts.append(column_texts.take(pa.array(column.codes - 1, mask=column.codes == 0)))
     return coded(pc.binary_join_element_wise(*texts, _CROSS_SEPARATOR), pa.array([], pa.string()))
 
 
@@ -222,7 +222,7 @@ def keyed_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColum
     used[0] = True
     if not used.all():  # numbers the used codes anew, in their order
         codes = (np.cumsum(used) - 1)[codes]
-        keys = keys.some(np.flatnonzero(used[1:]))
+        keys = keys.take(np.flatnonzero(used[1:]))
     values = np.concatenate([np.zeros(1, keys.keys.dtype), keys.keys])
     texts = None if keys.texts is None else pa.concat_arrays([pa.array([""]), keys.texts])
     return IdColumn(codes.astype(code_dtype(len(values))), values, texts, lengths)
@@ -238,9 +238,9 @@ def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np
     # Merges hashed values by text, not by key: a collision of two texts is reported later, where they get ids.
     encoded = (pa.array(keys.keys, mask=keys.wrong) if keys.texts is None else keys.texts).dictionary_encode("encode")
     if len(encoded.dictionary) < len(keys.keys):
-        places = encoded.indices.to_numpy()
-        codes = np.concatenate([np.zeros(1, np.int32), places + np.int32(1)])[codes]
-        keys = keys.some(np.unique(places, return_index=True)[1])
+        key_codes = encoded.indices.to_numpy()
+        codes = np.concatenate([np.zeros(1, np.int32), key_codes + np.int32(1)])[codes]
+        keys = keys.take(np.unique(key_codes, return_index=True)[1])
     return codes, dataclasses.replace(keys, are_distinct=True)
 
 
@@ -265,6 +265,6 @@ def _written_integers(texts: pa.Array) -> Keys:
         keys = np.where(wrong, 0, numbers).astype(np.int64)
     is_other = ~is_digits.to_numpy(zero_copy_only=False)
     if is_other.any():
-        others = _whole_numbers(texts.filter(pa.array(is_other)))
-        keys[is_other], wrong[is_other] = others.keys, others.wrong
+        other_texts = _whole_numbers(texts.filter(pa.array(is_other)))
+        keys[is_other], wrong[is_other] = other_texts.keys, other_texts.wrong
     return Keys(keys, wrong)

@@ -42,7 +42,7 @@ def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
     """Returns a mask of the values whose text, or canonical text, is in ``missing``: "-1" also covers the number -1."""
     texts = missing.to_pylist()
     # Only a number, boolean or date can be written in several ways; other texts need no canonical form.
-    typed = [each for each in texts if is_number(each) or each.lower() in ("true", "false") or each[:4].isdecimal()]
+    typed = [text for text in texts if is_number(text) or text.lower() in ("true", "false") or text[:4].isdecimal()]
     result: Bools = np.zeros(len(column), bool)
     if pa.types.is_string(column.type):
         result = pc.is_in(column, value_set=missing).to_numpy(zero_copy_only=False)
@@ -69,9 +69,9 @@ def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], Bools]:
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(values, _NUMBER)
         numbers = pc.cast(pc.if_else(is_number, values, pa.scalar(None, values.type)), pa.float64(), safe=False)
-    found = numbers.to_numpy(zero_copy_only=False)
-    wrong = ~np.isfinite(found)
-    return np.where(wrong, np.nan, found) if np.isinf(found).any() else found, wrong
+    floats = numbers.to_numpy(zero_copy_only=False)
+    wrong = ~np.isfinite(floats)
+    return np.where(wrong, np.nan, floats) if np.isinf(floats).any() else floats, wrong
 
 
 def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
@@ -86,8 +86,8 @@ def values_as_numbers(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
     if wrong.any() and pa.types.is_string(column.type):
         lower = pc.utf8_lower(column)
         for text, number in (("true", 1.0), ("false", 0.0)):
-            found = pc.fill_null(pc.equal(lower, text), False).to_numpy(zero_copy_only=False)
-            numbers, wrong = np.where(found, number, numbers), wrong & ~found
+            is_text = pc.fill_null(pc.equal(lower, text), False).to_numpy(zero_copy_only=False)
+            numbers, wrong = np.where(is_text, number, numbers), wrong & ~is_text
     return numbers, wrong
 
 
@@ -155,9 +155,9 @@ def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64]
     """Converts counts of a unit to whole seconds, rounded down; times outside of the years 1 to 9999 are malformed."""
     begin, end = _FIRST_SECOND * units_per_second, (_LAST_SECOND + 1) * units_per_second
     if pa.types.is_integer(column.type):
-        whole = column.fill_null(0).to_numpy(zero_copy_only=False)
-        wrong = is_missing(column) | (whole < begin) | (whole >= end)
-        return np.where(wrong, 0, whole).astype(np.int64) // units_per_second, wrong
+        integers = column.fill_null(0).to_numpy(zero_copy_only=False)
+        wrong = is_missing(column) | (integers < begin) | (integers >= end)
+        return np.where(wrong, 0, integers).astype(np.int64) // units_per_second, wrong
     numbers, wrong = number_values(column)
     wrong |= ~((numbers >= begin) & (numbers < end))
     return np.floor(np.where(wrong, 0, numbers) / units_per_second).astype(np.int64), wrong
@@ -180,11 +180,11 @@ def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64]
     # Arrow turns February 30 into March 2. Where the day came out as 1 to 3 and the text has 29, 30 or 31, Python's
     # strptime decides.
     may_be_moved = pc.and_(pc.less_equal(pc.day(times), 3), pc.match_substring_regex(distinct, "29|30|31"))
-    for place in np.flatnonzero(pc.fill_null(may_be_moved, False).to_numpy(zero_copy_only=False)).tolist():
+    for index in np.flatnonzero(pc.fill_null(may_be_moved, False).to_numpy(zero_copy_only=False)).tolist():
         try:
-            datetime.strptime(distinct[place].as_py(), layout)
+            datetime.strptime(distinct[index].as_py(), layout)
         except ValueError as error:
-            wrong[place] |= "range" in str(error) and "month" in str(error)
+            wrong[index] |= "range" in str(error) and "month" in str(error)
     return seconds, wrong
 
 
@@ -193,11 +193,11 @@ def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     seconds, wrong = _seconds(distinct, 1)
     # Only texts that are no numbers are read as ISO 8601: a number out of range, as of milliseconds, could pass for a
     # day and a time without hyphens.
-    rest = np.flatnonzero(wrong)
-    if len(rest):
-        rest = np.flatnonzero(wrong & number_values(distinct)[1])
+    not_numbers = np.flatnonzero(wrong)
+    if len(not_numbers):
+        not_numbers = np.flatnonzero(wrong & number_values(distinct)[1])
         seconds = seconds.copy()
-        seconds[rest], wrong[rest] = _iso_times(distinct.take(pa.array(rest)))
+        seconds[not_numbers], wrong[not_numbers] = _iso_times(distinct.take(pa.array(not_numbers)))
     return seconds, wrong
 
 
@@ -210,9 +210,9 @@ def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
             with suppress(pa.ArrowInvalid):
                 return _timestamps(texts.cast(kind))
     seconds, wrong = np.zeros(len(texts), np.int64), np.ones(len(texts), bool)
-    for place, text in enumerate(texts.to_pylist()):
+    for index, text in enumerate(texts.to_pylist()):
         with suppress(ValueError):
             time = datetime.fromisoformat(text)
-            seconds[place] = ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // timedelta(seconds=1)
-            wrong[place] = False
+            seconds[index] = ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // timedelta(seconds=1)
+            wrong[index] = False
     return seconds, wrong

@@ -76,13 +76,13 @@ class TableParser:
                 wrong["id", name] = wrong_rows(column, keys.wrong, num_rows) | wrong.get(("id", name), False)
         reasons = np.full(num_rows, -1, np.int8)
         # Writes the last reason first, so that an earlier reason of the same row overwrites it.
-        for (reason, _), rows in sorted(wrong.items(), key=lambda each: -REASONS.index(each[0][0])):
+        for (reason, _), rows in sorted(wrong.items(), key=lambda entry: -REASONS.index(entry[0][0])):
             reasons[rows] = REASONS.index(reason)
         good = reasons < 0 if (reasons >= 0).any() else None
         rejected = []
         for row in np.flatnonzero(reasons >= 0).tolist():
             reason = REASONS[reasons[row]]
-            name = next(column for (its_reason, column), rows in wrong.items() if its_reason == reason and rows[row])
+            name = next(column for (row_reason, column), rows in wrong.items() if row_reason == reason and rows[row])
             rejected.append(RejectedRow(row, reason, row_text(columns, row), name))
         return ParsedBlock(
             num_lines=num_rows,
@@ -105,15 +105,15 @@ class TableParser:
             yield "time", schema.time.column, time_values(columns[schema.time.column], schema.time)
         uses = [("dense", column, schema.dense[name].transform) for name, column in schema.dense_columns.items()]
         uses += [("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
-        found: dict[int, tuple[NDArray[Any], Bools]] = {}
-        for transform, parts, array in _grouped([(each[2], columns[each[1]]) for each in uses], num_rows):
+        values_by_use: dict[int, tuple[NDArray[Any], Bools]] = {}
+        for transform, rows_by_use, array in _grouped([(use[2], columns[use[1]]) for use in uses], num_rows):
             missing = has_missing_text(array, self._missing)
             if missing.any():
                 array = pc.if_else(pa.array(missing), pa.scalar(None, array.type), array)
             values, wrong = dense_values(array, transform)
-            found |= {place: (values[rows], wrong[rows]) for place, rows in parts.items()}
-        for place, (reason, name, _) in enumerate(uses):
-            yield reason, name, found[place]
+            values_by_use |= {index: (values[rows], wrong[rows]) for index, rows in rows_by_use.items()}
+        for index, (reason, name, _) in enumerate(uses):
+            yield reason, name, values_by_use[index]
 
     def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
         """Yields (names in the table, values, keys of the distinct values) in the order of the layout."""
@@ -126,7 +126,7 @@ class TableParser:
                 column, keys = single[name]
             else:
                 if categorical.cross is not None:
-                    column = crossed([coded(columns[each], self._missing) for each in table_columns])
+                    column = crossed([coded(columns[name_], self._missing) for name_ in table_columns])
                 else:
                     lists = as_lists(columns[table_columns[0]], categorical.separator)
                     column = coded_lists(lists, self._missing, categorical.max_length)
@@ -145,15 +145,15 @@ class TableParser:
         ]
         kinds = [self._schema.categorical[name].kind for name in names]
         arrays = [columns[self._schema.categorical_columns[name][0]] for name in names]
-        found: dict[str, tuple[CodedColumn, Keys]] = {}
-        for kind, parts, array in _grouped(list(zip(kinds, arrays, strict=True)), num_rows):
+        coded_keys: dict[str, tuple[CodedColumn, Keys]] = {}
+        for kind, rows_by_column, array in _grouped(list(zip(kinds, arrays, strict=True)), num_rows):
             column = coded(array, self._missing)
             codes, keys = column.codes, KEY_KINDS[kind](column.distinct)
-            if len(parts) > 1:  # merges equal keys once here, not again in each part
+            if len(rows_by_column) > 1:  # merges equal keys once here, not again in each part
                 codes, keys = with_distinct_keys(codes, keys)
-            for place, rows in parts.items():
-                found[names[place]] = dataclasses.replace(column, codes=codes[rows]), keys
-        return found
+            for index, rows in rows_by_column.items():
+                coded_keys[names[index]] = dataclasses.replace(column, codes=codes[rows]), keys
+        return coded_keys
 
 
 def _grouped(
@@ -165,12 +165,12 @@ def _grouped(
     C1 = a b and C2 = c a become a b c a, with rows 0:2 and 2:4. Columns of many rows stay separate.
     """
     groups: dict[tuple[str, pa.DataType, int], list[int]] = {}
-    for place, (kind, array) in enumerate(columns):
-        groups.setdefault((kind, array.type, place if num_rows > FEW_ROWS else 0), []).append(place)
-    for (kind, *_), places in groups.items():
-        arrays = [columns[place][1] for place in places]
-        parts = {place: slice(each * num_rows, (each + 1) * num_rows) for each, place in enumerate(places)}
-        yield kind, parts, pa.concat_arrays(arrays) if len(arrays) > 1 else arrays[0]
+    for index, (kind, array) in enumerate(columns):
+        groups.setdefault((kind, array.type, index if num_rows > FEW_ROWS else 0), []).append(index)
+    for (kind, *_), indices in groups.items():
+        arrays = [columns[index][1] for index in indices]
+        rows_by_column = {index: slice(slot * num_rows, (slot + 1) * num_rows) for slot, index in enumerate(indices)}
+        yield kind, rows_by_column, pa.concat_arrays(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def table_layout(schema: TableSchema) -> BlockLayout:
@@ -191,7 +191,7 @@ def table_layout(schema: TableSchema) -> BlockLayout:
     for name in _quantile_bins(schema):
         num_bins = schema.categorical[name].num_bins
         numbers.append(NumberColumn(name, "bins", np.dtype(np.float32), transform="quantile_bins", num_bins=num_bins))
-    ids = [_key_column(name, schema) for name, each in schema.categorical.items() if each.kind != "quantile_bins"]
+    ids = [_key_column(name, schema) for name, column in schema.categorical.items() if column.kind != "quantile_bins"]
     if schema.split_column is not None:
         ids.append(KeyColumn(schema.split_column, "split", "string"))
     return BlockLayout(tuple(numbers), tuple(ids), tuple(schema.categorical))

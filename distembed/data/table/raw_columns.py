@@ -41,7 +41,7 @@ class TableColumns:
         uses: list[tuple[str, Sequence[str]]] = []
         entries: dict[str, Sequence[str]] = {}  # of lists
         self.separators: dict[str, str | None] = {}
-        uses += [(each.column, _NUMERIC) for each in (schema.label, schema.weight) if each is not None]
+        uses += [(column.column, _NUMERIC) for column in (schema.label, schema.weight) if column is not None]
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
         uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
         for name, columns in schema.categorical_columns.items():
@@ -56,12 +56,12 @@ class TableColumns:
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
         # columns that are keys, whose distinct values suffice, and columns with another use
         keyed = {schema.split_column} if schema.split_column is not None else set()
-        others = {each.column for each in (schema.label, schema.weight, schema.time) if each is not None}
+        used_otherwise = {column.column for column in (schema.label, schema.weight, schema.time) if column is not None}
         for name, columns in schema.categorical_columns.items():
             column = schema.categorical[name]
-            (others if column.kind in BINS or column.holds_lists else keyed).update(columns)
-        self.numbers = frozenset(schema.dense_columns.values()) - keyed - others
-        self._keyed = keyed - others - set(schema.dense_columns.values())
+            (used_otherwise if column.kind in BINS or column.holds_lists else keyed).update(columns)
+        self.numbers = frozenset(schema.dense_columns.values()) - keyed - used_otherwise
+        self._keyed = keyed - used_otherwise - set(schema.dense_columns.values())
         self._entries = {column: tuple(kinds) for column, kinds in entries.items()}
         self.kinds: dict[str, tuple[str, ...]] = {}
         for used, allowed in uses:
@@ -93,11 +93,11 @@ class TableColumns:
             guesses = {name: nearest(name, names) for name in missing}
             hints = [f"{guess!r} for {name!r}" for name, guess in guesses.items() if guess]
             hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
-            others = [repr(name) for name in missing if name not in self.kinds]
-            who = f"{self.wanted_by} names" + (f" ({enumerate_names(others)} is to be kept)" if others else "")
+            only_kept = [repr(name) for name in missing if name not in self.kinds]
+            who = f"{self.wanted_by} names" + (f" ({enumerate_names(only_kept)} is to be kept)" if only_kept else "")
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
-                f"{who if len(others) < len(missing) else 'is to be kept'}.{hint} It has "
+                f"{who if len(only_kept) < len(missing) else 'is to be kept'}.{hint} It has "
                 f"{enumerate_names([repr(name) for name in names]) or 'no columns'}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
@@ -153,7 +153,7 @@ def type_kind(type_: pa.DataType) -> str | None:
         TIME: (pa.types.is_timestamp, pa.types.is_date),
         TEXT: (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *_BINARY),
     }
-    return next((kind for kind, of_kind in tests.items() if any(test(type_) for test in of_kind)), "other")
+    return next((kind for kind, kind_tests in tests.items() if any(test(type_) for test in kind_tests)), "other")
 
 
 _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)

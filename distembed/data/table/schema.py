@@ -66,8 +66,8 @@ class TextFormat:
         marks = {"separator": self.separator, "quote": self.quote}
         wrong = {name: mark for name, mark in marks.items() if mark and (mark in "\n\r\0" or not mark.isascii())}
         if wrong:
-            said = " and ".join(f"{name} is {mark!r}" for name, mark in wrong.items())
-            raise ValueError(f"{said}: give an ASCII character that ends no line, such as ',', '|' or \"\\t\"")
+            listed = " and ".join(f"{name} is {mark!r}" for name, mark in wrong.items())
+            raise ValueError(f"{listed}: give an ASCII character that ends no line, such as ',', '|' or \"\\t\"")
         return self
 
 
@@ -112,8 +112,8 @@ class TimeColumn:
         if self.format not in _SPECIAL_TIMES and "%" not in self.format:
             guess = nearest(self.format, _SPECIAL_TIMES)
             hint = f" (did you mean {guess!r}?)" if guess else ""
-            known = ", ".join(_SPECIAL_TIMES)
-            raise ValueError(f"format is {self.format!r}{hint}; give {known}, or a format such as %Y-%m-%d %H:%M:%S")
+            special = ", ".join(_SPECIAL_TIMES)
+            raise ValueError(f"format is {self.format!r}{hint}; give {special}, or a format such as %Y-%m-%d %H:%M:%S")
         return self
 
 
@@ -162,8 +162,8 @@ class CategoricalColumn:
     @model_validator(mode="after")
     def _require_one_meaning(self) -> CategoricalColumn:
         cross, kind, is_bins, shared = self.cross or [], self.kind, self.kind in BINS, self.vocabulary
-        own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
-        given = [name for name, value in own.items() if value is not None]
+        settings = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
+        given_names = [name for name, value in settings.items() if value is not None]
         mistakes = {
             "column has no meaning beside cross, whose columns are the table's; leave one out": cross
             and self.column is not None,
@@ -176,12 +176,13 @@ class CategoricalColumn:
             "kind is 'quantile_bins', of which all bins are kept; leave min_count out": kind == "quantile_bins"
             and self.min_count,
             f"kind is {kind!r}, whose bins are a column's own; leave vocabulary out": is_bins and shared is not None,
-            f"{', '.join(given)}: those of vocabulary {shared!r} apply; leave them out": given and shared is not None,
+            f"{', '.join(given_names)}: those of vocabulary {shared!r} apply; leave them out": given_names
+            and shared is not None,
             "max_length is of lists; give a separator or is_list: true too, or leave it out": self.max_length
             and not self.holds_lists,
         }
-        if found := [mistake for mistake, is_made in mistakes.items() if is_made]:
-            raise ValueError("; ".join(found))
+        if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
+            raise ValueError("; ".join(made))
         return self
 
 
@@ -206,7 +207,7 @@ class TableSchema:
         """Gives a column without settings, null in YAML, the defaults."""
         if not isinstance(columns, dict):
             return columns
-        return {name: {} if each is None else each for name, each in columns.items()}
+        return {name: {} if settings is None else settings for name, settings in columns.items()}
 
     @property
     def dense_columns(self) -> dict[str, str]:
@@ -260,17 +261,17 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
     yield from _repeated_names(schema)
     if not schema.dense and not schema.categorical:
         yield "dense, categorical: a schema names at least one column that a model is trained on"
-    lists = {schema.categorical_columns[name][0] for name, each in schema.categorical.items() if each.holds_lists}
+    lists = {schema.categorical_columns[name][0] for name, column in schema.categorical.items() if column.holds_lists}
     for name, columns in schema.categorical_columns.items():
         if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
             yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
     yield from _unshared_vocabularies(schema)
     if schema.label is not None:
-        inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (each,) for name, each in schema.dense_columns.items()}
+        inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (raw,) for name, raw in schema.dense_columns.items()}
         inputs |= {f"categorical.{name}": columns for name, columns in schema.categorical_columns.items()}
-        for place, columns in inputs.items():
+        for setting, columns in inputs.items():
             if schema.label.column in columns:
-                yield f"{place}: {schema.label.column!r} is the label, which a model would be shown; leave it out"
+                yield f"{setting}: {schema.label.column!r} is the label, which a model would be shown; leave it out"
     if schema.split.startswith(SPLIT_BY_TIME) and schema.time is None:
         yield f"split: {schema.split!r} is by time, and the schema has none; add `time: {{column: ...}}`"
     names = schema.text.columns or []
@@ -285,32 +286,33 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
 def _unshared_vocabularies(schema: TableSchema) -> Iterator[str]:
     """Yields a line for each column that names a vocabulary it cannot share."""
     for name, column in schema.categorical.items():
-        place, shared = f"categorical.{name}.vocabulary", column.vocabulary
+        setting, shared = f"categorical.{name}.vocabulary", column.vocabulary
         owner = schema.categorical.get(shared or name)
         if owner is None:
-            guess = nearest(str(shared), [other for other in schema.categorical if other != name])
+            guess = nearest(str(shared), [other_name for other_name in schema.categorical if other_name != name])
             hint = f"; did you mean {guess!r}?" if guess else ""
-            yield f"{place}: the schema has no categorical column {shared!r}{hint}"
+            yield f"{setting}: the schema has no categorical column {shared!r}{hint}"
         elif shared == name:
-            yield f"{place}: {shared!r} is the column itself; leave it out"
+            yield f"{setting}: {shared!r} is the column itself; leave it out"
         elif shared is not None and owner.vocabulary is not None:
-            yield f"{place}: {shared!r} shares the vocabulary of {owner.vocabulary!r}; name {owner.vocabulary!r}"
+            yield f"{setting}: {shared!r} shares the vocabulary of {owner.vocabulary!r}; name {owner.vocabulary!r}"
         elif owner.kind != column.kind:
-            yield f"{place}: kind is {column.kind!r}, and that of {shared!r} is {owner.kind!r}; give both the same"
+            yield f"{setting}: kind is {column.kind!r}, and that of {shared!r} is {owner.kind!r}; give both the same"
 
 
 def _repeated_names(schema: TableSchema) -> Iterator[str]:
-    places: dict[str, str] = {}
+    setting_by_name: dict[str, str] = {}
     single = {"label": schema.label, "weight": schema.weight, "time": schema.time}
-    named = [(f"{place}.name", each.name) for place, each in single.items() if each is not None]
-    named += [(f"dense.{name}", name) for name in schema.dense]
-    named += [(f"categorical.{name}", name) for name in schema.categorical]
-    for place, name in named:
+    names = [(f"{role}.name", column.name) for role, column in single.items() if column is not None]
+    names += [(f"dense.{name}", name) for name in schema.dense]
+    names += [(f"categorical.{name}", name) for name in schema.categorical]
+    for setting, name in names:
         if not name:
-            yield f"{place}: a column's name has at least one character"
-        elif name in places:
-            yield f"{place}: the dataset has a column {name!r} already, by {places[name]}; name one otherwise"
-        places.setdefault(name, place)
+            yield f"{setting}: a column's name has at least one character"
+        elif name in setting_by_name:
+            first = setting_by_name[name]
+            yield f"{setting}: the dataset has a column {name!r} already, by {first}; name one otherwise"
+        setting_by_name.setdefault(name, setting)
 
 
 _SHIPPED_FOLDER = Path(__file__).parent / "schemas"
@@ -373,8 +375,8 @@ def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
     seed = preparation.get("hash_seed", 0)
     return dataclasses.replace(
         schema,
-        dense={name: dataclasses.replace(each, missing=missing) for name, each in schema.dense.items()},
-        categorical={name: dataclasses.replace(each, hash_seed=seed) for name, each in schema.categorical.items()},
+        dense={name: dataclasses.replace(column, missing=missing) for name, column in schema.dense.items()},
+        categorical={name: dataclasses.replace(column, hash_seed=seed) for name, column in schema.categorical.items()},
         split=preparation.get("split", schema.split),
         min_count=preparation.get("min_count", schema.min_count),
         hash_size=preparation.get("hash_size"),

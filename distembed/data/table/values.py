@@ -57,20 +57,20 @@ def value_texts(values: pa.Array) -> pa.Array:
     texts = values if pa.types.is_string(values.type) else values.cast(pa.string())
     if pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or not len(texts):
         return texts
-    places = _changing(texts)
-    if not len(places):
+    positions = _changing(texts)
+    if not len(positions):
         return texts
     mask = np.zeros(len(texts), bool)
-    mask[places] = True
-    changed = [_changed(text) for text in texts.take(pa.array(places)).to_pylist()]
+    mask[positions] = True
+    changed = [_changed(text) for text in texts.take(pa.array(positions)).to_pylist()]
     return pc.replace_with_mask(texts, pa.array(mask), pa.array(changed, pa.string()))
 
 
 def _changing(texts: pa.Array) -> NDArray[np.int64]:
     """Returns the positions of the texts that :data:`_CHANGES` matches: all other texts are canonical already."""
     if len(texts) <= _FEW:
-        given = texts.to_pylist()
-        return np.array([place for place, text in enumerate(given) if text and _CHANGING.fullmatch(text)], np.int64)
+        values = texts.to_pylist()
+        return np.array([index for index, text in enumerate(values) if text and _CHANGING.fullmatch(text)], np.int64)
     ends = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
     data = bytes(memoryview(texts.buffers()[2] or b"")[ends[0] : ends[-1]])
     if not data:
@@ -79,11 +79,11 @@ def _changing(texts: pa.Array) -> NDArray[np.int64]:
     first = _FIRST if any(mark in data for mark in _MARKS) else _FIRST_OF_BOOLEANS
     letters, ends = np.frombuffer(data, np.uint8), ends - ends[0]
     may_change = first[letters[np.minimum(ends[:-1], len(data) - 1)]] & _LAST[letters[np.maximum(ends[1:] - 1, 0)]]
-    places = np.flatnonzero(may_change)
-    if not len(places):
-        return places
-    changes = pc.match_substring_regex(texts.take(pa.array(places)), f"^(?:{_CHANGES})$")
-    return places[pc.fill_null(changes, False).to_numpy(zero_copy_only=False)]
+    positions = np.flatnonzero(may_change)
+    if not len(positions):
+        return positions
+    changes = pc.match_substring_regex(texts.take(pa.array(positions)), f"^(?:{_CHANGES})$")
+    return positions[pc.fill_null(changes, False).to_numpy(zero_copy_only=False)]
 
 
 def _changed(text: str) -> str:
@@ -149,12 +149,12 @@ def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
             return pa.array(values, type_), []
     texts: list[str | None] = []
     bad: list[int] = []
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         try:
             texts.append(value_text(value))
         except ValueError:
             texts.append(None)
-            bad.append(place)
+            bad.append(index)
     return pa.array(texts, pa.string()), bad
 
 
@@ -200,7 +200,7 @@ def _list_column(values: Sequence[Any], separator: str | None) -> tuple[pa.Array
             rows.append([])
             bad.append(row)
     lengths = np.array([len(entries) for entries in rows], np.int64)
-    entries, bad_entries = _column([entry for own in rows for entry in own])
+    entries, bad_entries = _column([entry for row_entries in rows for entry in row_entries])
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
     bad += np.repeat(np.arange(len(rows)), lengths)[bad_entries].tolist()
     return pa.ListArray.from_arrays(offsets, entries), sorted(set(bad))

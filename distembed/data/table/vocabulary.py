@@ -74,9 +74,9 @@ class VocabularyMap:
             return result
         # In ascending order neighbours are found near each other, which is several times faster in a large vocabulary.
         ascending, order = sort_keys(keys)
-        found = np.minimum(np.searchsorted(self.keys, ascending), len(self.keys) - 1)
-        known = self.keys[found] == ascending
-        result[order[known]] = self.key_ids[found[known]]
+        nearest = np.minimum(np.searchsorted(self.keys, ascending), len(self.keys) - 1)
+        is_known = self.keys[nearest] == ascending
+        result[order[is_known]] = self.key_ids[nearest[is_known]]
         return result
 
 
@@ -129,10 +129,10 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
     """Yields columns ``id``, ``key``, ``count`` of a vocabulary in the order of ids; refuses keys of another kind."""
     try:
         with pq.ParquetFile(path) as file:
-            found = file.schema_arrow.field("key").type
-            if found != KEY_TYPES[kind]:
+            key_type = file.schema_arrow.field("key").type
+            if key_type != KEY_TYPES[kind]:
                 raise UserError(
-                    f"the vocabulary {path} has keys of the type {found}, and the column has {kind} values: name a "
+                    f"the vocabulary {path} has keys of the type {key_type}, and the column has {kind} values: name a "
                     "dataset whose column is of that kind"
                 )
             rows = TEXTS_AT_A_TIME if kind == "string" else VOCABULARY_GROUP_ROWS
@@ -143,12 +143,12 @@ def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
 
 def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
     """Reads a vocabulary into memory, sorted by key; a UserError if two of its texts have one hash."""
-    parts = [key_numbers(batch.column("key")) for batch in vocabulary_batches(path, column.kind)]
-    keys = np.concatenate([np.zeros(0, column.key_dtype), *parts])
+    key_arrays = [key_numbers(batch.column("key")) for batch in vocabulary_batches(path, column.kind)]
+    keys = np.concatenate([np.zeros(0, column.key_dtype), *key_arrays])
     order = np.argsort(keys, kind="stable")
-    found = VocabularyMap(keys[order], order + FIRST_ID)
-    require_distinct_keys(found.keys, found.key_ids, path, column)
-    return found
+    id_map = VocabularyMap(keys[order], order + FIRST_ID)
+    require_distinct_keys(id_map.keys, id_map.key_ids, path, column)
+    return id_map
 
 
 def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path, column: KeyColumn) -> None:
@@ -156,9 +156,9 @@ def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path
 
     ``ids`` has the id of each key; the vocabulary file is read again only to name the texts.
     """
-    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1]:
+    for position in np.flatnonzero(keys[1:] == keys[:-1])[:1]:
         texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
-        first, second = texts.take(pa.array(ids[place : place + 2] - FIRST_ID)).to_pylist()
+        first, second = texts.take(pa.array(ids[position : position + 2] - FIRST_ID)).to_pylist()
         raise UserError(
             f"the values {first!r} and {second!r} of column {column.name!r} have the same 64-bit key, as two of "
             "billions may: change one of them in the input"

@@ -108,8 +108,8 @@ def strict_rows(block: DelimitedBlock, columns: Sequence[str]) -> RawRows:
     text = text[:-1] + b"\n" if text.endswith(b"\r") else text
     rows = dataclasses.replace(block, text=text.translate(_HARMLESS)).rows(columns)
     table = rows.table
-    for place, name in enumerate(table.column_names):
-        table = table.set_column(place, name, _strict_values(name, one_array(table.column(name))))
+    for index, name in enumerate(table.column_names):
+        table = table.set_column(index, name, _strict_values(name, one_array(table.column(name))))
     line = Lines(block.text).line
     bad = tuple(dataclasses.replace(row, text=line(row.line)) for row in rows.bad)
     return dataclasses.replace(rows, table=table, bad=bad, line_text=line)
@@ -122,8 +122,8 @@ def _strict_values(name: str, texts: pa.Array) -> pa.Array:
     if name not in CRITEO_DENSE:
         return pc.if_else(pc.match_substring_regex(texts, "^[0-9a-fA-F]{1,8}$"), texts, "?")
     is_digits = pc.fill_null(pc.match_substring_regex(texts, "^-?[0-9]+$"), False)
-    found = integer_keys(pc.if_else(is_digits, texts, "0"))
-    numbers = np.where(found.wrong | ~is_digits.to_numpy(zero_copy_only=False), np.inf, found.keys)
+    integers = integer_keys(pc.if_else(is_digits, texts, "0"))
+    numbers = np.where(integers.wrong | ~is_digits.to_numpy(zero_copy_only=False), np.inf, integers.keys)
     return pa.array(numbers, mask=texts.is_null().to_numpy(zero_copy_only=False))
 
 

@@ -117,8 +117,8 @@ def read_sample(inputs: Sequence[TableInput], num_rows: int) -> _Sample:
 
 def _read_text(source: TableInput, num_rows: int) -> _Sample:
     lines = b""
-    for piece in InputBytes(source.place).pieces():
-        lines += piece
+    for chunk in InputBytes(source.place).pieces():
+        lines += chunk
         if lines.count(b"\n") > num_rows or len(lines) > _MOST_BYTES:
             lines = lines[: lines.rfind(b"\n") + 1] or lines
             break
@@ -133,10 +133,10 @@ def _read_text(source: TableInput, num_rows: int) -> _Sample:
 
 def _text_format(source: TableInput, first: bytes) -> TextFormat:
     """Returns the text format by which most of the first lines are rows; refuses other encodings and separators."""
-    usual = text_layout(source, first, TextFormat(header=False))
-    if usual.dialect is None:
+    default_layout = text_layout(source, first, TextFormat(header=False))
+    if default_layout.dialect is None:
         return TextFormat()
-    lines = first[usual.first_row_byte : first.rfind(b"\n") + 1] or first[usual.first_row_byte :]
+    lines = first[default_layout.first_row_byte : first.rfind(b"\n") + 1] or first[default_layout.first_row_byte :]
     decoded = lines.decode(errors="replace").splitlines()
     encoding = "UTF-16LE" if lines[1:2] == b"\0" else "UTF-16BE" if lines[:1] == b"\0" else "WINDOWS-1252"
     if encoding != "WINDOWS-1252" or sum("\ufffd" in line for line in decoded) > 0.01 * len(decoded):
@@ -144,24 +144,25 @@ def _text_format(source: TableInput, first: bytes) -> TextFormat:
             f"{source.place} is not text in UTF-8, but perhaps in {encoding}{' (Latin-1)' * (encoding[0] == 'W')}: "
             f"convert it, such as with `iconv -f {encoding} -t UTF-8`"
         )
-    most, chosen, found = _LEAST_SHARE, TextFormat(header=False), None
-    for separator in dict.fromkeys((usual.dialect.separator, *_FIELD_SEPARATORS)):
-        text = TextFormat(header=False, separator=None if separator == usual.dialect.separator else separator)
+    best_share, chosen, best_rows = _LEAST_SHARE, TextFormat(header=False), None
+    for separator in dict.fromkeys((default_layout.dialect.separator, *_FIELD_SEPARATORS)):
+        text = TextFormat(header=False, separator=None if separator == default_layout.dialect.separator else separator)
         dialects = [text, replace(text, newlines_in_values=True), replace(text, quote=None)]
         # marks around fields are more than lines
         for text in dialects[: 1 if b'"' not in lines else 3 if lines.count(b'"') < len(decoded) else 2]:
             layout = text_layout(source, first, text)
             rows = layout.block(lines).rows(layout.columns)
-            if len(layout.columns) > 1 and rows.table.num_rows > most * rows.num_lines:
-                most, chosen, found = rows.table.num_rows / rows.num_lines, text, rows
-    if found is None and sum(any(mark in line for mark in _FIELD_SEPARATORS) for line in decoded) > len(decoded) / 2:
+            if len(layout.columns) > 1 and rows.table.num_rows > best_share * rows.num_lines:
+                best_share, chosen, best_rows = rows.table.num_rows / rows.num_lines, text, rows
+    num_with_separator = sum(any(mark in line for mark in _FIELD_SEPARATORS) for line in decoded)
+    if best_rows is None and num_with_separator > len(decoded) / 2:
         raise UserError(
             f"no separator, of tab , ; | : and blank, gives most lines of {source.place} as many fields as the first "
             f"one has, {decoded[0][:80]!r}: remove lines above the names, and convert other separators, such as with "
             "`tr -s ' '` for several blanks or `sed 's/::/\\t/g'`"
         )
-    found = found or usual.block(lines).rows(usual.columns)
-    return replace(chosen, header=not len(found.lines) or found.lines[0] > 0 or _is_header(found.table))
+    best_rows = best_rows or default_layout.block(lines).rows(default_layout.columns)
+    return replace(chosen, header=not len(best_rows.lines) or best_rows.lines[0] > 0 or _is_header(best_rows.table))
 
 
 def _is_header(table: pa.Table) -> bool:
@@ -217,8 +218,8 @@ def guess_schema(inputs: Sequence[TableInput], num_rows: int) -> str:
     """Returns a schema in YAML, with comments that say why, guessed from the first ``num_rows`` rows or so."""
     sample = read_sample(inputs, num_rows)
     texts = [column.unique() for column in sample.table.columns if pa.types.is_string(column.type)]
-    found = {text for values in texts if len(values) > 1 for text in values.to_pylist()}
-    missing = ["", *(text for text in MISSING_TEXTS if text in found)]
+    distinct_texts = {text for values in texts if len(values) > 1 for text in values.to_pylist()}
+    missing = ["", *(text for text in MISSING_TEXTS if text in distinct_texts)]
     columns = [ColumnProfile.of(name, sample.table[name], missing) for name in sample.table.column_names]
     guesses = [
         guess._replace(why=_comment(column, guess.why))
@@ -239,16 +240,16 @@ def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
 
     Label: a name of _LABELS, else a binary column with an outcome's name, else any binary column.
     """
-    whole = [column for column in columns if column.missing_share <= 0.01]  # rows without these values are malformed
-    binary = [column for column in whole if _is_binary(column)]
-    named = {column.name.lower(): column for column in whole if column in binary or column.numbers is not None}
-    labels = [named[name] for name in _LABELS if name in named]
+    complete = [column for column in columns if column.missing_share <= 0.01]  # rows without these values are malformed
+    binary = [column for column in complete if _is_binary(column)]
+    by_name = {column.name.lower(): column for column in complete if column in binary or column.numbers is not None}
+    labels = [by_name[name] for name in _LABELS if name in by_name]
     labels += [column for column in binary if _OUTCOME.fullmatch(column.name)] + binary
     label = labels[0] if labels else None
     formats = {column.name: format for column in columns if (format := _time_format(column))}
-    times = [column for column in whole if column is not label and column.name in formats]
+    times = [column for column in complete if column is not label and column.name in formats]
     time = max(times, key=lambda column: len(column.distinct), default=None)
-    numbers = [(column, column.numbers.min()) for column in whole if column.numbers is not None]
+    numbers = [(column, column.numbers.min()) for column in complete if column.numbers is not None]
     weight = next((column for column, least in numbers if column.name.lower() in _WEIGHTS and least >= 0), None)
     for column in columns:
         name, format = column.name, formats.get(column.name)
@@ -321,13 +322,13 @@ def _feature(column: ColumnProfile) -> _Guess:
         return _Guess("categorical", name, {**kind, "is_list": True}, why)
     if separator := _separator(column):
         return _Guess("categorical", name, {"separator": separator})
-    some = texts[:_LOOKED_AT]
-    if column.kind == TEXT and pc.all(pc.match_substring_regex(some, "^[0-9a-f]{8}$")).as_py():
-        if pc.any(pc.match_substring_regex(some, "[a-f]")).as_py():
+    sample = texts[:_LOOKED_AT]
+    if column.kind == TEXT and pc.all(pc.match_substring_regex(sample, "^[0-9a-f]{8}$")).as_py():
+        if pc.any(pc.match_substring_regex(sample, "[a-f]")).as_py():
             return _Guess("categorical", name, {"kind": "hexadecimal"})
     if column.numbers is None or column.kind == BOOLEAN:
         return _Guess("categorical", name, {})
-    lowest, middle, highest = (float(each) for each in np.quantile(column.numbers, (0, 0.5, 1)))
+    lowest, middle, highest = (float(quantile) for quantile in np.quantile(column.numbers, (0, 0.5, 1)))
     kind, why = _kind_of_integers(texts)
     is_id = bool(_ID_NAME.search(name)) or len(texts) <= _FEW_WHOLE_NUMBERS or bool(why)
     # of a column without a name: counts are mostly far below their largest, ids are not, and are never missing
@@ -351,11 +352,11 @@ def _separator(column: ColumnProfile) -> str | None:
     """Returns the separator of lists in a column of texts; None where it seems to hold single values."""
     texts = column.distinct[:_LOOKED_AT]
     for separator in _SEPARATORS if column.kind == TEXT else ():
-        pieces = pc.split_pattern(texts, separator)
-        several = pc.greater(pc.list_value_length(pieces), 1)
-        num_pieces = len(pc.unique(pieces.flatten()))
+        entries = pc.split_pattern(texts, separator)
+        several = pc.greater(pc.list_value_length(entries), 1)
+        num_entries = len(pc.unique(entries.flatten()))
         # a list's values come again in others, which words of names and titles hardly do
-        if pc.sum(several).as_py() >= max(2, 0.2 * len(texts)) and num_pieces < 0.7 * len(texts):
+        if pc.sum(several).as_py() >= max(2, 0.2 * len(texts)) and num_entries < 0.7 * len(texts):
             return separator
     return None
 
@@ -365,8 +366,8 @@ def _lines(sample: _Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -
     yield f"# Guessed from {first}: read it, and mend what is wrong."
     for name in shipped_schemas():
         schema, columns = load_schema(name), sample.table.column_names
-        wanted = TableColumns(schema).names if sample.text.header else schema.text.columns or []
-        is_fit = set(wanted) <= set(columns) if sample.text.header else len(wanted) == len(columns)
+        schema_columns = TableColumns(schema).names if sample.text.header else schema.text.columns or []
+        is_fit = set(schema_columns) <= set(columns) if sample.text.header else len(schema_columns) == len(columns)
         has_separator = sample.text.header or sample.separator == schema.text.separator
         if schema.text.header == sample.text.header and is_fit and has_separator:
             yield f"# Its columns are those of the shipped schema {name}, which may do: `--schema {name}`."
@@ -386,18 +387,18 @@ def _lines(sample: _Sample, guesses: Sequence[_Guess], missing: Sequence[str]) -
     by_time = "time:" * any(guess.section == "time" for guess in guesses)
     yield f"split: {by_time}0.8,0.1,0.1  # shares of training, validation and test"
     yield "min_count: 2  # values seen less often in training share one id"
-    text, usual = dataclasses.asdict(sample.text) | {"missing_values": missing}, dataclasses.asdict(TextFormat())
-    if other := {name: value for name, value in text.items() if value != usual[name]}:
-        yield _yaml({"text": other})
+    text, defaults = dataclasses.asdict(sample.text) | {"missing_values": missing}, dataclasses.asdict(TextFormat())
+    if changed := {name: value for name, value in text.items() if value != defaults[name]}:
+        yield _yaml({"text": changed})
 
 
 def _comment(column: ColumnProfile, why: str) -> str:
-    parts = [why] if why else []
-    parts += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
-    parts += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []
+    remarks = [why] if why else []
+    remarks += [f"{column.missing_share:.1%} missing"] if column.missing_share else []
+    remarks += [f"{len(column.distinct):,} distinct"] if column.kind not in (LIST, "other") else []
     values = column.distinct[:3].cast(pa.string()) if len(column.distinct) else column.rows.drop_null()[:3]
     shown = [_shortened(str(value)) for value in values.to_pylist()]
-    return "; ".join([*parts, *([f"such as {', '.join(shown)}"] if shown else [])])
+    return "; ".join([*remarks, *([f"such as {', '.join(shown)}"] if shown else [])])
 
 
 def _shortened(text: str) -> str:

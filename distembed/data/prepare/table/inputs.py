@@ -91,8 +91,8 @@ class InputBytes(io.RawIOBase):
                 packed = io.BufferedReader(self, PIECE_BYTES)
                 compression = None if self._start else compression_of(packed.peek(_FIRST_BYTES))
                 unpacked = _UNPACKERS[compression](packed)
-                while piece := unpacked.read(PIECE_BYTES):
-                    yield piece
+                while chunk := unpacked.read(PIECE_BYTES):
+                    yield chunk
         except (OSError, zlib.error, EOFError) as error:
             if compression and getattr(error, "errno", None) is None:  # the unpacker's own
                 text = f"is a damaged {compression} file ({error}); fetch it again"
@@ -124,27 +124,27 @@ def sha256_of(place: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:
+def lines_between(chunks: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:
     """Yields the text of the lines whose first bytes are in ``[start, stop)``, in pieces that may split lines.
 
-    ``pieces`` begin at byte ``max(0, start - 1)``, so a line that begins at ``start`` follows a newline in them. Each
+    ``chunks`` begin at byte ``max(0, start - 1)``, so a line that begins at ``start`` follows a newline in them. Each
     line of an input is in exactly one of its ranges.
     """
-    place, is_skipping = max(0, start - 1), start > 0
-    for piece in pieces:
-        begin = piece.find(b"\n") + 1 if is_skipping else 0
+    position, is_skipping = max(0, start - 1), start > 0
+    for chunk in chunks:
+        begin = chunk.find(b"\n") + 1 if is_skipping else 0
         # the range ends with the first newline at byte stop - 1 or later
-        end = 0 if stop is None else piece.find(b"\n", max(0, stop - 1 - place)) + 1
+        end = 0 if stop is None else chunk.find(b"\n", max(0, stop - 1 - position)) + 1
         if begin or not is_skipping:
             is_skipping = False
-            yield piece[begin : end or None]
+            yield chunk[begin : end or None]
         if end:
             return
-        place += len(piece)
+        position += len(chunk)
 
 
 def blocks_of_lines(
-    place: str, pieces: Iterator[bytes], block_bytes: int, most_line_bytes: int, quote: bytes | None = None
+    place: str, chunks: Iterator[bytes], block_bytes: int, most_line_bytes: int, quote: bytes | None = None
 ) -> Iterator[bytes]:
     """Yields whole lines, about ``block_bytes`` at a time; a newline between two marks ``quote`` ends no line.
 
@@ -152,18 +152,18 @@ def blocks_of_lines(
     """
     waiting: list[bytes] = []
     size = 0
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
         if size < block_bytes:
             continue
         if quote is not None:
-            waiting = [piece := b"".join(waiting)]
-        end = piece.rfind(b"\n") + 1 if quote is None else _end_outside_quotes(piece, quote)
+            waiting = [chunk := b"".join(waiting)]
+        end = chunk.rfind(b"\n") + 1 if quote is None else _end_outside_quotes(chunk, quote)
         if end:
-            waiting[-1] = piece[:end]
+            waiting[-1] = chunk[:end]
             yield b"".join(waiting)
-            waiting, size = [piece[end:]], len(piece) - end
+            waiting, size = [chunk[end:]], len(chunk) - end
         elif size > block_bytes + most_line_bytes:
             raise UserError(
                 f"{place} has a line of more than {most_line_bytes} bytes: "
@@ -239,24 +239,24 @@ def find_inputs(
     """
     if not named:
         raise UserError(f"no input was named: give one or more {_CAN_BE_NAMED}.")
-    found: list[Path | RemoteFile] = []
-    for name in [os.fspath(each) for each in named]:
+    files: list[Path | RemoteFile] = []
+    for name in [os.fspath(path) for path in named]:
         if is_url(name):
             remote = sorted(list_remote(name), key=lambda file: natural_order(file.url))
-            found += remote
+            files += remote
         else:
-            found += [file for path in _matching(name) for file in _files(path, is_readable or _is_table, note)]
-    seen: set[object] = set()
-    for each in found:
-        place = each.url if isinstance(each, RemoteFile) else str(each)
-        key: object = place if isinstance(each, RemoteFile) else os.stat(place)[1:3]  # its inode and device
-        if key in seen:
-            raise UserError(f"{place} is named twice: its rows would be counted twice; name it once")
-        seen.add(key)
-    local = [each for each in found if isinstance(each, Path)]
-    places = [str(file) for file in local]
-    moved = [pair for pair in zip(places, sorted(places, key=natural_order), strict=True) if pair[0] != pair[1]]
-    if moved and places == sorted(places):
+            files += [file for path in _matching(name) for file in _files(path, is_readable or _is_table, note)]
+    seen_files: set[object] = set()
+    for file in files:
+        file_name = file.url if isinstance(file, RemoteFile) else str(file)
+        key: object = file_name if isinstance(file, RemoteFile) else os.stat(file_name)[1:3]  # its inode and device
+        if key in seen_files:
+            raise UserError(f"{file_name} is named twice: its rows would be counted twice; name it once")
+        seen_files.add(key)
+    local = [file for file in files if isinstance(file, Path)]
+    paths = [str(file) for file in local]
+    moved = [pair for pair in zip(paths, sorted(paths, key=natural_order), strict=True) if pair[0] != pair[1]]
+    if moved and paths == sorted(paths):
         first, second = moved[0]
         note(
             f"{first} is read before {second}, as a shell lists them, though rows are taken to be in the order of "
@@ -264,16 +264,17 @@ def find_inputs(
         )
     names = dict(zip(local, input_names(local), strict=True))
     inputs = []
-    for each in found:
-        if isinstance(each, Path):
-            inputs.append(_local_input(each, names[each]))
+    for input_file in files:
+        if isinstance(input_file, Path):
+            inputs.append(_local_input(input_file, names[input_file]))
             continue
-        with open_input(each.url) as file:
-            start = file.read(_FIRST_BYTES)
+        with open_input(input_file.url) as opened:
+            start = opened.read(_FIRST_BYTES)
         # without secrets of the URL: a signature in its query, a password before its server; object stores take a
         # question mark for a letter of a file's name
-        shown = re.sub(r"^(https?://)([^/?#]*@)?([^?#]*).*", r"\1\3", each.url)
-        inputs.append(_described(RawInput(shown, each.url, each.num_bytes, version=each.version), start))
+        shown = re.sub(r"^(https?://)([^/?#]*@)?([^?#]*).*", r"\1\3", input_file.url)
+        raw = RawInput(shown, input_file.url, input_file.num_bytes, version=input_file.version)
+        inputs.append(_described(raw, start))
     return inputs
 
 
@@ -281,10 +282,10 @@ def _matching(pattern: str) -> list[Path]:
     """Returns the files that a pattern matches, in natural order; a path that is no pattern or exists, as it is."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return [Path(STANDARD_INPUT if pattern == "-" else pattern)]
-    found = sorted(glob.glob(pattern, recursive=True), key=natural_order)
-    if not found:
+    paths = sorted(glob.glob(pattern, recursive=True), key=natural_order)
+    if not paths:
         raise UserError(f"no file matches {pattern!r}; name {_CAN_BE_NAMED}.")
-    return list(map(Path, found))
+    return list(map(Path, paths))
 
 
 def _files(path: Path, is_readable: Callable[[Path], bool], note: NoteCallback) -> list[Path]:
@@ -292,14 +293,14 @@ def _files(path: Path, is_readable: Callable[[Path], bool], note: NoteCallback) 
     if not stat.S_ISDIR(_mode(path)):
         return [path]
     try:
-        found = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+        entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     except OSError as error:
         raise UserError(f"the folder {path} cannot be read: {error.strerror}; name one that can.") from error
-    files = [entry for entry in found if entry.is_file() and is_readable(entry)]
+    files = [entry for entry in entries if entry.is_file() and is_readable(entry)]
     if not files:
         raise UserError(f"the folder {path} has no files of rows, by their names: name the files themselves.")
-    if others := [entry.name for entry in found if entry not in files]:
-        note(f"of the folder {path} not read: {enumerate_names(others)}; name what else is to be read")
+    if unread := [entry.name for entry in entries if entry not in files]:
+        note(f"of the folder {path} not read: {enumerate_names(unread)}; name what else is to be read")
     return sorted(files, key=natural_order)
 
 
@@ -320,7 +321,7 @@ def _mode(path: Path) -> int:
 def natural_order(place: str | Path) -> list[list[tuple[int, int, str]]]:
     """Returns a key that sorts paths and URLs, folder by folder, with ``day_2`` before ``day_10``."""
     names = [re.split(r"(\d+)", name) for name in str(place).split("/")]
-    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] for parts in names]
+    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name_parts] for name_parts in names]
 
 
 def _is_pipe(file: Path) -> bool:

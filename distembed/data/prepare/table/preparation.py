@@ -91,8 +91,8 @@ def prepare_criteo(
 
 def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
     """Returns the named inputs, which are read as text, with any suffix; of folders, the files that may be text."""
-    found = find_inputs(named, note, lambda path: path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst"))
-    return [replace(each, format=TEXT) for each in found]
+    inputs = find_inputs(named, note, lambda path: path.suffix.lower() in ("", ".tsv", ".txt", ".gz", ".zst"))
+    return [replace(table_input, format=TEXT) for table_input in inputs]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class TableOptions:
     def applied_to(self, schema: TableSchema) -> TableSchema:
         """Returns the schema with these options in place of its settings; a UserError if the result is invalid."""
         values = schema.to_json()
-        given = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
-        values |= {name: value for name, value in given.items() if value is not None}
+        settings = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
+        values |= {name: value for name, value in settings.items() if value is not None}
         if self.missing is not None:
             one_of("missing (--missing)", self.missing, ("zero", "keep"))
             values["dense"] = {

@@ -83,8 +83,8 @@ def text_layout(
         columns, first_row = fields, end
         typed = [field.rpartition(":")[::2] for field in fields]
         if typed and all(name and kind in _RECBOLE_TYPES for name, kind in typed):
-            known = wanted.names if wanted is not None else ()
-            columns = [field if field in known else name for field, (name, _) in zip(fields, typed, strict=True)]
+            in_schema = wanted.names if wanted is not None else ()
+            columns = [field if field in in_schema else name for field, (name, _) in zip(fields, typed, strict=True)]
             quote, lists = None, [name for name, kind in typed if kind == "token_seq"]
     else:
         columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
@@ -184,7 +184,7 @@ class TableSource:
         wanted_by: str = "the schema",
     ) -> None:
         self._tables, self._text, self._may_lack = list(inputs), schema.text, may_lack
-        self.inputs = [each.raw for each in inputs]
+        self.inputs = [table.raw for table in inputs]
         self.parser = TableParser(schema, needs_label)
         self.parser.columns.wanted_by = wanted_by
         self.layout = self.parser.layout
@@ -208,18 +208,18 @@ class TableSource:
                     "alone; give `parser: table`"
                 )
             self.wanted = WANTED
-        lists = [(each.column or name, each) for name, each in schema.categorical.items() if each.holds_lists]
-        self._lists = [column for column, each in lists if each.separator is None]
+        lists = [(column.column or name, column) for name, column in schema.categorical.items() if column.holds_lists]
+        self._lists = [column for column, settings in lists if settings.separator is None]
         self._groups: dict[int, list[int]] = {}
         self._layouts: dict[int, TextLayout] = {}
         self._known: dict[str, None] = {}
-        for number, each in enumerate(inputs):
-            self._look_at(number, each)
+        for number, table in enumerate(inputs):
+            self._look_at(number, table)
         for number, layout in self._layouts.items():  # once all are known: a key of one file is one of all
             self._require_columns(inputs[number].place, layout)
 
     def parts(self, part_bytes: int) -> list[InputPart]:
-        return [part for number, each in enumerate(self._tables) for part in self._parts(number, each, part_bytes)]
+        return [part for number, table in enumerate(self._tables) for part in self._parts(number, table, part_bytes)]
 
     def checksum(self, source: int) -> str:
         return sha256_of(self._tables[source].place)
@@ -326,12 +326,12 @@ class _ParquetPart:
     def raw_blocks(self) -> Generator[RawBlock, None, None]:
         with opened_parquet(self._table.place) as file:
             groups = [file.metadata.row_group(group) for group in self._groups]
-            num_rows, done = sum(group.num_rows for group in groups), 0
+            num_rows, rows_read = sum(group.num_rows for group in groups), 0
             row_bytes = max(1.0, sum(group.total_byte_size for group in groups) / max(1, num_rows))
             batch_rows = max(1, int(self._block_bytes / max(row_bytes, _BYTES_A_VALUE * len(self._columns))))
             for batch in file.iter_batches(batch_rows, list(self._groups), list(self._columns), use_threads=False):
-                done += batch.num_rows
-                self.bytes_read = int(done / num_rows * self._num_bytes)
+                rows_read += batch.num_rows
+                self.bytes_read = int(rows_read / num_rows * self._num_bytes)
                 yield ParquetBlock(pa.table(batch))
         if self._part.is_whole:
             self.sha256 = sha256_of(self._table.place)
@@ -341,8 +341,8 @@ class _ParquetPart:
 
 
 def _columns(schema: TableSchema) -> tuple[object, ...]:
-    dense = [(name, each.column, each.transform) for name, each in schema.dense.items()]
-    ids = [(name, each.column, each.kind, each.holds_lists, each.cross) for name, each in schema.categorical.items()]
+    dense = [(name, column.column, column.transform) for name, column in schema.dense.items()]
+    ids = [(name, ids.column, ids.kind, ids.holds_lists, ids.cross) for name, ids in schema.categorical.items()]
     return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids
 
 
@@ -378,9 +378,9 @@ class RowReader:
 
     def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
         """Yields all rows in blocks of about ``block_bytes`` of text; reports a block when the next is requested."""
-        sizes = [each.raw.num_bytes for each in self.inputs]
+        sizes = [table.raw.num_bytes for table in self.inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
-        for number, each in enumerate(self.inputs):
+        for number, table in enumerate(self.inputs):
             before = sum(size for size, _ in self._checksums)
             opened, lines_before = self._source.open(InputPart(number), block_bytes), 0
             for raw in opened.raw_blocks():
@@ -389,20 +389,22 @@ class RowReader:
                 yield rows
                 lines_before += rows.raw.num_lines
                 report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
-            size = opened.bytes_read if each.raw.num_bytes is None else each.raw.num_bytes
+            size = opened.bytes_read if table.raw.num_bytes is None else table.raw.num_bytes
             self._checksums.append((size, opened.sha256 or ""))
 
     def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
         """Returns the manifest's entries after all rows were read; ``num_rejected`` counts each input's bad rows."""
         counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
-        return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
+        return tuple(SourceFile(table.raw.name, *checksum, *numbers) for table, checksum, *numbers in counts)
 
     def _named(self, number: int, block: RawBlock, lines_before: int, lists: Sequence[str] = ()) -> NamedRows:
         """Returns a block's rows with the input's line numbers; skips empty lines, splits ``lists`` at blanks."""
-        wanted = self._source.parser.columns
-        raw = block.rows(self._source.columns, wanted.numbers)
+        columns = self._source.parser.columns
+        raw = block.rows(self._source.columns, columns.numbers)
         bad = tuple(replace(row, line=lines_before + row.line + 1) for row in raw.bad if row.text.strip())
-        found = wanted.taken_from(raw.table)
-        found |= {name: pc.ascii_split_whitespace(found[name]) for name in lists if name in wanted.separators}
+        named_columns = columns.taken_from(raw.table)
+        for name in lists:
+            if name in columns.separators:
+                named_columns[name] = pc.ascii_split_whitespace(named_columns[name])
         self.num_lines[number] += len(raw.lines) + len(bad)
-        return NamedRows(number, found, raw.lines + lines_before + 1, bad, raw)
+        return NamedRows(number, named_columns, raw.lines + lines_before + 1, bad, raw)

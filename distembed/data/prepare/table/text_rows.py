@@ -103,11 +103,11 @@ class Lines:
 
     def without(self, numbers: Sequence[int]) -> bytes:
         """Returns the text without the lines of some ascending numbers."""
-        kept, start = [], 0
+        chunks, start = [], 0
         for number in numbers:
-            kept.append(self.text[start : int(self.ends[number - 1]) if number else 0])
+            chunks.append(self.text[start : int(self.ends[number - 1]) if number else 0])
             start = int(self.ends[number])
-        return b"".join([*kept, self.text[start:]])
+        return b"".join([*chunks, self.text[start:]])
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
             bad[number] = "text"
     if not text.isascii() and "\ufffd" in text.decode(errors="replace"):
         texts = (lines.line(number) for number in range(len(lines)))
-        bad |= {number: "text" for number, own in enumerate(texts) if own.decode(errors="ignore").encode() != own}
+        bad |= {number: "text" for number, raw in enumerate(texts) if raw.decode(errors="ignore").encode() != raw}
     return bad
 
 
@@ -243,8 +243,8 @@ def _read(
         return "skip"
 
     # by their places, since columns that nobody asked for may have one name
-    names = [str(place) for place in range(len(dialect.columns))]
-    places = [str(dialect.columns.index(name)) for name in columns]
+    names = [str(index) for index in range(len(dialect.columns))]
+    column_numbers = [str(dialect.columns.index(name)) for name in columns]
     types = [pa.float64() if name in numbers else pa.string() for name in columns]
     quote = dialect.quote if dialect.quote is not None and dialect.quote.encode() in text else False
     for block_bytes in (_CACHED_BYTES, len(text) + 1):
@@ -263,8 +263,8 @@ def _read(
                     invalid_row_handler=set_aside,
                 ),
                 pcsv.ConvertOptions(
-                    include_columns=places,
-                    column_types=dict(zip(places, types, strict=True)),
+                    include_columns=column_numbers,
+                    column_types=dict(zip(column_numbers, types, strict=True)),
                     null_values=list(dialect.missing_values),
                     strings_can_be_null=True,
                     check_utf8=False,
@@ -304,12 +304,12 @@ class JsonBlock:
                 values.append([None] * len(columns))
                 bad.add(number)
         arrays = {}
-        for place, name in enumerate(columns):
-            arrays[name], wrong = given_column([row[place] for row in values], name, self.wanted)
+        for index, name in enumerate(columns):
+            arrays[name], wrong = given_column([row[index] for row in values], name, self.wanted)
             bad.update(wrong)
-        table, kept = pa.table(arrays), np.delete(np.arange(len(lines)), sorted(bad))
+        table, good_rows = pa.table(arrays), np.delete(np.arange(len(lines)), sorted(bad))
         rejected = tuple(RejectedRow(number, "json", lines.line(number)) for number in sorted(bad))
-        return RawRows(table.take(kept) if bad else table, kept, len(lines), rejected, lines.line)
+        return RawRows(table.take(good_rows) if bad else table, good_rows, len(lines), rejected, lines.line)
 
 
 def keys_of_lines(text: bytes) -> list[str]:
