@@ -90,7 +90,7 @@ class TrainingOptions:
     def applied_to(self, job: "Job") -> "Job":
         """Returns the job with these options."""
         return job.changed(
-            mounts=[part for one in self.mount or [] for part in one.split(",")],
+            mounts=[part for mount in self.mount or [] for part in mount.split(",")],
             max_restarts=self.max_restarts,
             max_retries=self.max_retries,
             grace_seconds=self.grace_seconds,

@@ -27,7 +27,8 @@ def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.App
     """
     flat = flattened(function)
     signature = inspect.signature(flat)
-    parameters = [one.replace(annotation=_torchx_type(one.annotation)) for one in signature.parameters.values()]
+    by_name = signature.parameters
+    parameters = [argument.replace(annotation=_torchx_type(argument.annotation)) for argument in by_name.values()]
     vars(flat)["__signature__"] = signature.replace(parameters=parameters)
     lines = (inspect.getdoc(function) or "").splitlines()
     for name, group in dataclass_parameters(function).items():

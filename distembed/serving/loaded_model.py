@@ -186,25 +186,25 @@ class LoadedModel:
         return [task.predictions(self._model.outputs(task.prediction_batch(batch))) for batch in batches]
 
     def _answer(
-        self, found: Sequence[Mapping[str, npt.NDArray[Any]]], is_good: npt.NDArray[np.bool_] | None
+        self, predicted_chunks: Sequence[Mapping[str, npt.NDArray[Any]]], is_good: npt.NDArray[np.bool_] | None
     ) -> Predictions:
         """Joins predictions of the good rows into an array or a table with NaN or null for malformed rows.
 
         ``is_good`` says which rows are well-formed; None if all are.
         """
         if not self._model.task.id_columns:
-            numbers = np.concatenate([np.empty(0, np.float32), *(each["prediction"] for each in found)])
+            numbers = np.concatenate([np.empty(0, np.float32), *(chunk["prediction"] for chunk in predicted_chunks)])
             if is_good is None or is_good.all():
                 return numbers
             predictions = np.full(len(is_good), np.nan, np.float32)
             predictions[is_good] = numbers
             return predictions
         columns = PredictionColumns(self._model.task, self._values, left_out=unknown_columns(self._run))
-        table = pa.concat_tables([columns.schema.empty_table(), *(columns.table(each) for each in found)])
+        table = pa.concat_tables([columns.schema.empty_table(), *(columns.table(chunk) for chunk in predicted_chunks)])
         if is_good is None:
             return table
-        places = np.cumsum(is_good) - 1  # the prediction's place of each good row
-        return table.take(pa.array(places, mask=~is_good))
+        prediction_rows = np.cumsum(is_good) - 1  # the prediction's place of each good row
+        return table.take(pa.array(prediction_rows, mask=~is_good))
 
     @cached_property
     def _values(self) -> Mapping[str, pa.Array]:
@@ -243,11 +243,12 @@ class LoadedModel:
             raise UserError(f"ids is {ids!r}; give a list of ids, of a single one too.")
         if values is not None:
             ids = self._rows.ids_of(config.feature_names[0], values)
-        given = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
-        chunks = [vectors for _, vectors in composed_chunks(config, module.weights(config.name), given, _IDS_AT_ONCE)]
+        tensor_or_list = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
+        composed = composed_chunks(config, module.weights(config.name), tensor_or_list, _IDS_AT_ONCE)
+        chunks = [vectors for _, vectors in composed]
         width = config.num_vectors * config.embedding_dim
-        found: npt.NDArray[np.float32] = torch.cat([torch.empty(0, width), *chunks]).numpy()
-        return found
+        table_vectors: npt.NDArray[np.float32] = torch.cat([torch.empty(0, width), *chunks]).numpy()
+        return table_vectors
 
     def _table(self, name: str) -> tuple[CompositionalTables[Any], Any]:
         """Returns the collection of a table and the table's config; an unknown name is a :class:`UserError`."""
@@ -281,7 +282,7 @@ class LoadedModel:
         decoder = TableRowDecoder(Path(self._run.dataset), self._run.manifest, ("label", "weight"))
         if is_place:
             source = TableSource(find_inputs([os.fspath(on)]), decoder.schema)
-            blocks = [piece.block for piece in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]
+            blocks = [lines.block for lines in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]
         else:
             raw = given_rows(on, decoder.columns)
             decoded = decode_rows(decoder.decode, raw)
@@ -304,7 +305,9 @@ class LoadedModel:
         """Returns the model's outputs for all rows of prepared batches, joined by the output's name."""
         outputs = [model.outputs(batch) for batch in batches]
         names = model.task.outputs
-        return {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
+        if not outputs:
+            return {name: np.empty(0) for name in names}
+        return {name: np.concatenate([batch[name] for batch in outputs]) for name in names}
 
     def describe(self) -> dict[str, Any]:
         """Returns the model's run, task, tables, layers and parameters in plain values."""
@@ -322,22 +325,23 @@ class LoadedModel:
         }
 
     def __repr__(self) -> str:
-        found = self.describe()
+        facts = self.describe()
         return (
-            f"<distembed {found['model']} for {found['task']}: {self._source.run}, step {self.step:,}, "
-            f"{len(found['tables'])} tables, {found['parameters']:,} parameters, on {self.device}>"
+            f"<distembed {facts['model']} for {facts['task']}: {self._source.run}, step {self.step:,}, "
+            f"{len(facts['tables'])} tables, {facts['parameters']:,} parameters, on {self.device}>"
         )
 
     def _repr_html_(self) -> str:
         """Returns a heading, facts, and a table of the embedding tables, for a notebook."""
-        found = self.describe()
-        heading = f"{found['model']} for {found['task']}: {found['parameters']:,} parameters"
-        facts = ", ".join(f"{name} {found[name]}" for name in ("run", "step", "device", "precision"))
+        description = self.describe()
+        heading = f"{description['model']} for {description['task']}: {description['parameters']:,} parameters"
+        facts = ", ".join(f"{name} {description[name]}" for name in ("run", "step", "device", "precision"))
         rows = [_html_row("th", ("table", "ids", "rows of id x", "composition", "dimension", "size"))]
-        for t in found["tables"][:_MOST_TABLES]:
-            cells = (t["name"], f"{t['num_embeddings']:,}", t["partitions"], t["composition"] or "", t["dim"])
-            rows.append(_html_row("td", (*cells, format_bytes(t["bytes"]))))
-        left_out = len(found["tables"]) - _MOST_TABLES
+        for table in description["tables"][:_MOST_TABLES]:
+            name, num_ids = table["name"], f"{table['num_embeddings']:,}"
+            cells = (name, num_ids, table["partitions"], table["composition"] or "", table["dim"])
+            rows.append(_html_row("td", (*cells, format_bytes(table["bytes"]))))
+        left_out = len(description["tables"]) - _MOST_TABLES
         more = f"<p>and {left_out} more tables</p>" if left_out > 0 else ""
         return f"<p><b>{html.escape(heading)}</b><br>{html.escape(facts)}</p><table>{''.join(rows)}</table>{more}"
 
@@ -368,9 +372,9 @@ def _html_row(cell: str, values: Sequence[Any]) -> str:
 
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:
     """Yields prepared batches of an evaluation: made by the task, if it makes any, else the split's rows in order."""
-    own = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
-    if own is not None:
-        yield from own
+    task_batches = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
+    if task_batches is not None:
+        yield from task_batches
         return
     with closing(BatchReader(dataset, split, BatchOrder(EVALUATION_BATCH_SIZE, shuffle=False))) as reader:
         for batch in reader:

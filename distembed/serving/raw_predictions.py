@@ -119,20 +119,20 @@ class RawInputs:
         """Returns the decoded lines of a block, and the malformed lines with their problems."""
         decoded = decode_rows(self._decoder.decode, raw)
         # keys of lines that are no rows: taking a null index gives null
-        places = np.full(raw.num_lines, -1, np.int64)
-        places[raw.lines] = np.arange(len(raw.lines))
-        index = pa.array(places, mask=places < 0)
+        row_of_line = np.full(raw.num_lines, -1, np.int64)
+        row_of_line[raw.lines] = np.arange(len(raw.lines))
+        index = pa.array(row_of_line, mask=row_of_line < 0)
         keys = pa.table({name: self._key(name, raw.table[name]).take(index) for name in self.keys})
         return ScoredPiece(raw.num_lines, np.flatnonzero(decoded.is_good), keys, decoded.block), decoded.rejected
 
     def _key(self, name: str, column: pa.ChunkedArray) -> Any:
         """Casts a block's key column to its type in the first block, since JSON may give each block another type."""
-        wanted = self._key_types.setdefault(name, pa.string() if pa.types.is_null(column.type) else column.type)
+        key_type = self._key_types.setdefault(name, pa.string() if pa.types.is_null(column.type) else column.type)
         try:
-            return column.cast(wanted)
+            return column.cast(key_type)
         except pa.ArrowException as error:
             raise UserError(
-                f"--key {name!r} has values of type {wanted}, and later ones of type {column.type} ({error}); write "
+                f"--key {name!r} has values of type {key_type}, and later ones of type {column.type} ({error}); write "
                 "all of them as texts."
             ) from error
 
@@ -207,7 +207,7 @@ def predict_rows(
 
         for outputs in score_prepared(state, batches(_own_blocks(collectives, next_blocks))):
             rows = gather_outputs(outputs, ranks)
-            lines.add_predictions([columns.table(task.predictions(own)) for own in rows])
+            lines.add_predictions([columns.table(task.predictions(rank_outputs)) for rank_outputs in rows])
         lines.finish()
     return PredictedRows(lines.num_lines, opened[0].rejected)
 
@@ -226,12 +226,12 @@ def _own_blocks(
                 messages = next_blocks() or [None] * collectives.world_size
             except Exception as error:
                 messages = [error] * collectives.world_size
-        found = collectives.scatter(messages)
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
+        message = collectives.scatter(messages)
+        if isinstance(message, Exception):
+            raise message
+        if message is None:
             return
-        yield found
+        yield message
 
 
 def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[tuple[Sequence[RecordBlock], Sequence[ScoredPiece]]]:
@@ -333,9 +333,9 @@ class _Lines:
         self._writer = self._open_writer(pa.schema([*keys, *self._columns.schema]))
 
     def _write(self, piece: ScoredPiece, predicted: pa.Table) -> None:
-        places = np.full(piece.num_lines, -1, np.int64)
-        places[piece.rows] = np.arange(len(piece.rows))
-        predictions = predicted.take(pa.array(places, mask=places < 0))
+        row_of_line = np.full(piece.num_lines, -1, np.int64)
+        row_of_line[piece.rows] = np.arange(len(piece.rows))
+        predictions = predicted.take(pa.array(row_of_line, mask=row_of_line < 0))
         names = [*piece.keys.column_names, *predictions.column_names]
         lines = pa.table([*piece.keys.columns, *predictions.columns], names=names)
         self._writer.write_table(lines)

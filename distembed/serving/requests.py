@@ -78,8 +78,8 @@ class RawRequest:
         """Checks, on rank 0, that raw rows fit the dataset, the inputs exist, and ``output`` replaces none of them."""
         if os.environ.get("RANK", "0") == "0":
             raw_schema(manifest)
-            for each in find_inputs(self.inputs):
-                if output.exists() and not is_url(each.place) and output.samefile(each.place):
+            for table_input in find_inputs(self.inputs):
+                if output.exists() and not is_url(table_input.place) and output.samefile(table_input.place):
                     raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
     def open(self, run: TrainedRun) -> RawInputs:

@@ -135,9 +135,9 @@ class _FeatureRows(_Decoder):
     _reason: str
 
     def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str]) -> None:
-        whole = raw_schema(manifest)
-        kept = {name: each for name, each in whole.categorical.items() if name in features}
-        super().__init__(folder, manifest, dataclasses.replace(whole, label=None, dense={}, categorical=kept))
+        full_schema = raw_schema(manifest)
+        columns = {name: column for name, column in full_schema.categorical.items() if name in features}
+        super().__init__(folder, manifest, dataclasses.replace(full_schema, label=None, dense={}, categorical=columns))
         self._feature = features[0]
 
     def _encoded(self, table: pa.Table) -> RecordBlock:
@@ -169,12 +169,12 @@ class UserRowDecoder(_FeatureRows):
 
     def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str] = (USER,)) -> None:
         super().__init__(folder, manifest, features)
-        self._place = [each.name for each in RecordLayout.from_schema(manifest.schema).single].index(USER)
+        self._user_column = [feature.name for feature in RecordLayout.from_schema(manifest.schema).single].index(USER)
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
         block = self._encoded(table)
-        return self._good_and_bad(table, block, block.records[:, self._place] >= FIRST_ID)
+        return self._good_and_bad(table, block, block.records[:, self._user_column] >= FIRST_ID)
 
 
 class UserItemsRowDecoder(UserRowDecoder):
@@ -184,7 +184,7 @@ class UserItemsRowDecoder(UserRowDecoder):
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        features = {each.name: each for each in manifest.schema.categorical}
+        features = {feature.name: feature for feature in manifest.schema.categorical}
         items = dataclasses.replace(features[ITEM], multi_hot=True)
         self.batch_schema = Schema(label=None, dense=(), categorical=(features[USER], items))
         super().__init__(folder, dataclasses.replace(manifest, schema=self.batch_schema), (USER, ITEM))
@@ -207,11 +207,11 @@ class SequenceRowDecoder(_FeatureRows):
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         schema = manifest.schema
-        others = [each.name for each in schema.categorical if each.multi_hot and each.name != ITEM]
-        if others or schema.dense_sequences:
+        other_lists = [feature.name for feature in schema.categorical if feature.multi_hot and feature.name != ITEM]
+        if other_lists or schema.dense_sequences:
             raise UserError(
-                f"the dataset has {', '.join((*others, *schema.dense_sequences))} beside the items of a sequence, and "
-                "raw sequences are of items alone: prepare the rows, and predict them by --split."
+                f"the dataset has {', '.join((*other_lists, *schema.dense_sequences))} beside the items of a sequence, "
+                "and raw sequences are of items alone: prepare the rows, and predict them by --split."
             )
         super().__init__(folder, manifest, (ITEM,))
 
@@ -227,8 +227,8 @@ def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[
     num_rows = len(block.records)
     for start in range(0, num_rows, batch_size):
         rows = range(start, min(start + batch_size, num_rows))
-        part = block if len(rows) == num_rows else block.gather(np.arange(rows.start, rows.stop))
-        yield from assembler.assemble([part], [len(rows)])
+        batch_rows = block if len(rows) == num_rows else block.gather(np.arange(rows.start, rows.stop))
+        yield from assembler.assemble([batch_rows], [len(rows)])
 
 
 def decode_rows(decode: Callable[[pa.Table], DecodedRows], raw: RawRows) -> DecodedRows:
@@ -257,19 +257,19 @@ def bad_rows(raw: RawRows, rejected: Sequence[RejectedRow], columns: TableColumn
 
     The text is that of the value in a table of this row alone, so that it does not depend on the other rows.
     """
-    found = []
+    described = []
     for row in rejected:
         value = row.text.decode(errors="replace")
         if row.reason != "value":
-            place = int(np.searchsorted(raw.lines, row.line))  # row of the table; lines are in ascending order
-            value = _shown_text(raw.table[row.column].slice(place, 1), row.column, columns)
-        found.append(BadRow(row.line, row.column, f"{value} {_REASONS[row.reason]}"))
-    return found
+            table_row = int(np.searchsorted(raw.lines, row.line))  # row of the table; lines are in ascending order
+            value = _shown_text(raw.table[row.column].slice(table_row, 1), row.column, columns)
+        described.append(BadRow(row.line, row.column, f"{value} {_REASONS[row.reason]}"))
+    return described
 
 
 def bad_rows_text(bad: Sequence[BadRow], most: int = 5) -> str:
     """Lists the problems of the first ``most`` rows, for an error message."""
-    listed = "; ".join(f"row {each.row}, column {each.field!r}: {each.reason}" for each in bad[:most])
+    listed = "; ".join(f"row {bad_row.row}, column {bad_row.field!r}: {bad_row.reason}" for bad_row in bad[:most])
     return listed + (f"; and {len(bad) - most} more" if len(bad) > most else "")
 
 
@@ -299,15 +299,15 @@ def given_rows(rows: Any, columns: TableColumns) -> RawRows:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
         return RawRows(table, np.arange(len(table)), len(table))
     if isinstance(rows, Mapping):
-        return _of_columns(rows, columns)
+        return _rows_of_columns(rows, columns)
     if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
         _require_columns(rows, rows.columns)
         if not rows.columns.is_unique:
             repeated = rows.columns[rows.columns.duplicated()][0]
             raise UserError(f"rows has several columns named {repeated!r}; rename them.")
-        return _of_columns({str(name): rows[name] for name in rows.columns}, columns)
+        return _rows_of_columns({str(name): rows[name] for name in rows.columns}, columns)
     if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
-        return _of_dictionaries(rows, columns)
+        return _rows_of_dictionaries(rows, columns)
     raise UserError(f"rows is {_described(rows)}; give {_KINDS}.")
 
 
@@ -317,7 +317,7 @@ def missing_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -
     return [name for name in columns if name not in first and not any(name in row for row in rows)]
 
 
-def _of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
+def _rows_of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(f"row {number} is {_described(row)}; give {_KINDS}.")
@@ -326,7 +326,7 @@ def _of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
     if missing:  # the decoder refuses the table later, and its error names the columns that are there
         names = list(dict.fromkeys((*names, *islice((name for row in rows for name in row), _MOST_NAMES))))
     _require_columns(rows, names)
-    return _of_columns({name: [row.get(name) for row in rows] for name in names}, columns)
+    return _rows_of_columns({name: [row.get(name) for row in rows] for name in names}, columns)
 
 
 def _require_columns(rows: Sized, names: Collection[Any]) -> None:
@@ -335,9 +335,9 @@ def _require_columns(rows: Sized, names: Collection[Any]) -> None:
         raise UserError(f"rows has {len(rows):,} rows and not one column; give each row's values by their columns.")
 
 
-def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
+def _rows_of_columns(values_by_column: Mapping[Any, Any], columns: TableColumns) -> RawRows:
     lengths: dict[str, int] = {}
-    for name, values in given.items():
+    for name, values in values_by_column.items():
         if not isinstance(name, str):
             raise UserError(f"a column is named {name!r}, {_described(name)}; names of columns are texts.")
         if isinstance(values, str | bytes) or not isinstance(values, Sized):
@@ -352,14 +352,14 @@ def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
     num_rows = next(iter(lengths.values()), 0)
     arrays = {}
     bad: dict[int, RejectedRow] = {}
-    for name, values in given.items():
+    for name, values in values_by_column.items():
         arrays[name], wrong = given_column(values, name, columns) if name in columns.kinds else (pa.nulls(num_rows), [])
         own_values = list(values) if wrong else []
         for row in wrong:
             text = reprlib.repr(own_values[row]).encode(errors="backslashreplace")
             bad.setdefault(row, RejectedRow(row, "value", text, name))
-    table, kept = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
-    return RawRows(table.take(kept) if bad else table, kept, num_rows, tuple(bad[row] for row in sorted(bad)))
+    table, good_rows = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
+    return RawRows(table.take(good_rows) if bad else table, good_rows, num_rows, tuple(bad[row] for row in sorted(bad)))
 
 
 def _described(value: Any) -> str:

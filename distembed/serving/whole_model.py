@@ -80,16 +80,16 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
         return path, load_checkpoint(path, module, collectives=Collectives.alone())
 
     if checkpoint is not None:
-        place, progress = load(checkpoint)
+        path_read, progress = load(checkpoint)
     else:
-        place, progress = read_newest(run.folder, run.config, load, Collectives.alone(), run.checkpoint_choice)
-    return WholeModel(blueprint, module, task, place, int(progress.get("step", 0)))
+        path_read, progress = read_newest(run.folder, run.config, load, Collectives.alone(), run.checkpoint_choice)
+    return WholeModel(blueprint, module, task, path_read, int(progress.get("step", 0)))
 
 
 def _on_kept_dataset(run: TrainedRun) -> Config:
     """Returns the run's config with its ``data.path`` set to the run's copy of the dataset's parts, if it has one."""
-    kept = kept_dataset(run.folder)
-    data = run.config.data if kept is None else dataclasses.replace(run.config.data, path=str(kept))
+    copied_folder = kept_dataset(run.folder)
+    data = run.config.data if copied_folder is None else dataclasses.replace(run.config.data, path=str(copied_folder))
     return dataclasses.replace(run.config, data=data)
 
 

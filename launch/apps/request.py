@@ -44,11 +44,11 @@ class NodeRequest:
 
         A named resource, ``h``, removes the numbers. Environment variables are added to the present ones.
         """
-        given = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
-        if "env" in given:
-            given["env"] = {**(self.env or {}), **given["env"]}
-        numbers: dict[str, Any] = dict.fromkeys(("cpu", "gpu", "memMB")) if "h" in given else {}
-        return replace(self, **{**numbers, **given})
+        changes = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
+        if "env" in changes:
+            changes["env"] = {**(self.env or {}), **changes["env"]}
+        numbers: dict[str, Any] = dict.fromkeys(("cpu", "gpu", "memMB")) if "h" in changes else {}
+        return replace(self, **{**numbers, **changes})
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Shape:
 def parse_shape(j: str) -> Shape:
     """Reads ``4x8`` (4 nodes, 8 processes each), ``2:4x8`` (2 to 4 nodes) or ``8`` (8 processes on one node)."""
     forms = "give NODESxPROCESSES such as 4x8, MIN:NODESxPROCESSES such as 2:4x8, or PROCESSES of one node such as 8"
-    found = _FORM.fullmatch(j.strip())
-    if found is None:
+    matched = _FORM.fullmatch(j.strip())
+    if matched is None:
         raise UserError(f"j is {j!r}; {forms}")
-    least, nodes, processes = found.groups()
+    least, nodes, processes = matched.groups()
     most = int(nodes or 1)
     shape = Shape(int(least or most), most, int(processes))
     if shape.min_nodes < 1 or shape.processes < 1:

@@ -64,25 +64,25 @@ def job_name(text: str) -> str:
 def find_resource(request: NodeRequest) -> specs.Resource:
     """Returns the resources of a node: named ones, or numbers; 2 CPUs and 4096 MB where nothing is given."""
     h, numbers = request.h, {"cpu": request.cpu, "gpu": request.gpu, "memMB": request.memMB}
-    given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
+    integers = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
-        if given:
-            numbers_too = ", ".join(f"{field}={value}" for field, value in given.items())
+        if integers:
+            numbers_too = ", ".join(f"{field}={value}" for field, value in integers.items())
             raise UserError(f"h is {h!r}, which gives the size of a node, and {numbers_too} too; give one of them")
         try:
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
-    if given.get("gpu", 0) > 0 and len(given) < len(numbers):
+    if integers.get("gpu", 0) > 0 and len(integers) < len(numbers):
         raise UserError(
             f"gpu is {request.gpu} without cpu and memMB, and {request.gpu} processes would need more than the "
             "default of 2 and 4096; give them too, or choose a named resource such as gpu_8_h100"
         )
-    for field, value in given.items():
+    for field, value in integers.items():
         least = 0 if field == "gpu" else 1
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
-    return specs.Resource(**{"cpu": 2, "gpu": 0, "memMB": 4096, **given})
+    return specs.Resource(**{"cpu": 2, "gpu": 0, "memMB": 4096, **integers})
 
 
 def _whole(field: str, value: int) -> int:

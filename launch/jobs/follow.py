@@ -72,8 +72,8 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     if ended is not None and ended.state == AppState.CANCELLED:
         raise RunError(f"the job {job.app_id} has ended: {state}. {remedy}")
     logs = job.folder / "logs"
-    own = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
-    failure = first_failure(own) if own.is_dir() else first_failure(logs, since=started)
+    job_logs = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
+    failure = first_failure(job_logs) if job_logs.is_dir() else first_failure(logs, since=started)
     now = _run_status(job)
     if failure is None and now != earlier and now[1] == "interrupted":
         raise Interrupted(f"the job {job.app_id} was interrupted, and has saved its state. {remedy}")
@@ -191,11 +191,11 @@ def node_lines(
         threading.Thread(target=read, args=(node,), daemon=True).start()
     num_open, num_failed = len(nodes), 0
     while num_open:
-        taken = lines.get()
-        if taken is None:
+        message = lines.get()
+        if message is None:
             num_open -= 1
             continue
-        kind, line = taken
+        kind, line = message
         num_failed += kind == "error"
         if num_failed == len(nodes) and has_ended is None:
             raise RunError(line)
@@ -208,14 +208,14 @@ def _node_log_lines(job: Job, runner: Runner, node: int, has_ended: Callable[[],
     A stream that breaks off is read again from its start, without the lines that were seen. Another first line shows
     that the job has started again: then all lines are new. Without ``has_ended``, the log is read once.
     """
-    first, seen, reported = "", 0, ""
+    first_line, num_seen, reported = "", 0, ""
     while True:
         try:
             for number, line in enumerate(_log(job, runner, node, should_tail=has_ended is not None)):
-                if number == 0 and line != first:
-                    first, seen = line, 0
-                if number >= seen:
-                    seen = number + 1
+                if number == 0 and line != first_line:
+                    first_line, num_seen = line, 0
+                if number >= num_seen:
+                    num_seen = number + 1
                     yield line.rstrip("\n")
         except Exception as error:
             if has_ended is None or has_ended():
@@ -307,8 +307,12 @@ def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
     machines differ, so times alone do not tell.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
-    found = [failure for file in files if (failure := _read(file)) and failure.time >= since]
-    return min(found, key=lambda one: (bool(_IS_CONSEQUENCE.search(one.message)), one.time), default=None)
+    failures = [failure for file in files if (failure := _read(file)) and failure.time >= since]
+
+    def order(failure: Failure) -> tuple[bool, float]:
+        return bool(_IS_CONSEQUENCE.search(failure.message)), failure.time
+
+    return min(failures, key=order, default=None)
 
 
 def _error_files(node: Path) -> Iterator[Path]:
@@ -317,8 +321,8 @@ def _error_files(node: Path) -> Iterator[Path]:
     starts = [folder for folder in node.iterdir() if folder.is_dir()]
     if starts:
         attempts = max(starts, key=lambda folder: folder.stat().st_mtime).glob("attempt_*")
-        last = max(attempts, key=lambda folder: int(folder.name.removeprefix("attempt_")), default=None)
-        yield from last.rglob("error.json") if last else ()
+        last_attempt = max(attempts, key=lambda folder: int(folder.name.removeprefix("attempt_")), default=None)
+        yield from last_attempt.rglob("error.json") if last_attempt else ()
 
 
 def _read(file: Path) -> Failure | None:

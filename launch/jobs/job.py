@@ -212,8 +212,8 @@ class Job:
 
     def _with_outcome(self, handle: str | None) -> "Job":
         """Saves the job with the handle of its newest submission, or without the submission if the handle is None."""
-        *earlier, last = self.submissions
-        newest = [] if handle is None else [replace(last, handle=handle, name="")]
+        *earlier, submission = self.submissions
+        newest = [] if handle is None else [replace(submission, handle=handle, name="")]
         job = replace(self, submissions=(*earlier, *newest))
         job._save()
         return job
@@ -243,9 +243,9 @@ class Job:
 
     def _require_unchanged(self) -> None:
         """Raises a UserError if ``job.json`` has other submissions than this value: another process has submitted."""
-        there = _read(self._file).submissions
-        if len(there) != len(self.submissions):
-            handle = there[-1].handle if there else ""
+        saved_submissions = _read(self._file).submissions
+        if len(saved_submissions) != len(self.submissions):
+            handle = saved_submissions[-1].handle if saved_submissions else ""
             raise UserError(
                 f"{self.run_dir} was submitted by another process meanwhile, as {handle or 'is not known'}."
             )
@@ -259,8 +259,8 @@ class Job:
 
     def _options(self, runner: Runner) -> dict[str, Any]:
         """Returns options in the scheduler's types, with the run folder as its place of logs where it has one."""
-        known = runner.scheduler_run_opts(self.scheduler)
-        types = {name: option.opt_type for name, option in known}
+        known_options = runner.scheduler_run_opts(self.scheduler)
+        types = {name: option.opt_type for name, option in known_options}
         logs = {"log_dir": str((self.folder / "logs").absolute())} if "log_dir" in types else {}
         options: dict[str, Any] = {}
         for name, text in {**logs, **self.options}.items():
@@ -268,7 +268,7 @@ class Job:
                 there_are = ", ".join(sorted(types)) or "none"
                 raise UserError(f"the scheduler {self.scheduler} has no option {name!r}; it has {there_are}.")
             # a comma in a text is part of it
-            options[name] = text if types[name] is str else known.cfg_from_str(f"{name}={text}")[name]
+            options[name] = text if types[name] is str else known_options.cfg_from_str(f"{name}={text}")[name]
         return options
 
 
@@ -314,12 +314,12 @@ def settled(job: Job) -> Job:
         return job
     with job._locked():
         job = _read(job._file)
-        last = job.submissions[-1]
-        if last.handle:
+        submission = job.submissions[-1]
+        if submission.handle:
             return job
         with get_runner() as runner:
             handle = job._find_pending(runner)
-        seconds = (datetime.now(UTC) - datetime.fromisoformat(last.time)).total_seconds()
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(submission.time)).total_seconds()
         if handle is None and seconds < _SETTLE_SECONDS:
             raise RunError(
                 f"{job.run_dir} was being submitted {seconds:.0f} s ago by a process that is gone, and {job.scheduler} "
@@ -354,7 +354,7 @@ def _keep_versions(folder: Path) -> None:
         diff = _git("-C", str(root), "diff", "HEAD")
     (folder / "git.txt").write_text(revision + (f"\nnot known to git:\n{unknown}" if unknown else ""))
     (folder / "git.diff").write_text(diff)
-    packages = sorted({f"{found.name}=={found.version}" for found in distributions()})
+    packages = sorted({f"{package.name}=={package.version}" for package in distributions()})
     (folder / "packages.txt").write_text("\n".join(packages) + "\n")
 
 

@@ -102,11 +102,11 @@ def check_dataset(config: "Config", is_new: bool = True) -> Finding:
 
 def check_writable(subject: str, folder: Path) -> Finding:
     """Checks that files can be made in a folder, or in the nearest folder above it that exists."""
-    there = folder
+    existing = folder
     try:
-        while not there.exists():
-            there = there.parent
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".distembed-"):
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".distembed-"):
             pass
     except OSError as error:
         return _wrong(subject, f"nothing can be written to {folder}: {error.strerror or error}", "give another folder")
@@ -135,7 +135,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
     from distembed.training.config import input_paths
 
     run_dir = run_dir.absolute()
-    written = [str(run_dir), checkpoint_place(run_dir, config.train.checkpoint_dir)]
+    written_paths = [str(run_dir), checkpoint_place(run_dir, config.train.checkpoint_dir)]
     for mount in mounts:
         if isinstance(mount, specs.BindMount) and mount.src_path != mount.dst_path:
             return _wrong(
@@ -144,7 +144,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
                 f"dst={mount.src_path}",
             )
     unseen = [path for path in input_paths(config) if not _is_mounted(path, mounts, to_write=False)]
-    unseen += [path for path in written if not _is_mounted(path, mounts, to_write=True)]
+    unseen += [path for path in written_paths if not _is_mounted(path, mounts, to_write=True)]
     if unseen:
         return _wrong(
             "mounts",
@@ -158,8 +158,8 @@ def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
     """Returns whether containers see a path under the same name, and can write there if they have to."""
     if "://" in path:
         return True
-    own = PurePosixPath(os.path.normpath(path))
-    holding = [mount for mount in mounts if own.is_relative_to(mount.dst_path)]
+    pure_path = PurePosixPath(os.path.normpath(path))
+    holding = [mount for mount in mounts if pure_path.is_relative_to(mount.dst_path)]
     # the innermost mount hides outer ones
     innermost = max(holding, key=lambda mount: len(PurePosixPath(mount.dst_path).parts), default=None)
     return innermost is not None and not (to_write and getattr(innermost, "read_only", False))
@@ -175,21 +175,22 @@ def check_partition(shape: Shape, resource: specs.Resource, partition: str | Non
     except (UserError, RunError) as error:
         return _wrong("partition", str(error))
     names = partition.split(",") if partition else sorted({node.partition for node in nodes if node.is_default})
-    own = {name: [node for node in nodes if node.partition == name] for name in names}
-    if not any(own.values()):
-        known = ", ".join(sorted({node.partition for node in nodes})) or "none"
+    nodes_of = {name: [node for node in nodes if node.partition == name] for name in names}
+    if not any(nodes_of.values()):
+        partitions = ", ".join(sorted({node.partition for node in nodes})) or "none"
         which = f"{partition!r} is not there" if partition else "that is the default is not there"
-        return _wrong("partition", f"the partition {which}, or has no nodes", f"-o partition=NAME; there are {known}")
+        remedy = f"-o partition=NAME; there are {partitions}"
+        return _wrong("partition", f"the partition {which}, or has no nodes", remedy)
     # a job takes all of its nodes from one partition
-    numbers = {name: sum(_suffices(node, resource) for node in own[name]) for name in names}
+    numbers = {name: sum(_suffices(node, resource) for node in nodes_of[name]) for name in names}
     name = max(names, key=lambda name: numbers[name])
     if numbers[name] < shape.min_nodes:
         size = f"{resource.cpu} CPUs, {resource.memMB} MB and {resource.gpu} GPUs"
-        best = max(own[name], key=lambda node: (node.is_up, node.gpus, node.cpus, node.memory_mb))
+        best = max(nodes_of[name], key=lambda node: (node.is_up, node.gpus, node.cpus, node.memory_mb))
         return _wrong(
             "partition",
             f"{name} has {numbers[name]} node(s) of {size} or more that are up, and the job needs {shape.min_nodes}; "
-            f"of its {len(own[name])} the largest has {best.cpus} CPUs, {best.memory_mb} MB and {best.gpus} GPUs",
+            f"of its {len(nodes_of[name])} the largest has {best.cpus} CPUs, {best.memory_mb} MB and {best.gpus} GPUs",
             "ask for fewer nodes or less of each, or choose another partition",
         )
     return Finding("partition", "ok", f"{name}: {numbers[name]} node(s) such as the {shape.nodes} asked for")

@@ -100,11 +100,11 @@ def _cluster(job: Job) -> Cluster:
     A UserError refuses a device that is unknown, or that contradicts the resources or options of the job.
     """
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
-    named = gpu_name(resource)
-    given = job.gpu.partition(",")[0] if job.gpu else None
-    if named and given in DEVICES and given != named:
-        raise UserError(f"--gpu is {job.gpu}, and --resource {job.component.h} has {named}: leave --gpu out.")
-    name = job.gpu or named
+    resource_gpu = gpu_name(resource)
+    option_gpu = job.gpu.partition(",")[0] if job.gpu else None
+    if resource_gpu and option_gpu in DEVICES and option_gpu != resource_gpu:
+        raise UserError(f"--gpu is {job.gpu}, and --resource {job.component.h} has {resource_gpu}: leave --gpu out.")
+    name = job.gpu or resource_gpu
     if name is None and resource.gpu:
         raise UserError(
             f"the nodes have {resource.gpu} GPUs of an unknown kind: name it with --gpu, such as "

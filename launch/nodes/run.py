@@ -90,25 +90,25 @@ class Starts:
 
 def main() -> int:
     """Runs the ranks to their end, and returns the exit code for the scheduler."""
-    given, launcher_arguments = _parse(sys.argv[1:])
+    options, launcher_arguments = _parse(sys.argv[1:])
     retries = os.environ.get(RETRIES_VARIABLE)
     starts, can_go_on = None, False
     try:
         raise_when_told()
         # nodes but the first of an elastic job do not count: the job continues without them
-        if retries is not None and (given.node == 0 or not given.elastic):
-            starts = Starts(given.starts, int(retries))
+        if retries is not None and (options.node == 0 or not options.elastic):
+            starts = Starts(options.starts, int(retries))
         end_with_parent()
-        code = _await_turn(given, starts)
+        code = _await_turn(options, starts)
         if code is None:
-            code = _run(launcher_arguments, given.grace)
+            code = _run(launcher_arguments, options.grace)
             can_go_on = AGAIN_VARIABLE in os.environ and starts is not None
     except ToldToEnd as told:
         code = INTERRUPTED if told.has_saved else FAILED
     try:
         code = code if starts is None else starts.end(code)
         if can_go_on and code not in _LAST:
-            _start_again(given)
+            _start_again(options)
         ignore_signals()
     except ToldToEnd:  # the ranks have ended, and their end is noted: this node does not start again
         code = code if starts is None else starts.end(code)
@@ -116,16 +116,16 @@ def main() -> int:
     return code
 
 
-def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
+def _await_turn(options: argparse.Namespace, starts: Starts | None) -> int | None:
     """Waits until the first node is reachable, then joins its start; the first node itself begins a start.
 
     Returns None where the ranks may start, else the exit code: the first node stayed away, or all retries are used.
     """
-    if given.node > 0:
-        reason = await_host(given.host, given.port, given.seconds)
+    if options.node > 0:
+        reason = await_host(options.host, options.port, options.seconds)
         if reason:
             _say(
-                f"node 0 of the job ({given.host}:{given.port}) could not be reached within {given.seconds:g} s: "
+                f"node 0 of the job ({options.host}:{options.port}) could not be reached within {options.seconds:g} s: "
                 f"{reason}. See whether it has started, read its log, and let nodes connect to each other on this "
                 "port."
             )
@@ -177,7 +177,7 @@ def _run(launcher_arguments: list[str], grace_seconds: int) -> int:
     return run_ranks(launcher_arguments, grace_seconds, _say)
 
 
-def _start_again(given: argparse.Namespace) -> NoReturn:
+def _start_again(options: argparse.Namespace) -> NoReturn:
     """Replaces this process by a new start of this program, with equal arguments; never returns.
 
     Other nodes first wait up to 20 seconds until the first node has left the port where nodes meet.
@@ -185,7 +185,7 @@ def _start_again(given: argparse.Namespace) -> NoReturn:
     _say("this node starts again")
     os.environ.pop(PARENT_VARIABLE, None)
     deadline = time.monotonic() + _LEAVING_SECONDS
-    while given.node > 0 and not unreachable(given.host, given.port) and time.monotonic() < deadline:
+    while options.node > 0 and not unreachable(options.host, options.port) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a child would inherit the port at which the nodes met
     os.execv(sys.executable, [sys.executable, "-m", "launch.nodes.run", *sys.argv[1:]])

@@ -38,5 +38,5 @@ def create_scheduler(session_name: str, **options: Any) -> Any:
                     return None
                 raise
 
-    known = {name: value for name, value in options.items() if name == "ray_client"}
-    return RayScheduler(session_name, **known)
+    ray_options = {name: value for name, value in options.items() if name == "ray_client"}
+    return RayScheduler(session_name, **ray_options)

@@ -88,7 +88,7 @@ def recommender(name: str, scheme: str = "quotient_remainder", composition: str 
 
 
 def exported(model: Model, num_best: int = BEST) -> RecommendingModel:
-    make = RecommendingModel.of_rankings if isinstance(model, MF) else RecommendingModel.of_next_items
+    make = RecommendingModel.for_rankings if isinstance(model, MF) else RecommendingModel.for_next_items
     return make(model, RESERVED, num_best)
 
 
@@ -318,6 +318,6 @@ def test_models_that_programs_do_not_know_are_refused() -> None:
     with pytest.raises(UserError, match=r"numbers beside the items \(price\), and exported models take ids alone"):
         exported(with_numbers)
     with pytest.raises(UserError, match=r"NextItems cannot be exported: programs that recommend .* made of mf alone"):
-        RecommendingModel.of_rankings(sasrec, RESERVED, BEST)
+        RecommendingModel.for_rankings(sasrec, RESERVED, BEST)
     with pytest.raises(UserError, match=r"MF cannot be exported: programs that recommend .* sasrec and gru alone"):
-        RecommendingModel.of_next_items(recommender("mf"), RESERVED, BEST)
+        RecommendingModel.for_next_items(recommender("mf"), RESERVED, BEST)

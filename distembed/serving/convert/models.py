@@ -55,28 +55,28 @@ def from_stock(
     source = stock if isinstance(stock, Mapping) else StockCheckpoint(stock)
     collections = embedding_modules(model)
     tables = full_table_names(collections)
-    known = [table.name for _, table in tables.values()]
+    table_names = [table.name for _, table in tables.values()]
     for name in counts or {}:
-        if name not in known:
+        if name not in table_names:
             raise UserError(
-                f"counts names table {name!r}, which is no compositional table of the model.{_hint(name, known)}"
+                f"counts names table {name!r}, which is no compositional table of the model.{_hint(name, table_names)}"
             )
     for _, table in tables.values():
         require_fit(table)
     live = {name: value for name, value in model.state_dict().items() if name not in _weights_of_tables(collections)}
-    found = _stock_names([*tables, *live], source, names or {}, has_more=source is not stock)
+    stock_names = _stock_names([*tables, *live], source, names or {}, has_more=source is not stock)
     differing = [
-        f"{name}: {tuple(source[found[name]].shape)} there, {tuple(value.shape)} in this model"
+        f"{name}: {tuple(source[stock_names[name]].shape)} there, {tuple(value.shape)} in this model"
         for name, value in live.items()
-        if source[found[name]].shape != value.shape
+        if source[stock_names[name]].shape != value.shape
     ]
     if differing:
         raise UserError(f"tensors of the stock model have other shapes:{enumerate_lines(differing, _MOST_SHOWN)}")
     for name, value in live.items():
-        value.copy_(source[found[name]])
+        value.copy_(source[stock_names[name]])
     errors = []
     for name, (path, table) in tables.items():
-        fitted = fit_table(table, source[found[name]], (counts or {}).get(table.name))
+        fitted = fit_table(table, source[stock_names[name]], (counts or {}).get(table.name))
         for weight, values in zip(_live_weights(collections[path], table), fitted.weights, strict=True):
             weight.copy_(values)
         errors.append(fitted.error)
@@ -97,8 +97,8 @@ def to_stock(model: nn.Module) -> dict[str, Tensor]:
         UserError: A table gives several vectors an id (feature generation), which no stock table does.
     """
     collections = embedding_modules(model)
-    own = _weights_of_tables(collections)
-    stock = {name: value.clone() for name, value in model.state_dict().items() if name not in own}
+    table_weights = _weights_of_tables(collections)
+    stock = {name: value.clone() for name, value in model.state_dict().items() if name not in table_weights}
     for name, (path, table) in full_table_names(collections).items():
         stock[name] = full_vectors(table, _live_weights(collections[path], table))
     return stock
@@ -108,22 +108,26 @@ def full_table_names(
     collections: Mapping[str, EmbeddingModule],
 ) -> dict[str, tuple[str, CompositionalEmbeddingConfig]]:
     """Returns the path and table of each compositional table of a model, by its full weight's name in a stock model."""
-    found = {}
+    tables = {}
     for path, module in collections.items():
         if isinstance(module, CompositionalTables):
             for table in table_configs(module):
                 holder = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
-                found[f"{path}.{holder}.{table.name}.weight".lstrip(".")] = (path, table)
-    return found
+                tables[f"{path}.{holder}.{table.name}.weight".lstrip(".")] = (path, table)
+    return tables
 
 
 def _stock_names(
-    wanted: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], has_more: bool
+    model_names: Sequence[str], stock: Mapping[str, Any], names: Mapping[str, str], has_more: bool
 ) -> dict[str, str]:
-    """Returns each tensor's name in the stock model, by its name in this model with full tables (``wanted``).
+    """Returns each tensor's name in the stock model, by its name in this model with full tables.
+
+    With ``names`` {"sparse": "ebc"} and a stock model whose names begin with ``model.``, the name changes twice::
+
+        sparse.t.weight  ->  ebc.t.weight  ->  model.ebc.t.weight
 
     Args:
-        wanted: The names of this model's tensors.
+        model_names: The names of this model's tensors.
         stock: The stock model's tensors, whose names may all begin with one more prefix, for example ``model.``.
         names: Names in the stock model of renamed modules and tensors.
         has_more: Whether ``stock``, a checkpoint, may hold tensors of other modules, for example of an optimizer.
@@ -131,51 +135,54 @@ def _stock_names(
     Raises:
         UserError: A tensor is missing in ``stock``, or left over there, or ``names`` has an unknown name.
     """
-    for own in names:
-        if not any(name == own or name.startswith(f"{own}.") for name in wanted):
-            raise UserError(f"names has {own!r}, with which no tensor of this model begins.{_hint(own, wanted)}")
-    renamed = {name: _renamed(name, names) for name in wanted}
+    for module in names:
+        if not any(_begins(name, module) for name in model_names):
+            hint = _hint(module, model_names)
+            raise UserError(f"names has {module!r}, with which no tensor of this model begins.{hint}")
+    renamed = {name: _renamed(name, names) for name in model_names}
     # candidates for the prefix: the beginnings of keys that end in the first name; the shortest that fits all names
     prefixes = {key.removesuffix(name) for name in list(renamed.values())[:1] for key in stock if _ends(key, name)}
-    whole = [prefix for prefix in prefixes if all(prefix + name in stock for name in renamed.values())]
-    prefix = min(whole or prefixes or {""}, key=len)
-    found = {name: prefix + other for name, other in renamed.items()}
-    missing = [name for name in found if found[name] not in stock]
+    fitting = [prefix for prefix in prefixes if all(prefix + name in stock for name in renamed.values())]
+    prefix = min(fitting or prefixes or {""}, key=len)
+    stock_names = {name: prefix + new_name for name, new_name in renamed.items()}
+    missing = [stock_name for stock_name in stock_names.values() if stock_name not in stock]
     if missing:
         lines = []
-        for name in missing:
-            near = nearest(found[name], stock)
-            lines.append(f"{found[name]}" + (f", which may be {near} there" if near else ""))
+        for stock_name in missing:
+            near = nearest(stock_name, stock)
+            lines.append(stock_name + (f", which may be {near} there" if near else ""))
         raise UserError(
             f"the stock model has no{enumerate_lines(lines, _MOST_SHOWN)}\nGive both models the same modules at the "
             "same paths and their tables the same names, or say what is called otherwise there (names)."
         )
-    modules = {other.partition(".")[0] for other in renamed.values()}
-    over = [
-        key
-        for key in set(stock).difference(found.values())
-        # a checkpoint holds the optimizer too, which a name alone does not tell from a module
-        if key.startswith(prefix) and (not has_more or key.removeprefix(prefix).partition(".")[0] in modules)
-    ]
-    if over:
+    left_over = [key for key in set(stock).difference(stock_names.values()) if key.startswith(prefix)]
+    if has_more:  # a checkpoint holds the optimizer too, which a name alone does not tell from a module
+        modules = {new_name.partition(".")[0] for new_name in renamed.values()}
+        left_over = [key for key in left_over if key.removeprefix(prefix).partition(".")[0] in modules]
+    if left_over:
         raise UserError(
             "the stock model has tensors for which this model has no place:"
-            f"{enumerate_lines(sorted(over), _MOST_SHOWN)}\nGive both models the same modules."
+            f"{enumerate_lines(sorted(left_over), _MOST_SHOWN)}\nGive both models the same modules."
         )
-    return found
+    return stock_names
+
+
+def _begins(name: str, module: str) -> bool:
+    """Returns whether a name is a module's path, or begins with it up to a dot."""
+    return name == module or name.startswith(f"{module}.")
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Replaces the longest module path in ``names`` with which a name begins."""
-    begins = [own for own in names if name == own or name.startswith(f"{own}.")]
-    if not begins:
+    modules = [module for module in names if _begins(name, module)]
+    if not modules:
         return name
-    longest = max(begins, key=len)
+    longest = max(modules, key=len)
     return names[longest] + name[len(longest) :]
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = nearest(name, known)
+def _hint(name: str, candidates: Sequence[str]) -> str:
+    near = nearest(name, candidates)
     return f" Did you mean {near!r}?" if near else ""
 
 

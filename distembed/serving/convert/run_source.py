@@ -41,11 +41,11 @@ class RunAsStock(Mapping[str, Tensor]):
         self._composed: dict[str, tuple[CompositionalEmbeddingConfig, list[str]]] = {}
         for name, (path, table) in full_table_names(collections).items():
             if _PREFIX + name not in self._saved:  # else it was trained with TorchRec's own collection
-                own = [f"{_PREFIX}{path}.{each}" for each in weight_names_of_table(collections[path], table)]
-                self._composed[name] = (table, own)
-        composed = {weight for _, own in self._composed.values() for weight in own}
-        others = [key.removeprefix(_PREFIX) for key in self._saved if key.startswith(_PREFIX) and key not in composed]
-        self._names = [*others, *self._composed]
+                weights = weight_names_of_table(collections[path], table)
+                self._composed[name] = (table, [f"{_PREFIX}{path}.{weight}" for weight in weights])
+        composed = {weight for _, weights in self._composed.values() for weight in weights}
+        copied = [key for key in self._saved if key.startswith(_PREFIX) and key not in composed]
+        self._names = [*(key.removeprefix(_PREFIX) for key in copied), *self._composed]
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._composed:
@@ -75,8 +75,8 @@ class RunAsStock(Mapping[str, Tensor]):
         key = f"optimizer.{weight.removeprefix(_MODEL)}.{state}"
         if key not in self._saved:
             return None
-        found = self._saved[key]
-        return found if rows is None else found[rows]
+        saved_state = self._saved[key]
+        return saved_state if rows is None else saved_state[rows]
 
 
 def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalEmbeddingConfig]) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalE
     The vocabularies do not count missing and unknown values; their ids get the largest count. Tables that hash their
     ids, or have another number of ids than the vocabulary, are left out.
     """
-    found = {}
+    occurrences = {}
     for table in tables:
         vocabulary = manifest.vocabularies.get(table.feature_names[0])
         if vocabulary is None or table.pre_hash is not None:
@@ -95,5 +95,5 @@ def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalE
         reserved = counted.new_full((FIRST_ID,), int(counted.max()) if len(counted) else 1)
         counts = torch.cat([reserved, counted])
         if len(counts) == table.num_embeddings:
-            found[table.name] = counts
-    return found
+            occurrences[table.name] = counts
+    return occurrences

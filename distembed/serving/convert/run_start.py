@@ -81,9 +81,9 @@ def convert(
         raise UserError("--name is for checkpoints of stock models; a run's modules have the same names.")
     run = find_trained_run(source, None)
     config = load_config(config_file or source / "config.yaml", list(overrides))
-    own = config.data.require_path()
+    path = config.data.require_path()
     # the parts that the run keeps of its dataset are enough, but the output is easier to use with the dataset itself
-    dataset, manifest = (own, Manifest.load(own)) if Path(own).exists() else (run.dataset, run.manifest)
+    dataset, manifest = (path, Manifest.load(path)) if Path(path).exists() else (run.dataset, run.manifest)
     blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
     return _convert(RunAsStock(source, run.config, blueprint), config, dataset, manifest, output, {})
 
@@ -167,7 +167,7 @@ def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Pat
     """
     if not isinstance(source, RunAsStock):
         return {}
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     collections = embedding_modules(model)
     for full_name, (path, table) in full_table_names(collections).items():
         sums = source.optimizer_state(full_name, "sum")
@@ -175,16 +175,16 @@ def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Pat
             continue
         module = collections[path]
         assert isinstance(module, CompositionalTables)
-        own = carried_sums(table, module.weights(table.name), sums)
-        for name, values in zip(weight_names_of_table(module, table), own, strict=True):
-            found[f"{path}.{name}.sum"] = values
+        partition_sums = carried_sums(table, module.weights(table.name), sums)
+        for name, values in zip(weight_names_of_table(module, table), partition_sums, strict=True):
+            states[f"{path}.{name}.sum"] = values
     for name, _ in model.named_parameters():
         for state in OPTIMIZERS[config.train.dense_optimizer.name].states:
             key = f"{name}.{state}"
-            carried = None if key in found or name not in source else source.optimizer_state(name, state)
+            carried = None if key in states or name not in source else source.optimizer_state(name, state)
             if carried is not None:
-                found[key] = carried
-    return found
+                states[key] = carried
+    return states
 
 
 def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, Tensor], steps: int) -> None:
@@ -192,16 +192,17 @@ def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, 
 
     ``steps`` is the number of steps in the states, which bias corrections need.
     """
-    of_tables = {id(parameter) for parameter in table_parameters(model)}
+    in_tables = {id(parameter) for parameter in table_parameters(model)}
     optimizers: dict[str, list[str]] = {}
     to_save: dict[str, TensorShards] = {}
     for name, parameter in model.named_parameters():
         train = config.train
-        kind = (train.sparse_optimizer if id(parameter) in of_tables else train.dense_optimizer).name
+        kind = (train.sparse_optimizer if id(parameter) in in_tables else train.dense_optimizer).name
         optimizers.setdefault(kind, []).append(name)
-        for state, per in OPTIMIZERS[kind].states.items():
-            size = {NumberPer.WEIGHT: parameter.shape, NumberPer.ROW: parameter.shape[:1]}.get(per, torch.Size([1]))
-            key = name_with_columns(state, 0, parameter.shape[1]) if per is NumberPer.ROW else state
+        shapes = {NumberPer.WEIGHT: parameter.shape, NumberPer.ROW: parameter.shape[:1]}
+        for state, number_per in OPTIMIZERS[kind].states.items():
+            size = shapes.get(number_per, torch.Size([1]))
+            key = name_with_columns(state, 0, parameter.shape[1]) if number_per is NumberPer.ROW else state
             values = states.get(f"{name.removeprefix(_TASK_MODEL)}.{key}")
             to_save[f"{name}.{key}"] = TensorShards.from_value(torch.zeros(size) if values is None else values)
     last_file = {

@@ -133,7 +133,7 @@ def _fit_concat(table: CompositionalEmbeddingConfig, full: _WeightedVectors, ini
     """Returns the rows of partitions that each give some columns: a row is the weighted mean of its ids' columns."""
     columns = table.combine.columns(table.embedding_dim, len(initial))
     assert columns is not None
-    return [_weighted_means(full, j, own, initial[j]) for j, own in enumerate(columns)]
+    return [_weighted_means(full, j, partition_columns, initial[j]) for j, partition_columns in enumerate(columns)]
 
 
 _FITS: dict[str, Callable[[CompositionalEmbeddingConfig, _WeightedVectors, list[Tensor]], list[Tensor]]] = {
@@ -146,12 +146,12 @@ _FITS: dict[str, Callable[[CompositionalEmbeddingConfig, _WeightedVectors, list[
 
 def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
     """Raises a :class:`UserError` unless ``vectors`` has a finite floating point vector for each id of the table."""
-    wanted = (table.num_embeddings, table.embedding_dim)
-    if tuple(vectors.shape) != wanted or not vectors.is_floating_point():
+    full_shape = (table.num_embeddings, table.embedding_dim)
+    if tuple(vectors.shape) != full_shape or not vectors.is_floating_point():
         raise UserError(
             f"table {table.name!r}: the full table is {vectors.dtype} of shape {tuple(vectors.shape)}, and the "
-            f"compositional one is for {wanted[0]} ids of {wanted[1]} numbers; give both the same num_embeddings and "
-            "embedding_dim."
+            f"compositional one is for {full_shape[0]} ids of {full_shape[1]} numbers; give both the same "
+            "num_embeddings and embedding_dim."
         )
     if not all(bool(rows.isfinite().all()) for rows in vectors.split(_IDS_PER_CHUNK)):
         raise UserError(f"table {table.name!r}: the full table holds numbers that are not finite; it cannot be fitted.")
@@ -176,17 +176,17 @@ def _id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> F
 def _error(table: CompositionalEmbeddingConfig, full: _WeightedVectors, weights: Sequence[Tensor]) -> FitError:
     """Returns the distance of the composed vectors from the full ones, reading the ids once."""
     # variance = sum(w |v|^2) - |sum(w v)|^2 / sum(w), so that the mean need not be known beforehand
-    left, squares, total = 0.0, 0.0, 0.0
+    residual, squares, total = 0.0, 0.0, 0.0
     sums = torch.zeros(table.embedding_dim, dtype=torch.float64)
     worst_id, worst_square = 0, -1.0
     for chunk in full.chunks():
         composed = table.combine.embed(weights, chunk.rows).double()
         distances = (chunk.vectors - composed).square().sum(dim=1)
-        own = chunk.weights.squeeze(1)
-        left += float(own @ distances)
-        squares += float(own @ chunk.vectors.square().sum(dim=1))
-        sums += own @ chunk.vectors
-        total += float(own.sum())
+        id_weights = chunk.weights.squeeze(1)
+        residual += float(id_weights @ distances)
+        squares += float(id_weights @ chunk.vectors.square().sum(dim=1))
+        sums += id_weights @ chunk.vectors
+        total += float(id_weights.sum())
         if float(distances.max()) > worst_square:
             worst_id, worst_square = chunk.first_id + int(distances.argmax()), float(distances.max())
     variance = squares - float(sums.square().sum()) / total
@@ -195,7 +195,7 @@ def _error(table: CompositionalEmbeddingConfig, full: _WeightedVectors, weights:
         table.num_embeddings,
         full.vectors.nbytes,
         table.memory_bytes,
-        left / variance if variance > 1e-12 * squares else float(left > 1e-12 * squares),
+        residual / variance if variance > 1e-12 * squares else float(residual > 1e-12 * squares),
         worst_id,
         math.sqrt(worst_square),
     )
@@ -232,19 +232,19 @@ def carried_sums(
     the row: 1 for sums and concatenations, the product of the other factors for products. A batch with several ids of
     a row squares the sum of their gradients; the cross terms are left out.
     """
-    parts = [weight.double() for weight in weights]
+    factors = [weight.double() for weight in weights]
     is_product = table.combine.name == "product"
-    columns = table.combine.columns(table.embedding_dim, len(parts))
+    columns = table.combine.columns(table.embedding_dim, len(factors))
     assert columns is not None
-    found = [torch.zeros_like(part) for part in parts]
+    row_sums = [torch.zeros_like(factor) for factor in factors]
     for chunk in _WeightedVectors(table.scheme, sums, torch.ones(1).expand(len(sums))).chunks():
-        for j, own in enumerate(columns):
-            squares = chunk.vectors[:, own.start : own.stop]
+        for j, partition_columns in enumerate(columns):
+            squares = chunk.vectors[:, partition_columns.start : partition_columns.stop]
             if is_product:
-                for i in range(len(parts)):
-                    squares = squares if i == j else squares * parts[i][chunk.rows[i]].square()
-            found[j].index_add_(0, chunk.rows[j], squares)
-    return [values.float() for values in found]
+                for other in range(len(factors)):
+                    squares = squares if other == j else squares * factors[other][chunk.rows[other]].square()
+            row_sums[j].index_add_(0, chunk.rows[j], squares)
+    return [values.float() for values in row_sums]
 
 
 @dataclass(frozen=True)
@@ -295,66 +295,66 @@ def _alternate(
 
     Rows without ids keep their initial numbers. Ends when a sweep lessens the error by at most a thousandth.
     """
-    parts = [weight.double() for weight in initial]
+    partitions = [weight.double() for weight in initial]
     before = float("inf")
     for _ in range(_MOST_SWEEPS):
-        for j in range(len(parts)):
-            parts[j], error = _solve(full, parts, j, is_product)
+        for j in range(len(partitions)):
+            partitions[j], error = _solve(full, partitions, j, is_product)
         if before - error <= _LEAST_GAIN * error:
             break
         before = error
-    return _balanced(parts) if is_product else parts
+    return _balanced(partitions) if is_product else partitions
 
 
 def _solve(
-    full: _WeightedVectors, parts: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
+    full: _WeightedVectors, partitions: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
 ) -> tuple[Float[Tensor, "rows dim"], float]:
     """Returns the best partition j for fixed other partitions, and the weighted squared error with it."""
-    # an id's number is slope * a, with a in its row, and should be rest. Over the ids of the row, the minimum is at
-    # a = sum(w * slope * rest) / sum(w * slope^2), and the error there is sum(w * rest^2) - a * sum(w * slope * rest)
-    numerators, denominators = torch.zeros_like(parts[j]), torch.zeros_like(parts[j])
+    # an id's number is slope * a, with a in its row, and should be the remainder r. Over the ids of the row, the minimum is at
+    # a = sum(w * slope * r) / sum(w * slope^2), and the error there is sum(w * r^2) - a * sum(w * slope * r)
+    numerators, denominators = torch.zeros_like(partitions[j]), torch.zeros_like(partitions[j])
     total = 0.0
     for chunk in full.chunks():
-        slopes, rest = _linear(chunk, parts, j, is_product)
+        slopes, remainders = _linear(chunk, partitions, j, is_product)
         weighted = chunk.weights * slopes
-        numerators.index_add_(0, chunk.rows[j], weighted * rest)
+        numerators.index_add_(0, chunk.rows[j], weighted * remainders)
         denominators.index_add_(0, chunk.rows[j], weighted * slopes)
-        total += float((chunk.weights * rest.square()).sum())
+        total += float((chunk.weights * remainders.square()).sum())
     is_known = denominators > 0
-    solved = torch.where(is_known, numerators / denominators, parts[j])
+    solved = torch.where(is_known, numerators / denominators, partitions[j])
     explained = numerators.mul_(solved).mul_(is_known).sum()
     return solved, max(0.0, total - float(explained))
 
 
 def _linear(
-    chunk: _Chunk, parts: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
+    chunk: _Chunk, partitions: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
 ) -> tuple[Float[Tensor, "ids dim"], Float[Tensor, "ids dim"]]:
-    """Returns slope and rest: for a number a of partition j, an id's error is ``rest - slope * a``.
+    """Returns slopes and remainders: for a number a of partition j, an id's error is ``remainder - slope * a``.
 
-    Products: slope is the product of the other partitions' numbers, rest is v. Sums: slope is 1, rest is v minus them.
+    Products: slope is the product of the other partitions' numbers, remainder is v. Sums: slope 1, remainder v minus them.
     """
-    slopes, rest = torch.ones_like(chunk.vectors), chunk.vectors
-    for i, part in enumerate(parts):
-        if i == j:
+    slopes, remainders = torch.ones_like(chunk.vectors), chunk.vectors
+    for number, partition in enumerate(partitions):
+        if number == j:
             continue
-        others = part[chunk.rows[i]]
+        other_rows = partition[chunk.rows[number]]
         if is_product:
-            slopes = slopes.mul_(others)
+            slopes = slopes.mul_(other_rows)
         else:
-            rest = rest - others
-    return slopes, rest
+            remainders = remainders - other_rows
+    return slopes, remainders
 
 
-def _balanced(parts: Sequence[Float[Tensor, "rows_j dim"]]) -> list[Float[Tensor, "rows_j dim"]]:
+def _balanced(factors: Sequence[Float[Tensor, "rows_j dim"]]) -> list[Float[Tensor, "rows_j dim"]]:
     """Rescales the factors of products, without changing the products, to mean squares of 1 in all but the first.
 
     The initial weights of products are like this: the first factor has the size of the vectors, further ones are +-1.
     """
-    first, *others = parts
+    first, *further = factors
     balanced = []
-    for part in others:
-        sizes = part.square().mean(dim=0).sqrt_()
+    for factor in further:
+        sizes = factor.square().mean(dim=0).sqrt_()
         sizes = torch.where(sizes > 0, sizes, 1.0)
-        balanced.append(part / sizes)
+        balanced.append(factor / sizes)
         first = first * sizes
     return [first, *balanced]

@@ -64,22 +64,22 @@ _TASKS = ("click", "rating", "ranking", "next_item")
 Exportable = ScoredModel | RecommendingModel
 
 
-def exportable(whole: WholeModel, manifest: Manifest, num_best: int) -> Exportable:
+def exportable(trained: WholeModel, manifest: Manifest, num_best: int) -> Exportable:
     """Returns a trained model in the form from which its programs are made, by the kind of its task.
 
     ``num_best`` items are recommended to a row; other tasks do not use it. Models without programs are refused.
     """
-    model, task = whole.module.model, whole.blueprint.config.task
+    model, task = trained.module.model, trained.blueprint.config.task
     if not isinstance(task, NextItemConfig | RankingConfig):
-        return ScoredModel.of(model, whole.task, manifest.schema)
-    make = RecommendingModel.of_next_items if isinstance(task, NextItemConfig) else RecommendingModel.of_rankings
+        return ScoredModel.of(model, trained.task, manifest.schema)
+    make = RecommendingModel.for_next_items if isinstance(task, NextItemConfig) else RecommendingModel.for_rankings
     return make(model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen)
 
 
-def _check(whole: WholeModel, model: Exportable, program: Program, precision: Precision) -> ParityCheck[Any]:
+def _check(trained: WholeModel, model: Exportable, program: Program, precision: Precision) -> ParityCheck[Any]:
     if isinstance(model, ScoredModel):
-        return ScoreCheck(whole, model, program, precision)
-    return RecommendedCheck(whole, model, program, precision)
+        return ScoreCheck(trained, model, program, precision)
+    return RecommendedCheck(trained, model, program, precision)
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
     """
     one_of("task of an exported run", run.config.task.name, _TASKS)
     with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
-        whole = load_whole_model(_in_float32(run), torch.device("cpu"))
-        model = exportable(whole, run.manifest, options.num_best)
+        trained = load_whole_model(_in_float32(run), torch.device("cpu"))
+        model = exportable(trained, run.manifest, options.num_best)
         storage = ExportStorage(options.precision, options.materialise)
         require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
         shards = _shards(model, storage, options.server_bytes)
         if shards and options.compile:
             raise UserError("--compile makes one program with all tables, and --server-memory divides them; give one.")
-        programs = _save_programs(folder, model, storage, shards, whole)
+        programs = _save_programs(folder, model, storage, shards, trained)
         keep_dataset(folder, run.dataset, run.manifest, links=False)
         vocabularies = write_vocabularies(
             folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
@@ -142,29 +142,29 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         manifest = ExportManifest(
             task=run.config.task.name,
             model=run.config.model.name,
-            step=whole.step,
+            step=trained.step,
             precision=options.precision,
             network=programs[0],
             shards=programs[1:],
             features=_features(model, vocabularies, features),
-            numbers=[ExportedNumber(*each) for each in numbers.items() if model.takes_numbers],
+            numbers=[ExportedNumber(*number_change) for number_change in numbers.items() if model.takes_numbers],
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
             recommends=model.recommends,
         )
-        check = _check(whole, model, load_programs(folder, manifest), options.precision)
+        check = _check(trained, model, load_programs(folder, manifest), options.precision)
         rows = SplitRows.find(data or run.config.data.require_path())
         batch, parity = _compare(check, rows, options.metric_rows)
         write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
         shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
         manifest = dataclasses.replace(manifest, parity=parity)
         if options.compile:
-            inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+            inputs = model.inputs(made_up_batch(trained.blueprint.batch_schema, 5))
             compiled = compile_network(folder, manifest.network, inputs)
             manifest = dataclasses.replace(manifest, compiled=compiled)
-            check = _check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
+            check = _check(trained, model, load_programs(folder, manifest, compiled=True), options.precision)
             _, parity = _compare(check, rows, options.metric_rows)
             compiled = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
             manifest = dataclasses.replace(manifest, compiled=compiled)
@@ -196,11 +196,11 @@ def _shards(model: Exportable, storage: ExportStorage, server_bytes: int | None)
 
 
 def _save_programs(
-    folder: Path, model: Exportable, storage: ExportStorage, shards: Sequence[Sequence[str]], whole: WholeModel
+    folder: Path, model: Exportable, storage: ExportStorage, shards: Sequence[Sequence[str]], trained: WholeModel
 ) -> list[ExportedProgram]:
     """Saves the programs in ``folder`` and returns their descriptions: the network's first, then each shard's."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
-    inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+    inputs = model.inputs(made_up_batch(trained.blueprint.batch_schema, 5))
     if not shards:
         save_program(model.whole_program(storage), inputs, folder / NETWORK)
         features = [feature.name for feature in model.features]
@@ -211,15 +211,18 @@ def _save_programs(
     vectors = []
     for number, (program, names) in enumerate(zip(programs, shards, strict=True)):
         file = f"tables/shard-{number:05d}.pt2"
-        own = plain_inputs(made_up_batch(whole.blueprint.batch_schema, 5), program.features, takes_numbers=False)
-        save_program(program, own, folder / file)
+        drawn = made_up_batch(trained.blueprint.batch_schema, 5)
+        shard_inputs = plain_inputs(drawn, program.features, takes_numbers=False)
+        save_program(program, shard_inputs, folder / file)
         with torch.no_grad():
-            vectors.append(program(*own.tensors.values()))
+            vectors.append(program(*shard_inputs.tensors.values()))
         features = [feature.name for feature in program.features]
         saved.append(
-            ExportedProgram(file, list(own.tensors), ["vectors"], features, sum(sizes[name] for name in names))
+            ExportedProgram(file, list(shard_inputs.tensors), ["vectors"], features, sum(sizes[name] for name in names))
         )
-    tensors = {"vectors": torch.cat(vectors, dim=1)} | {k: v for k, v in inputs.tensors.items() if k == "dense"}
+    tensors = {"vectors": torch.cat(vectors, dim=1)}
+    if "dense" in inputs.tensors:
+        tensors["dense"] = inputs.tensors["dense"]
     save_program(network, ProgramInputs(tensors, {name: {0: BATCH} for name in tensors}), folder / NETWORK)
     return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
 
@@ -230,23 +233,23 @@ def _features(
     tables = {name: table for table in model.tables for name in table.feature_names}
     return [
         ExportedFeature(
-            each.name,
-            tables[each.name].name,
-            tables[each.name].num_embeddings,
-            each.is_list,
-            vocabularies.get(each.name),
-            changes.get(each.name, {}),
+            feature.name,
+            tables[feature.name].name,
+            tables[feature.name].num_embeddings,
+            feature.is_list,
+            vocabularies.get(feature.name),
+            changes.get(feature.name, {}),
         )
-        for each in model.features
+        for feature in model.features
     ]
 
 
 def _tables(
     tables: Sequence[CompositionalEmbeddingConfig], storage: ExportStorage, shards: Sequence[Sequence[str]]
 ) -> list[ExportedTable]:
-    places = {name: number for number, names in enumerate(shards) for name in names}
+    shard_of_table = {name: number for number, names in enumerate(shards) for name in names}
     return [
-        ExportedTable(table.name, storage.form(table), storage.bytes(table), places.get(table.name, 0))
+        ExportedTable(table.name, storage.form(table), storage.bytes(table), shard_of_table.get(table.name, 0))
         for table in tables
     ]
 
@@ -263,8 +266,8 @@ def _compare(check: ParityCheck[Any], rows: SplitRows | None, metric_rows: int) 
 
 def _checksums(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of each file of a folder, by its path there."""
-    found = {}
+    checksums = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
         with path.open("rb") as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            checksums[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return checksums

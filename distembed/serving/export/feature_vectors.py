@@ -56,9 +56,9 @@ def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool
     if ids.keys() == names:
         values, lengths = ids.values(), ids.lengths().view(len(names), -1)
     else:
-        pieces = [ids[name] for name in names]
-        values = torch.cat([piece.values() for piece in pieces])
-        lengths = torch.stack([piece.lengths() for piece in pieces])
+        jagged = [ids[name] for name in names]
+        values = torch.cat([ids_.values() for ids_ in jagged])
+        lengths = torch.stack([ids_.lengths() for ids_ in jagged])
     tensors: dict[str, Tensor] = {"values": values.long(), "lengths": lengths.long()}
     if takes_numbers:
         numbers = batch[DENSE_FEATURES]
@@ -92,33 +92,33 @@ class PlainFeatures:
         values: Int64[Tensor, " ids"],
         lengths: Int64[Tensor, "features batch"],
     ) -> None:
-        self._places = {feature.name: place for place, feature in enumerate(features)}
+        self._indices = {feature.name: index for index, feature in enumerate(features)}
         self._features, self.values, self.lengths = features, values, lengths
         self._has_lists = any(feature.is_list for feature in features)
-        single = [place for place, feature in enumerate(features) if not feature.is_list]
+        single = [index for index, feature in enumerate(features) if not feature.is_list]
         torch._assert_async((lengths[single] == 1).all(), "a feature with one id a row has rows with another number")
         if self._has_lists:
             counts = lengths.sum(1)
             torch._assert_async(counts.sum() == values.shape[0], "lengths say another number of ids than values has")
             self._starts = counts.cumsum(0) - counts
 
-    def of_single(self, names: Sequence[str]) -> Int64[Tensor, "features batch"]:
+    def single_ids(self, names: Sequence[str]) -> Int64[Tensor, "features batch"]:
         """Returns the ids of features with one id a row, a line for each of ``names``."""
-        places = [self._places[name] for name in names]
+        indices = [self._indices[name] for name in names]
         if not self._has_lists:
             # one id of each feature and row: the ids are a matrix already
             ids = self.values.view(len(self._features), self.lengths.shape[1])
-            return ids if places == list(range(len(self._features))) else ids[places]
+            return ids if indices == list(range(len(self._features))) else ids[indices]
         rows = torch.arange(self.lengths.shape[1])
-        return self.values[self._starts[places].unsqueeze(1) + rows]
+        return self.values[self._starts[indices].unsqueeze(1) + rows]
 
-    def of_list(self, name: str) -> _JaggedIds:
+    def list_ids(self, name: str) -> _JaggedIds:
         """Returns the ids of a list."""
-        place = self._places[name]
-        lengths = self.lengths[place]
+        index = self._indices[name]
+        lengths = self.lengths[index]
         num_ids: Any = lengths.sum().item()
         torch._check(num_ids >= 0)
-        return _JaggedIds(self.values[self._starts[place] + torch.arange(num_ids)], lengths)
+        return _JaggedIds(self.values[self._starts[index] + torch.arange(num_ids)], lengths)
 
     def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
         """Returns the last ``most`` ids of each row of a list; a shorter row repeats its last id.
@@ -128,27 +128,27 @@ class PlainFeatures:
             a b c d e     ->  c d e
             a b           ->  a b b          a row without ids gets any id       most 3
         """
-        place = self._places[name]
-        lengths = self.lengths[place]
+        index = self._indices[name]
+        lengths = self.lengths[index]
         # `firsts` is where the last ids of each row begin; the added 0 is read where the last row of all is empty
-        left = lengths.clamp(max=most)
-        firsts = self._starts[place] + lengths.cumsum(0) - left
-        numbers = torch.minimum(torch.arange(most), (left - 1).clamp(min=0).unsqueeze(1))
+        kept_lengths = lengths.clamp(max=most)
+        first_positions = self._starts[index] + lengths.cumsum(0) - kept_lengths
+        offsets = torch.minimum(torch.arange(most), (kept_lengths - 1).clamp(min=0).unsqueeze(1))
         padded = torch.cat([self.values, torch.zeros(1, dtype=torch.int64)])
-        return padded[firsts.unsqueeze(1) + numbers]
+        return padded[first_positions.unsqueeze(1) + offsets]
 
     def rows_of(self, name: str) -> tuple[Int64[Tensor, " ids"], Bool[Tensor, " ids"]]:
         """Returns, for each id in ``values``, its row and whether it belongs to the feature ``name``."""
         num_rows = self.lengths.shape[1]
         lines = torch.arange(self.lengths.numel())
         owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
-        return owners % num_rows, owners // num_rows == self._places[name]
+        return owners % num_rows, owners // num_rows == self._indices[name]
 
     def __getitem__(self, name: str) -> _JaggedIds:
         """Returns the ids of a feature."""
-        if self._features[self._places[name]].is_list:
-            return self.of_list(name)
-        return _JaggedIds(self.of_single([name])[0], self.lengths[self._places[name]])
+        if self._features[self._indices[name]].is_list:
+            return self.list_ids(name)
+        return _JaggedIds(self.single_ids([name])[0], self.lengths[self._indices[name]])
 
 
 class FeatureVectors(nn.Module):
@@ -180,16 +180,16 @@ class FeatureVectors(nn.Module):
             stored = stored_table(table, weights[table.name], storage.form(table))
             groups.setdefault(stored.kind, []).append((table, stored))
         self.groups = nn.ModuleList(
-            TableGroup([stored for _, stored in own], storage.precision) for own in groups.values()
+            TableGroup([stored for _, stored in group], storage.precision) for group in groups.values()
         )
         # of each group the features with one id a row, and the lists, each with the number of its table in the group
         self._single: list[list[tuple[str, int]]] = []
         self._lists: list[list[tuple[str, int, Any]]] = []
-        for own in groups.values():
-            tables_of_group = [table for table, _ in own]
+        for group in groups.values():
+            tables_of_group = [table for table, _ in group]
             read = [(name, number) for number, table in enumerate(tables_of_group) for name in table.feature_names]
             lists = [(name, number) for name, number in read if features[name].is_list]
-            self._single.append([each for each in read if each not in lists])
+            self._single.append([feature_and_table for feature_and_table in read if feature_and_table not in lists])
             self._lists.append([(name, number, tables_of_group[number].pooling) for name, number in lists])
 
     def forward(self, features: PlainFeatures) -> KeyedTensor:
@@ -202,9 +202,9 @@ class FeatureVectors(nn.Module):
         for group, single, lists in zip(self.groups, self._single, self._lists, strict=True):
             if single:
                 names = [name for name, _ in single]
-                found = group(features.of_single(names), [number for _, number in single])
-                by_feature.update(zip(names, found.unbind(0), strict=True))
+                looked_up = group(features.single_ids(names), [number for _, number in single])
+                by_feature.update(zip(names, looked_up.unbind(0), strict=True))
             for name, number, pooling in lists:
-                ids = features.of_list(name)
+                ids = features.list_ids(name)
                 by_feature[name] = pool(group(ids.ids.unsqueeze(0), [number])[0], ids.lengths, pooling)
         return torch.cat([by_feature[name] for name in self._order], dim=1)

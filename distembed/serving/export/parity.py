@@ -66,8 +66,8 @@ class SplitRows:
         manifest = Manifest.load(dataset)
         if manifest.is_without_rows:
             return None
-        found = [name for name in _SPLITS if name in manifest.splits and manifest.splits[name].num_rows]
-        return cls(dataset, found[0], manifest.splits[found[0]].num_rows) if found else None
+        with_rows = [name for name in _SPLITS if name in manifest.splits and manifest.splits[name].num_rows]
+        return cls(dataset, with_rows[0], manifest.splits[with_rows[0]].num_rows) if with_rows else None
 
     def batches(self, batch_size: int, most_rows: int) -> Iterator[Batch]:
         """Yields the first rows in batches of ``batch_size``; the last batch may have fewer."""
@@ -83,13 +83,13 @@ def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
     ids, lengths = [], []
     for feature in schema.categorical:
         most = min(feature.max_ids_per_row or _MADE_UP_LIST, _MADE_UP_LIST)
-        own = (
+        row_lengths = (
             torch.randint(0, most + 1, (num_rows,), generator=generator)
             if feature.multi_hot
             else torch.ones(num_rows, dtype=torch.int64)
         )
-        lengths.append(own)
-        ids.append(torch.randint(0, feature.num_embeddings, (int(own.sum()),), generator=generator))
+        lengths.append(row_lengths)
+        ids.append(torch.randint(0, feature.num_embeddings, (int(row_lengths.sum()),), generator=generator))
     features = KeyedJaggedTensor(list(schema.categorical_names), torch.cat(ids), lengths=torch.cat(lengths))
     dense = torch.rand(num_rows, len(schema.dense), generator=generator)
     fields = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
@@ -145,27 +145,27 @@ class ScoreCheck(ParityCheck[ScoredModel]):
         return {"prediction": self._scores(batch).tolist()}
 
     def _scores(self, batch: Batch) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._run(batch).numpy()
-        return found
+        scores: NDArray[np.float32] = self._run(batch).numpy()
+        return scores
 
     def on_sample(self, batch: Batch) -> Parity:
-        found = self._scores(batch)
+        exported = self._scores(batch)
         trained: NDArray[np.float32] = self.whole.task.predictions(self.whole.outputs(batch))["prediction"]
-        if not np.isfinite(found).all():
+        if not np.isfinite(exported).all():
             raise RunError(
-                f"{np.count_nonzero(~np.isfinite(found))} of {len(found)} scores of the exported model are no numbers: "
-                f"the tables have values that {self.precision} does not hold; choose --precision fp32."
+                f"{np.count_nonzero(~np.isfinite(exported))} of {len(exported)} scores of the exported model are no "
+                f"numbers: the tables have values that {self.precision} does not hold; choose --precision fp32."
             )
-        differences = np.abs(found - trained)
+        differences = np.abs(exported - trained)
         relative = differences / np.maximum(1, np.abs(trained))
         if self.precision == "fp32" and relative.size and relative.max() > MOST_DIFFERENCE:
             row = int(relative.argmax())
             raise RunError(
-                f"the exported model scores otherwise than the trained one: row {row} of the sample {found[row]:.8g} "
-                f"in place of {trained[row]:.8g}, and at most {MOST_DIFFERENCE:g} is rounding. Nothing was written; "
-                "please report this with the run's config."
+                f"the exported model scores otherwise than the trained one: row {row} of the sample "
+                f"{exported[row]:.8g} in place of {trained[row]:.8g}, and at most {MOST_DIFFERENCE:g} is rounding. "
+                "Nothing was written; please report this with the run's config."
             )
-        return Parity(len(found), float(differences.max(initial=0.0)))
+        return Parity(len(exported), float(differences.max(initial=0.0)))
 
     def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
         whole = self.whole.on_dataset(rows.dataset)
@@ -176,13 +176,13 @@ class ScoreCheck(ParityCheck[ScoredModel]):
             trained.append(outputs)
             exported.append({**outputs, **whole.task.rows_of_scores(self._scores(batch))})
         headline = whole.task.headline.name
-        found, wanted = (float(whole.task.metrics(_joined(parts))[headline]) for parts in (exported, trained))
-        require_close_metric(whole.task.headline.heading, rows.split, (found, wanted), self.precision)
-        return headline, found, wanted
+        metrics = [float(whole.task.metrics(_joined(outputs))[headline]) for outputs in (exported, trained)]
+        require_close_metric(whole.task.headline.heading, rows.split, (metrics[0], metrics[1]), self.precision)
+        return headline, metrics[0], metrics[1]
 
 
-def _joined(parts: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _joined(outputs: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([batch_outputs[name] for batch_outputs in outputs]) for name in outputs[0]}
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,9 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
         if rows is None:
             drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
             return self.whole.task.prediction_batch(drawn)
-        own = self.whole.on_dataset(rows.dataset).task.evaluation_batches(rows.split, num_rows)
-        if own is not None:
-            return next(own)
+        task_batches = self.whole.on_dataset(rows.dataset).task.evaluation_batches(rows.split, num_rows)
+        if task_batches is not None:
+            return next(task_batches)
         return self.whole.task.prediction_batch(next(iter(rows.batches(num_rows, num_rows))))
 
     def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
@@ -226,13 +226,13 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
             return _Best(ranked.best, ranked.best_scores + offsets)
 
     def on_sample(self, batch: Batch) -> Parity:
-        found, trained = self._best(batch), self._trained_best(batch)
-        if found.scores.isnan().any():
+        exported, trained = self._best(batch), self._trained_best(batch)
+        if exported.scores.isnan().any():
             raise RunError(
                 "scores of the exported model are no numbers: the tables have values that "
                 f"{self.precision} does not hold; choose --precision fp32."
             )
-        differences = _differences(found, trained)
+        differences = _differences(exported, trained)
         if self.precision == "fp32":
             scale = trained.scores.abs().clamp(min=1)
             relative = torch.where(trained.scores.isfinite(), differences / scale, differences)
@@ -240,11 +240,11 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
                 row = int(relative.amax(1).argmax())
                 raise RunError(
                     f"the exported model recommends otherwise than the trained one: for row {row} of the sample "
-                    f"{_shown(found, row)} in place of {_shown(trained, row)}, and at most {MOST_DIFFERENCE:g} of a "
+                    f"{_shown(exported, row)} in place of {_shown(trained, row)}, and at most {MOST_DIFFERENCE:g} of a "
                     "score is rounding. Nothing was written; please report this with the run's config."
                 )
         largest = differences[differences.isfinite()]
-        return Parity(len(found.items), float(largest.max()) if len(largest) else 0.0)
+        return Parity(len(exported.items), float(largest.max()) if len(largest) else 0.0)
 
     def on_split(self, rows: SplitRows, most_rows: int) -> tuple[str, float, float]:
         metrics = RankingMetrics((self.model.num_best,))
@@ -252,20 +252,20 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
         values: tuple[list[Tensor], list[Tensor]] = ([], [])
         for batch in self._split_batches(rows, most_rows):
             relevant = _relevant(batch)
-            for own, best in zip(values, (self._best(batch), self._trained_best(batch)), strict=True):
-                own.append(metrics.of_queries(_ranks(best, relevant), relevant.lengths().long()))
-        found, trained = (metrics.means(torch.cat(own).numpy())[name] for own in values)
-        require_close_metric(f"NDCG@{self.model.num_best}", rows.split, (found, trained), self.precision)
-        return name, found, trained
+            for batch_metrics, best in zip(values, (self._best(batch), self._trained_best(batch)), strict=True):
+                batch_metrics.append(metrics.of_queries(_ranks(best, relevant), relevant.lengths().long()))
+        exported, trained = (metrics.means(torch.cat(model_metrics).numpy())[name] for model_metrics in values)
+        require_close_metric(f"NDCG@{self.model.num_best}", rows.split, (exported, trained), self.precision)
+        return name, exported, trained
 
     def _split_batches(self, rows: SplitRows, most_rows: int) -> Iterator[Batch]:
         """Yields prepared batches of an evaluation; fewer rows of a large catalogue, as a row scores all items."""
         num_items = max(table.num_embeddings for table in self.model.tables if ITEM in table.feature_names)
         most = min(most_rows, max(_RECOMMENDED_BATCH_SIZE, _MOST_SCORES // num_items))
         task = self.whole.on_dataset(rows.dataset).task
-        own = task.evaluation_batches(rows.split, _RECOMMENDED_BATCH_SIZE)
-        if own is not None:
-            yield from islice(own, -(-most // _RECOMMENDED_BATCH_SIZE))
+        task_batches = task.evaluation_batches(rows.split, _RECOMMENDED_BATCH_SIZE)
+        if task_batches is not None:
+            yield from islice(task_batches, -(-most // _RECOMMENDED_BATCH_SIZE))
             return
         for batch in rows.batches(_RECOMMENDED_BATCH_SIZE, most):
             yield task.prepare_batch(batch, None)
@@ -273,16 +273,17 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
 
 def require_close_metric(heading: str, split: str, values: tuple[float, float], precision: Precision) -> None:
     """Raises a :class:`RunError` where a metric of the exported and the trained model differs by too much."""
-    found, wanted = values
-    is_undefined = math.isnan(found) and math.isnan(wanted)  # such as the AUC of one class
-    if not (is_undefined or abs(found - wanted) <= MOST_METRIC_DIFFERENCE):
+    exported, trained = values
+    is_undefined = math.isnan(exported) and math.isnan(trained)  # such as the AUC of one class
+    if not (is_undefined or abs(exported - trained) <= MOST_METRIC_DIFFERENCE):
         raise RunError(
-            f"the exported model's {heading} on {split} is {found:.6f}, and the trained one's {wanted:.6f}: more than "
-            f"{MOST_METRIC_DIFFERENCE} apart, so that nothing was written. Choose another --precision than {precision}."
+            f"the exported model's {heading} on {split} is {exported:.6f}, and the trained one's {trained:.6f}: more "
+            f"than {MOST_METRIC_DIFFERENCE} apart, so that nothing was written. Choose another "
+            f"--precision than {precision}."
         )
 
 
-def _differences(found: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
+def _differences(exported: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
     """Returns for each place of a row the larger of two differences of scores; 0 where both models have no item.
 
     One is between the exported item's score and the trained model's score of this item, found by its id, since items
@@ -290,12 +291,13 @@ def _differences(found: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
     with the trained model's last score. The other is between the scores in this place, which shows an item that the
     exported model misses. Where one model has an item and the other none, the difference is infinite.
     """
-    is_same = found.items.unsqueeze(2) == trained.items.unsqueeze(1)
-    of_items = trained.scores.gather(1, is_same.int().argmax(2))
-    own = torch.where(is_same.any(2), of_items, trained.scores[:, -1:])
-    differences = torch.maximum((found.scores - own).abs(), (found.scores - trained.scores).abs())
+    is_same = exported.items.unsqueeze(2) == trained.items.unsqueeze(1)
+    scores_of_same = trained.scores.gather(1, is_same.int().argmax(2))
+    trained_scores = torch.where(is_same.any(2), scores_of_same, trained.scores[:, -1:])
+    differences = torch.maximum((exported.scores - trained_scores).abs(), (exported.scores - trained.scores).abs())
     # padding has the score -inf: -inf less -inf is NaN where both are padding, and infinite where one is
-    return torch.where((found.items == -1) & (trained.items == -1), 0.0, differences.nan_to_num(torch.inf, torch.inf))
+    is_padding = (exported.items == -1) & (trained.items == -1)
+    return torch.where(is_padding, 0.0, differences.nan_to_num(torch.inf, torch.inf))
 
 
 def _shown(best: _Best, row: int) -> str:
@@ -306,9 +308,9 @@ def _shown(best: _Best, row: int) -> str:
 def _relevant(batch: Batch) -> JaggedTensor:
     """Returns the items that each row of an evaluation should find."""
     if RELEVANT in batch.fields:
-        found = batch[RELEVANT]
-        assert isinstance(found, KeyedJaggedTensor)
-        return found[ITEM]
+        relevant = batch[RELEVANT]
+        assert isinstance(relevant, KeyedJaggedTensor)
+        return relevant[ITEM]
     features = batch[SPARSE_FEATURES]
     assert isinstance(features, KeyedJaggedTensor)
     targets = features[ITEM_TARGET]

@@ -134,15 +134,15 @@ def require_running(file: Path, inputs: ProgramInputs) -> None:
     Raises a :class:`RunError` if that process fails or is killed.
     """
     shapes = {name: list(tensor.shape) for name, tensor in inputs.tensors.items()}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "distembed.serving.model_folder.compiled", str(file), json.dumps(shapes)],
         input=json.dumps({name: tensor.tolist() for name, tensor in inputs.tensors.items()}),
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        found = done.stderr.strip().splitlines()
-        reason = f"signal {-done.returncode}" if done.returncode < 0 else found[-1] if found else "no reason given"
+    if process.returncode:
+        *_, last_line = ["no reason given", *process.stderr.strip().splitlines()]
+        reason = f"signal {-process.returncode}" if process.returncode < 0 else last_line
         raise RunError(
             f"what AOTInductor compiled does not run ({reason}), so that nothing was written. Export without --compile."
         )

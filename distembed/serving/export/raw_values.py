@@ -66,10 +66,10 @@ def write_vocabularies(folder: Path, dataset: Path, manifest: Manifest, features
         is_plain = re.fullmatch(r"[A-Za-z]\w{0,99}", table, re.ASCII) is not None
         file = folder / "vocabularies" / (f"{table}.jsonl" if is_plain else f"{len(files)}.jsonl")
         file.parent.mkdir(exist_ok=True)
-        with file.open("w", encoding="utf-8") as written:
+        with file.open("w", encoding="utf-8") as vocabulary_file:
             for start in range(FIRST_ID, len(values), _VALUES_AT_ONCE):
                 chunk = values.slice(start, _VALUES_AT_ONCE).to_pylist()
-                written.writelines(f"{json.dumps(value)}\n" for value in chunk)
+                vocabulary_file.writelines(f"{json.dumps(value)}\n" for value in chunk)
         files[table] = f"vocabularies/{file.name}"
     return {name: files[tables[name]] for name in features if tables[name] in files}
 
@@ -93,20 +93,20 @@ def write_sample(
     with a vocabulary has a raw value of the vocabulary, or a value of its kind that the vocabulary lacks; bins have a
     number in the bin, and any other feature has the id. A number is a raw number that becomes the given one.
     """
-    pieces = inputs["values"].split(inputs["lengths"].sum(1).tolist())
+    ids_by_feature = inputs["values"].split(inputs["lengths"].sum(1).tolist())
     rows: list[dict[str, Any]] = [{} for _ in range(inputs["lengths"].shape[1])]
-    for feature, ids, lengths in zip(features, pieces, inputs["lengths"].tolist(), strict=True):
+    for feature, ids, lengths in zip(features, ids_by_feature, inputs["lengths"].tolist(), strict=True):
         raw = _values_of_ids(folder, feature, ids.tolist())
         start = 0
         for row, length in zip(rows, lengths, strict=True):
-            own = raw[start : start + length]
-            row[feature.name] = own if feature.is_list else own[0]
+            row_values = raw[start : start + length]
+            row[feature.name] = row_values if feature.is_list else row_values[0]
             start += length
-    for place, number in enumerate(numbers):
-        for row, value in zip(rows, inputs["dense"][:, place].tolist(), strict=True):
+    for index, number in enumerate(numbers):
+        for row, value in zip(rows, inputs["dense"][:, index].tolist(), strict=True):
             row[number.name] = _raw_number(number.change, value)
     plain = {name: tensor.tolist() for name, tensor in inputs.items()}
-    values = {**plain, "outputs": {name: list(each) for name, each in outputs.items()}, "rows": rows}
+    values = {**plain, "outputs": {name: list(column) for name, column in outputs.items()}, "rows": rows}
     (folder / SAMPLE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
@@ -118,19 +118,19 @@ def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -
     """
     kind = feature.change.get("kind")
     if kind == "quantile_bins":
-        return [None if each == MISSING_ID else raw_quantile(feature.change["edges"], each) for each in ids]
+        return [None if id_ == MISSING_ID else raw_quantile(feature.change["edges"], id_) for id_ in ids]
     if feature.vocabulary is None:
         return list(ids)
-    wanted, known = set(ids), dict[int, Any]({MISSING_ID: None})
+    wanted_ids, value_of_id = set(ids), dict[int, Any]({MISSING_ID: None})
     unknown = {_candidate(kind, number) for number in range(_CANDIDATES)}
     with (folder / feature.vocabulary).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, FIRST_ID):
             value = json.loads(line)
             unknown.discard(value)
-            if number in wanted:
-                known[number] = value
-    found = [known.get(each, min(unknown)) for each in ids]
-    return [None if each is None else raw_log(int(each)) for each in found] if kind == "log_bins" else found
+            if number in wanted_ids:
+                value_of_id[number] = value
+    values = [value_of_id.get(id_, min(unknown)) for id_ in ids]
+    return [None if value_ is None else raw_log(int(value_)) for value_ in values] if kind == "log_bins" else values
 
 
 def _candidate(kind: str | None, number: int) -> str:

@@ -69,9 +69,9 @@ class ItemChoice(nn.Module):
     ) -> None:
         super().__init__()
         self.items = items
-        own = torch.zeros(num_items) if bias is None else bias.detach().clone().float()
-        own[list(reserved)] = -torch.inf  # a score of -inf is never chosen
-        self.register_buffer("bias", own)
+        item_bias = torch.zeros(num_items) if bias is None else bias.detach().clone().float()
+        item_bias[list(reserved)] = -torch.inf  # a score of -inf is never chosen
+        self.register_buffer("bias", item_bias)
         self.register_buffer("zero", torch.zeros(1, 1, dtype=torch.int64))
         self._num_items, self._num_best = num_items, num_best
         self._chunk = max(_LEAST_CHUNK, -(-num_items // _MOST_CHUNKS))
@@ -111,10 +111,10 @@ class ItemChoice(nn.Module):
         owners, ids, is_item = left_out
         # ids of other chunks, and ids that are no items, add 0 to some score instead of being dropped, which would give
         # the program a shape that depends on the ids
-        places = ids - first
-        is_here = is_item & (places >= 0) & (places < stop - first)
+        columns_left_out = ids - first
+        is_here = is_item & (columns_left_out >= 0) & (columns_left_out < stop - first)
         minus = torch.where(is_here, -torch.inf, 0.0)
-        scores = scores.index_put((owners, places.clamp(0, stop - first - 1)), minus, accumulate=True)
+        scores = scores.index_put((owners, columns_left_out.clamp(0, stop - first - 1)), minus, accumulate=True)
         rounded, columns = scores.topk(min(self._num_best, stop - first))
         exact = (queries.double().unsqueeze(1) * vectors[columns].double()).sum(2) + bias[columns].double()
         return keys_of(torch.where(rounded > -torch.inf, exact.float(), -torch.inf), columns + first)
@@ -201,7 +201,7 @@ class RankingProgram(nn.Module):
     def forward(self, values: Int64[Tensor, " ids"], lengths: Int64[Tensor, "features batch"]) -> Recommended:
         """Returns the best items of each row."""
         features = PlainFeatures(self.features, values, lengths)
-        users = self.users(features.of_single([USER]), [0])[0]
+        users = self.users(features.single_ids([USER]), [0])[0]
         queries, offsets = queries_of_users(users, self._biases)
         items, scores = self.choice(queries, *_left_out(features))
         return items, scores if offsets is None else scores + offsets.unsqueeze(1)
@@ -234,7 +234,7 @@ class RecommendingModel:
     excludes_seen: bool
 
     @classmethod
-    def of_next_items(
+    def for_next_items(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
         """Returns a model of the next item in this form.
@@ -254,13 +254,13 @@ class RecommendingModel:
 
         def make(storage: ExportStorage) -> nn.Module:
             groups = stored.groups(storage)
-            lookups = [groups[stored.table_of(each.name)] for each in features]
+            lookups = [groups[stored.table_of(feature.name)] for feature in features]
             return NextItemProgram(model, features, lookups, stored.choice(groups, reserved), excludes_seen)
 
         return cls(features, stored.tables, reserved, num_best, make, _histories, excludes_seen)
 
     @classmethod
-    def of_rankings(
+    def for_rankings(
         cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
     ) -> RecommendingModel:
         """Returns a model of users and items in this form; refuses models other than mf, and a wrong ``num_best``."""
@@ -282,9 +282,9 @@ class RecommendingModel:
 
     def inputs(self, batch: Batch) -> ProgramInputs:
         """Returns the program's inputs for the rows of a batch that a task prepared or :func:`made_up_batch` drew."""
-        found, names = self.lists(batch), [feature.name for feature in self.features]
-        values = torch.cat([found[name].values().long() for name in names])
-        lengths = torch.cat([found[name].lengths().long() for name in names])
+        lists, names = self.lists(batch), [feature.name for feature in self.features]
+        values = torch.cat([lists[name].values().long() for name in names])
+        lengths = torch.cat([lists[name].lengths().long() for name in names])
         features = KeyedJaggedTensor(names, values, lengths=lengths)
         return plain_inputs(Batch({SPARSE_FEATURES: features}, 1), self.features, takes_numbers=False)
 
@@ -296,9 +296,9 @@ class RecommendingModel:
         return JaggedTensor(items.values()[:0], lengths=torch.zeros_like(items.lengths()))
 
 
-def _unknown_model(model: Model, known: str) -> UserError:
+def _unknown_model(model: Model, supported: str) -> UserError:
     return UserError(
-        f"{type(model).__name__} cannot be exported: programs that recommend items are made of {known} alone."
+        f"{type(model).__name__} cannot be exported: programs that recommend items are made of {supported} alone."
     )
 
 
@@ -318,14 +318,14 @@ def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
     has_target = ids[ITEM_TARGET].lengths() > 0
     lists[ITEM] = seen[ITEM]
     # the lists of rows without a target are empty
-    return {name: JaggedTensor(own.values(), lengths=own.lengths()[has_target]) for name, own in lists.items()}
+    return {name: JaggedTensor(jagged.values(), lengths=jagged.lengths()[has_target]) for name, jagged in lists.items()}
 
 
 def _users(batch: Batch) -> Mapping[str, JaggedTensor]:
     """Returns the user of each row and the items to leave out; a drawn batch has its own items in place of these."""
-    ids, taken = batch[SPARSE_FEATURES], batch.fields.get(EXCLUDED, batch[SPARSE_FEATURES])
-    assert isinstance(ids, KeyedJaggedTensor) and isinstance(taken, KeyedJaggedTensor)
-    return {USER: ids[USER], ITEM: taken[ITEM]}
+    ids, excluded = batch[SPARSE_FEATURES], batch.fields.get(EXCLUDED, batch[SPARSE_FEATURES])
+    assert isinstance(ids, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
+    return {USER: ids[USER], ITEM: excluded[ITEM]}
 
 
 class _StoredTables:
@@ -362,5 +362,5 @@ class _StoredTables:
 
     def choice(self, groups: dict[str, TableGroup], reserved: Sequence[int]) -> ItemChoice:
         """Returns the choice among all items of the catalogue."""
-        own = self._catalogue
-        return ItemChoice(groups[own.table.name], own.num_items, own.bias, reserved, self._num_best)
+        catalogue = self._catalogue
+        return ItemChoice(groups[catalogue.table.name], catalogue.num_items, catalogue.bias, reserved, self._num_best)

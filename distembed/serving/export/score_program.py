@@ -122,10 +122,10 @@ class ScoredModel:
         Refuses a model that takes batch fields other than ids and numbers, or has an embedding collection of another
         class than CompositionalEmbeddingBagCollection.
         """
-        others = [name for name in model.batch_fields if name not in _FIELDS]
-        if others:
+        other_fields = [name for name in model.batch_fields if name not in _FIELDS]
+        if other_fields:
             raise UserError(
-                f"{type(model).__name__} takes {', '.join(others)} of a batch, and exported models take "
+                f"{type(model).__name__} takes {', '.join(other_fields)} of a batch, and exported models take "
                 f"{', '.join(sorted(_FIELDS))} alone."
             )
         collections: dict[str, CompositionalEmbeddingBagCollection] = {}
@@ -137,7 +137,7 @@ class ScoredModel:
                 )
             collections[path] = module
         read = {name for module in collections.values() for table in module.tables() for name in table.feature_names}
-        features = [PlainFeature(each.name, each.multi_hot) for each in schema.categorical if each.name in read]
+        features = [PlainFeature(ids.name, ids.multi_hot) for ids in schema.categorical if ids.name in read]
         takes_numbers = DENSE_FEATURES in model.batch_fields and len(schema.dense) > 0
         return cls(model, task, collections, features, takes_numbers)
 
@@ -174,9 +174,9 @@ class ScoredModel:
         ((path, module),) = self.collections.items()
         vectors = [self._vectors(module, names, storage) for names in shards]
         programs = []
-        for own in vectors:
-            read = {name for table in own.tables for name in table.feature_names}
-            programs.append(ShardProgram([each for each in self.features if each.name in read], own))
+        for shard_vectors in vectors:
+            read = {name for table in shard_vectors.tables for name in table.feature_names}
+            programs.append(ShardProgram([feature for feature in self.features if feature.name in read], shard_vectors))
         return VectorScoreProgram(self._with_collections({path: GivenVectors(vectors)}), self.task), programs
 
     def _vectors(
@@ -184,10 +184,10 @@ class ScoredModel:
     ) -> FeatureVectors:
         tables = [table for table in module.tables() if table.name in names]
         weights = {table.name: module.weights(table.name) for table in tables}
-        return FeatureVectors(tables, weights, {each.name: each for each in self.features}, storage)
+        return FeatureVectors(tables, weights, {feature.name: feature for feature in self.features}, storage)
 
     def _with_collections(self, modules: Mapping[str, nn.Module]) -> Model:
         """Returns a copy of the model with these modules in place of its collections, by their paths."""
         # deepcopy returns memo[id(object)] where there is one, so that collections are replaced and never copied
-        places: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
-        return copy.deepcopy(self.model, places).eval()
+        copy_memo: dict[int, Any] = {id(module): modules[path] for path, module in self.collections.items()}
+        return copy.deepcopy(self.model, copy_memo).eval()

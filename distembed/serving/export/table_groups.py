@@ -131,15 +131,15 @@ class Int8Weight(nn.Module):
 
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
         """Returns rows of the weight, decoded to float32."""
-        codes, scale, offset = (cast(Tensor, each) for each in (self.codes, self.scale, self.offset))
+        codes, scale, offset = (cast(Tensor, buffer) for buffer in (self.codes, self.scale, self.offset))
         flat = rows.flatten()
-        taken = codes[flat]
-        numbers = torch.addcmul(offset[flat].unsqueeze(1), taken.float(), scale[flat].unsqueeze(1))
+        row_codes = codes[flat]
+        numbers = torch.addcmul(offset[flat].unsqueeze(1), row_codes.float(), scale[flat].unsqueeze(1))
         return numbers.view(*rows.shape, codes.shape[1])
 
     def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
         """Returns the rows from ``first`` to ``stop`` - 1, decoded to float32."""
-        codes, scale, offset = (cast(Tensor, each)[first:stop] for each in (self.codes, self.scale, self.offset))
+        codes, scale, offset = (cast(Tensor, buffer)[first:stop] for buffer in (self.codes, self.scale, self.offset))
         return torch.addcmul(offset.unsqueeze(1), codes.float(), scale.unsqueeze(1))
 
 
@@ -218,8 +218,8 @@ class TableGroup(nn.Module):
         schemes = [self._configs[table].scheme for table in tables]
         rows = type(schemes[0]).rows_of_tables(schemes, ids)
         rows = rows + self._first_rows[:, list(tables)].unsqueeze(2)
-        taken = [cast(StoredWeight, weight).take(own) for weight, own in zip(self.weights, rows.unbind(0), strict=True)]
-        return self._combine.compose(taken)
+        weights = [cast(StoredWeight, weight) for weight in self.weights]
+        return self._combine.compose([weight.take(r) for weight, r in zip(weights, rows.unbind(0), strict=True)])
 
     @property
     def is_full(self) -> bool:
@@ -241,9 +241,10 @@ def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
 
 
 def _hashed(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
-    hashes = [
-        table.pre_hash.ids(own, table.num_embeddings) for table, own in zip(tables, ids, strict=True) if table.pre_hash
-    ]
+    hashes = []
+    for table, table_ids in zip(tables, ids, strict=True):
+        if table.pre_hash:
+            hashes.append(table.pre_hash.ids(table_ids, table.num_embeddings))
     return torch.stack(hashes)
 
 

@@ -44,14 +44,15 @@ def load_compiled(folder: Path, manifest: ExportManifest) -> Any:
     compiled = manifest.compiled
     if compiled is None:
         raise UserError(f"{folder} has no compiled program; export the run with --compile.")
-    here = {
+    requirements = {
         "processor": (compiled.processor, processor_name()),
         "vector instructions": (compiled.instructions, torch.backends.cpu.get_cpu_capability()),
         "torch": (manifest.versions.get("torch"), torch.__version__),
     }
-    for name, (made, found) in here.items():
-        if made != found:
-            raise UserError(f"{compiled.file} was compiled for the {name} {made}, and this is {found}; {_REMEDY}.")
+    for name, (compiled_for, actual) in requirements.items():
+        if compiled_for != actual:
+            difference = f"was compiled for the {name} {compiled_for}, and this is {actual}"
+            raise UserError(f"{compiled.file} {difference}; {_REMEDY}.")
     try:
         sizes = {"lengths": len(manifest.features), "dense": len(manifest.numbers)}
         return CompiledNetwork(folder / compiled.file, {name: sizes.get(name) for name in manifest.network.inputs})
@@ -74,29 +75,29 @@ class CompiledNetwork:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Returns the outputs of each row; a ValueError names wrong types, shapes or numbers of rows."""
-        named = dict(zip(self._sizes, inputs, strict=True))
+        input_of_name = dict(zip(self._sizes, inputs, strict=True))
         for name, size in self._sizes.items():
-            _require_kind(name, named[name], size)
-        require_same_rows(list(named), inputs)
-        num_rows = named["lengths"].shape[1]
+            _require_kind(name, input_of_name[name], size)
+        require_same_rows(list(input_of_name), inputs)
+        num_rows = input_of_name["lengths"].shape[1]
         if not num_rows:
             # code that is compiled for any number of rows reads past the end where there are none and several lists
-            named = {name: _of_one_row(name, named) for name in named}
-        outputs = self._package(*(own.contiguous() for own in named.values()))
-        found = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            input_of_name = {name: _one_row_input(name, input_of_name) for name in input_of_name}
+        outputs = self._package(*(tensor.contiguous() for tensor in input_of_name.values()))
+        results = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if not num_rows:
-            found = [own[:0] for own in found]
-        return found[0] if len(found) == 1 else found
+            results = [tensor[:0] for tensor in results]
+        return results[0] if len(results) == 1 else results
 
 
 def _require_kind(name: str, tensor: Tensor, size: int | None) -> None:
     """Raises a ValueError where an input has not the type or shape that the program takes."""
     shape = {"values": (None,), "lengths": (size, None), "dense": (None, size)}[name]
     is_like = tensor.dim() == len(shape) and all(
-        wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+        expected in (None, actual) for expected, actual in zip(shape, tensor.shape, strict=True)
     )
     if tensor.dtype != _DTYPES[name] or not is_like:
-        shown = ", ".join("any" if wanted is None else str(wanted) for wanted in shape)
+        shown = ", ".join("any" if expected is None else str(expected) for expected in shape)
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}, and the program takes {_DTYPES[name]} [{shown}]"
         )
@@ -104,32 +105,33 @@ def _require_kind(name: str, tensor: Tensor, size: int | None) -> None:
 
 def require_same_rows(names: Sequence[str], inputs: Sequence[Tensor]) -> None:
     """Raises a ValueError where inputs have different numbers of rows, which a program does not notice by itself."""
-    rows = {name: own.shape[_BATCH_DIMS[name]] for name, own in zip(names, inputs, strict=True) if name in _BATCH_DIMS}
+    shapes = {name: tensor.shape for name, tensor in zip(names, inputs, strict=True)}
+    rows = {name: shape[_BATCH_DIMS[name]] for name, shape in shapes.items() if name in _BATCH_DIMS}
     if len(set(rows.values())) > 1:
         raise ValueError(f"the inputs have different numbers of rows: {rows}")
 
 
-def _of_one_row(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+def _one_row_input(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
     """Returns an input that is valid for one row: each feature has the one id 1, and each number is 1."""
     num_features = len(inputs["lengths"])
     shape = {"values": (num_features,), "lengths": (num_features, 1)}.get(name)
     return torch.ones(shape or (1, inputs[name].shape[1]), dtype=_DTYPES[name])
 
 
-def _try(file: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+def _try_rows(file: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
     """Runs a compiled program on the given rows, on the first row alone, and on none; faults end this process."""
-    inputs = {name: torch.tensor(own, dtype=_DTYPES[name]).view(shapes[name]) for name, own in values.items()}
+    inputs = {name: torch.tensor(numbers, dtype=_DTYPES[name]).view(shapes[name]) for name, numbers in values.items()}
     program = CompiledNetwork(file, {name: None for name in inputs})
     lengths, rows = inputs["lengths"], range(inputs["lengths"].shape[1])
-    pieces = inputs["values"].split(lengths.flatten().tolist())
+    ids_by_cell = inputs["values"].split(lengths.flatten().tolist())
     with torch.inference_mode():
         for num_rows in (len(rows), 1, 0):
-            own = [pieces[line * len(rows) + row] for line in range(len(lengths)) for row in range(num_rows)]
-            some = {"values": torch.cat([inputs["values"][:0], *own]), "lengths": lengths[:, :num_rows]}
+            own = [ids_by_cell[line * len(rows) + row] for line in range(len(lengths)) for row in range(num_rows)]
+            first_rows = {"values": torch.cat([inputs["values"][:0], *own]), "lengths": lengths[:, :num_rows]}
             if "dense" in inputs:
-                some["dense"] = inputs["dense"][:num_rows]
-            program(*some.values())
+                first_rows["dense"] = inputs["dense"][:num_rows]
+            program(*first_rows.values())
 
 
 if __name__ == "__main__":
-    _try(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.stdin.read()))
+    _try_rows(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.stdin.read()))

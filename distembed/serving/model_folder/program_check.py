@@ -102,13 +102,13 @@ def _check(record: str, value: Any, key: str) -> None:
         if not rule(value):
             raise _Foreign(f"the {key} in {record}", value)
     elif isinstance(value, dict):
-        for name, own in value.items():
+        for name, entry in value.items():
             if name in _CODE or not _WORDS.fullmatch(name):
                 raise _Foreign(f"in {record}", name)
-            _check(record, own, name)
+            _check(record, entry, name)
     elif isinstance(value, list):
-        for own in value:
-            _check(record, own, key)
+        for entry in value:
+            _check(record, entry, key)
     elif isinstance(value, str) and not _WORDS.fullmatch(value):
         raise _Foreign(f"the {key} in {record}", value)
 
@@ -127,10 +127,10 @@ def _is_operator(value: Any) -> bool:
         return False
     if _ON_NUMBERS.fullmatch(value):
         return True
-    found = _ATEN.fullmatch(value)
-    if found is None or found[1] in _READS_FILES:
+    matched = _ATEN.fullmatch(value)
+    if matched is None or matched[1] in _READS_FILES:
         return False
-    name, overload = found.groups()
+    name, overload = matched.groups()
     try:
         operator = getattr(getattr(torch.ops.aten, name), overload)
     except (AttributeError, RuntimeError):
@@ -159,7 +159,9 @@ def _is_plain_tree(tree: Any) -> bool:
 
 def _is_ranges(value: Any) -> bool:
     """Returns whether a value maps size expressions to their bounds, for example ``{"s0": {"min_val": 2}}``."""
-    bounds = [number for own in value.values() for number in own.values()] if isinstance(value, dict) else [""]
+    if not isinstance(value, dict):
+        return False
+    bounds = [number for range_ in value.values() for number in range_.values()]
     return all(number is None or isinstance(number, int) for number in bounds) and all(map(_is_expression, value))
 
 

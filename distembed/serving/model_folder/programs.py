@@ -59,9 +59,10 @@ def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False
     network = load_program(folder / manifest.network.file)
     if not manifest.shards:
         return network
-    places = {feature.name: place for place, feature in enumerate(manifest.features)}
+    feature_indices = {feature.name: index for index, feature in enumerate(manifest.features)}
     shards = [load_program(folder / shard.file) for shard in manifest.shards]
-    return ShardedProgram(network, shards, [[places[name] for name in shard.features] for shard in manifest.shards])
+    features = [[feature_indices[name] for name in shard.features] for shard in manifest.shards]
+    return ShardedProgram(network, shards, features)
 
 
 class ShardedProgram:
@@ -80,9 +81,9 @@ class ShardedProgram:
         *dense: Float[Tensor, "batch numbers"],
     ) -> Any:
         """Returns the outputs of each row."""
-        pieces = values.split(lengths.sum(1).tolist())
+        ids_by_feature = values.split(lengths.sum(1).tolist())
         vectors = [
-            shard(torch.cat([pieces[place] for place in places]), lengths[places])
-            for shard, places in zip(self._shards, self._features, strict=True)
+            shard(torch.cat([ids_by_feature[index] for index in indices]), lengths[indices])
+            for shard, indices in zip(self._shards, self._features, strict=True)
         ]
         return self._network(torch.cat(vectors, dim=1), *dense)

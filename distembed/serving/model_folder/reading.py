@@ -55,10 +55,10 @@ def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
         path = folder / require_inside(name, "a checksum", folder / MANIFEST_NAME)
         try:
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                actual = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UserError(f"{path} of the exported model cannot be read: {error}; {_DAMAGED}.") from error
-        if found != checksum:
+        if actual != checksum:
             raise UserError(f"{path} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
 
 
@@ -70,15 +70,15 @@ def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> 
     """
     sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
     with torch.inference_mode():
-        found = program(*sample_inputs(sample, manifest))
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+        scored = program(*sample_inputs(sample, manifest))
+    outputs = [scored] if isinstance(scored, Tensor) else list(scored)
     worst = 0.0
     for name, output in zip(manifest.network.outputs, outputs, strict=True):
         if output.dtype != torch.float32:
             continue
-        wanted = np.array(sample["outputs"][name], np.float64)
-        difference = np.abs(output.numpy() - wanted) / np.maximum(1, np.abs(wanted))
-        difference = difference[np.isfinite(wanted)]
+        recorded = np.array(sample["outputs"][name], np.float64)
+        difference = np.abs(output.numpy() - recorded) / np.maximum(1, np.abs(recorded))
+        difference = difference[np.isfinite(recorded)]
         worst = float(np.max(difference, initial=worst))  # NaN is the largest of all
     if not worst <= _MOST_DIFFERENCE:
         raise UserError(

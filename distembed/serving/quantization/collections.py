@@ -111,17 +111,17 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         ids, mapped = batch.values().split(counts), self._map_ids(batch).values().long().split(counts)
         lengths = batch.lengths().view(len(counts), batch.stride()).unbind()
         weights = batch.weights().split(counts) if is_weighted else [None] * len(counts)
-        places = {name: place for place, name in enumerate(names)}
+        key_indices = {name: index for index, name in enumerate(names)}
         rows = {
-            name: table.scheme.rows(mapped[_require_place(name, table, places)])
+            name: table.scheme.rows(mapped[_require_key(name, table, key_indices)])
             for table in self._tables
             for name in table.feature_names
         }
-        vectors = self._look_up(rows, {name: lengths[places[name]] for name in rows})
+        vectors = self._look_up(rows, {name: lengths[key_indices[name]] for name in rows})
         for table in self._tables:
             for name in table.feature_names:
                 looked_up = [vectors[_lookup_key(part, name)] for part in table.lookup_tables()]
-                composed, place = self._compose(table, looked_up, rows[name]), places[name]
+                composed, place = self._compose(table, looked_up, rows[name]), key_indices[name]
                 yield EmbeddedFeature(table, name, composed, ids[place], lengths[place], weights[place])
 
     def _look_up(
@@ -137,12 +137,12 @@ class QuantizedTables(nn.Module, Generic[TableT]):
             for name in table.feature_names:
                 for j, part in enumerate(table.lookup_tables()):
                     batches[_dim_name(part.dim)].append((_lookup_key(part, name), rows[name][j], lengths[name]))
-        found: dict[str, Tensor] = {}
+        vectors: dict[str, Tensor] = {}
         for name, batch in batches.items():
             keys, own_rows, own_lengths = map(list, zip(*batch, strict=True))
             outputs = self.lookups[name](KeyedJaggedTensor(keys, torch.cat(own_rows), lengths=torch.cat(own_lengths)))
-            found |= {key: outputs[key].values() for key in keys}
-        return found
+            vectors |= {key: outputs[key].values() for key in keys}
+        return vectors
 
     def _compose(
         self, table: TableT, vectors: list[Float[Tensor, "ids dim"]], rows: Int64[Tensor, "k ids"]
@@ -190,10 +190,10 @@ def _require_whole(batch: KeyedJaggedTensor, is_weighted: bool) -> None:
         )
 
 
-def _require_place(name: str, table: CompositionalEmbeddingConfig, places: Mapping[str, int]) -> int:
-    if name not in places:
-        raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(places)}.")
-    return places[name]
+def _require_key(name: str, table: CompositionalEmbeddingConfig, key_indices: Mapping[str, int]) -> int:
+    if name not in key_indices:
+        raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(key_indices)}.")
+    return key_indices[name]
 
 
 def _lookup_key(part: PartitionTable, feature_name: str) -> str:
@@ -224,7 +224,7 @@ def _quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
     qconfig = _qconfig_by_partition(module)
     _require_whole_bytes(qconfig, [part for parts in parts_by_dim.values() for _, part in parts])
     lookups = nn.ModuleDict()
-    for dim, parts in parts_by_dim.items():
+    for dim, dim_parts in parts_by_dim.items():
         configs = [
             EmbeddingConfig(
                 name=part.name,
@@ -233,7 +233,7 @@ def _quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
                 feature_names=[_lookup_key(part, name) for name in table.feature_names],  # rows in place of ids
                 data_type=DataType.FP32,
             )
-            for table, part in parts
+            for table, part in dim_parts
         ]
         stock = EmbeddingCollection(configs, device=torch.device("meta"))
         for name, embedding in stock.embeddings.items():
@@ -274,12 +274,12 @@ def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
 
 
 def _require_unpruned(module: CompositionalTables[Any]) -> None:
-    asked = getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {})
+    pruned_rows = getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {})
     for table in module.tables():
-        if table.name in asked:
+        if table.name in pruned_rows:
             raise UserError(
-                f"set_pruning_data asks for {asked[table.name]} rows of table {table.name!r}, but ids share the rows "
-                "of a compositional table, so that none of them can go; leave the table out."
+                f"set_pruning_data asks for {pruned_rows[table.name]} rows of table {table.name!r}, but ids share the "
+                "rows of a compositional table, so that none of them can go; leave the table out."
             )
 
 

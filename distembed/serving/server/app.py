@@ -138,7 +138,7 @@ class _Predictor:
             raise HTTPException(422, answer.problem)
         self._metrics.bad_rows.inc(len(answer.bad))
         if answer.bad and malformed == "refuse":
-            listed = [{"row": each.row, "field": each.field, "reason": each.reason} for each in answer.bad]
+            listed = [{"row": bad_row.row, "field": bad_row.field, "reason": bad_row.reason} for bad_row in answer.bad]
             text = f"{len(listed)} rows cannot be scored; mend them, or ask with ?malformed=null"
             return _json(422, {"error": text, "rows": listed[:_MOST_BAD_ROWS]})
         self._metrics.rows.inc(len(next(iter(answer.outputs.values()))) - len(answer.bad))
@@ -215,8 +215,8 @@ def _arrow_body(outputs: Outputs) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    written: bytes = sink.getvalue().to_pybytes()
-    return written
+    body: bytes = sink.getvalue().to_pybytes()
+    return body
 
 
 def _require_rows(num_rows: int, most_rows: int) -> None:

@@ -85,15 +85,15 @@ class Scorer:
         Rows of JSON are decoded and scored together. A table is scored alone, since its columns have types; so is a
         request that lacks a column, whose error names the columns that are there.
         """
-        joined = [place for place, request in enumerate(requests) if self._can_be_joined(request)]
+        joined = [index for index, request in enumerate(requests) if self._can_be_joined(request)]
         answers: dict[int, Scores] = {}
         if joined:
-            found = self._score_rows([row for place in joined for row in requests[place].rows])
+            scores = self._score_rows([row for index in joined for row in requests[index].rows])
             start = 0
-            for place in joined:
-                answers[place] = _part(found, start, requests[place].num_rows)
-                start += requests[place].num_rows
-        return [answers.get(place) or self._score_alone(request) for place, request in enumerate(requests)]
+            for index in joined:
+                answers[index] = _part(scores, start, requests[index].num_rows)
+                start += requests[index].num_rows
+        return [answers.get(index) or self._score_alone(request) for index, request in enumerate(requests)]
 
     def _can_be_joined(self, request: RowRequest) -> bool:
         return len(request.rows) > 0 and not missing_columns(request.rows, self._needed)
@@ -115,14 +115,14 @@ class Scorer:
 
     def _run(self, block: RecordBlock) -> dict[str, NDArray[Any]]:
         """Returns the program's outputs by name for decoded rows; an empty dictionary where there are no rows."""
-        found: list[tuple[Tensor, ...]] = []
+        chunks: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches_of(self._schema, block, self._most_rows):
                 outputs = self._program(*plain_tensors(batch, self.manifest.features, self._takes_numbers).values())
-                found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
+                chunks.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
-            name: torch.cat([outputs[place] for outputs in found]).numpy()
-            for place, name in enumerate(self.manifest.network.outputs if found else ())
+            name: torch.cat([outputs[index] for outputs in chunks]).numpy()
+            for index, name in enumerate(self.manifest.network.outputs if chunks else ())
         }
 
     def _columns(self, outputs: Mapping[str, NDArray[Any]], is_good: NDArray[np.bool_]) -> Outputs:
@@ -163,7 +163,7 @@ def _number_column(_: str, values: NDArray[Any] | None, is_good: NDArray[np.bool
 def _part(answer: Scores, start: int, num_rows: int) -> Scores:
     """Returns the scores of one request out of ``answer`` for joined requests: ``num_rows`` rows from ``start``."""
     rows = range(start, start + num_rows)
-    bad = [BadRow(each.row - start, each.field, each.reason) for each in answer.bad if each.row in rows]
+    bad = [BadRow(bad_row.row - start, bad_row.field, bad_row.reason) for bad_row in answer.bad if bad_row.row in rows]
     return Scores({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
 
 

@@ -215,18 +215,18 @@ def _accounting(selection: Sequence[str], fields: str) -> list[list[str]]:
         return []
     if answer.returncode:
         return []
-    last = fields.count(",")
+    num_separators = fields.count(",")
     # the last field may contain the separator; lines with too few fields are dropped
-    rows = [line.split("|", last) for line in answer.stdout.splitlines()]
-    return [row for row in rows if len(row) == last + 1]
+    rows = [line.split("|", num_separators) for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == num_separators + 1]
 
 
 def _parse_job(text: str) -> JobRecord:
     """Reads the output of ``scontrol show job``; of a job of several parts it takes the first."""
 
     def field(name: str, pattern: str = r"\S*") -> str:
-        found = re.search(rf"(?:^|\s){name}=({pattern})", text, re.MULTILINE)
-        return "" if found is None or found[1] in ("(null)", "None") else found[1]
+        matched = re.search(rf"(?:^|\s){name}=({pattern})", text, re.MULTILINE)
+        return "" if matched is None or matched[1] in ("(null)", "None") else matched[1]
 
     num_nodes = re.match(r"\d+", field("NumNodes"))  # "1-2" while an elastic job waits
     output = field("StdOut", ".*")

@@ -138,7 +138,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             max_retries=role.max_retries,
             warning_seconds=_warning_seconds(cfg, grace_seconds),
             grace_seconds=grace_seconds,
-            further=further_options(cfg.get("sbatch") or "", known=SBATCH_OPTIONS),
+            further=further_options(cfg.get("sbatch") or "", named_options=SBATCH_OPTIONS),
         )
 
     def _partition_memmb(self, partition: str | None) -> int | None:

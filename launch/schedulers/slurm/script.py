@@ -155,8 +155,8 @@ class SlurmJob:
         # B: only to the script's shell, which hands it on
         signal = [f"--signal=B:USR1@{self.warning_seconds}"] if self.warning_seconds else []
         # append: a job that is started again continues its log
-        own = [f"--job-name={self.full_name}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
-        return [*own, *self.further]
+        from_request = [f"--job-name={self.full_name}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
+        return [*from_request, *self.further]
 
     def _step_options(self) -> list[str]:
         """Returns the options of srun, which starts the task on every node."""
@@ -191,11 +191,11 @@ def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
     return Path(str(log_dir).replace("%", "%%")) / f"slurm-%j{end}.out"
 
 
-def further_options(text: str, known: Collection[str] = ()) -> list[str]:
+def further_options(text: str, named_options: Collection[str] = ()) -> list[str]:
     """Splits a text of sbatch options, like ``--exclusive --nodelist=n[1-4]``, quoted as for the shell.
 
-    A UserError refuses words that are no option, options in ``known``, which are given as ``-o NAME=VALUE``, and
-    :data:`OWN_OPTIONS`.
+    A UserError refuses words that are no option, :data:`OWN_OPTIONS`, and options in ``named_options``, which are given
+    as ``-o NAME=VALUE``.
     """
     try:
         words = shlex.split(text)
@@ -206,26 +206,26 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
         if not word.startswith("--") or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise UserError(f"sbatch has {word!r}; each option is --NAME or --NAME=VALUE, such as --nodelist=n[1-4]")
         # sbatch takes the beginning of a name for the name
-        if named := [option for option in known if option.startswith(name)]:
-            raise UserError(f"sbatch has {word!r}; give -o {named[0]}=VALUE instead")
-        if own := [option for option in OWN_OPTIONS if option.startswith(name)]:
-            raise UserError(f"sbatch has {word!r}; --{own[0]} is decided by the job's request: leave it out")
-    parts = (word.partition("=") for word in words)
-    return [f"{option}={_quoted(value)}" if equals else option for option, equals, value in parts]
+        if clashing := [option for option in named_options if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; give -o {clashing[0]}=VALUE instead")
+        if reserved := [option for option in OWN_OPTIONS if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; --{reserved[0]} is decided by the job's request: leave it out")
+    settings = (word.partition("=") for word in words)
+    return [f"{option}={_quoted(value)}" if equals else option for option, equals, value in settings]
 
 
 def time_limit_seconds(text: str) -> int | None:
     """Returns the seconds of sbatch's time limit: 90 is minutes, 1:30:00 hours, 2-12 days and hours; None: no limit."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(re.fullmatch(r"[0-9]+", part) for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    days, dash, clock = text.rpartition("-")
+    fields = clock.split(":")
+    if not all(re.fullmatch(r"[0-9]+", field) for field in [*fields, *([days] if dash else [])]) or len(fields) > 3:
         raise UserError(
             f"time is {text!r}; Slurm takes minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
             "days-hours:minutes and days-hours:minutes:seconds"
         )
-    numbers = [int(part) for part in parts]
+    numbers = [int(field) for field in fields]
     if dash:
         units = [3600, 60, 1]
     else:
@@ -243,9 +243,9 @@ def _quoted(value: str) -> str:
 def _shell_text(text: str) -> str:
     """Returns a shell word for ``text``: quoted literally, with Slurm's variables in place of the two macros."""
     variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
-    parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
+    words = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
     # an empty part next to a macro is left out; an empty text is a word
-    return "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"
+    return "".join(variables.get(word) or shlex.quote(word) for word in words if word) or "''"
 
 
 class _ShellTemplate(Template):

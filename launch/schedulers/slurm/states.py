@@ -108,10 +108,10 @@ class FollowedJobs:
             failed, failure = self._failures.get(job_id, (-math.inf, None))
             if failure is not None and now - failed < ASK_SECONDS:
                 raise RunError(str(failure)) from failure
-            last = self._answers.get(job_id)
-            if last is None or now - last.time >= ASK_SECONDS:
+            last_answer = self._answers.get(job_id)
+            if last_answer is None or now - last_answer.time >= ASK_SECONDS:
                 try:
-                    self._answers[job_id] = _ask(job_id, last)
+                    self._answers[job_id] = _ask(job_id, last_answer)
                 except RunError as error:
                     self._failures[job_id] = (time.monotonic(), error)
                     raise
@@ -129,29 +129,29 @@ class FollowedJobs:
             return self._host_names[nodes]
 
 
-def _ask(job_id: str, last: Answer | None) -> Answer:
-    """Returns a new answer of Slurm about a job, given the ``last`` one, None at the first question.
+def _ask(job_id: str, last_answer: Answer | None) -> Answer:
+    """Returns a new answer of Slurm about a job, given the ``last_answer`` one, None at the first question.
 
     A silent controller leaves the last record, marked as uncertain; RunError after :data:`FOLLOW_PATIENCE_SECONDS` of
     silence, unless the controller has reported the job's end before.
     """
-    if last is None:
+    if last_answer is None:
         record = query_job(job_id)
         now = time.monotonic()
         return Answer(record, now, heard=now)
     # an end that the controller has reported remains while it is silent
-    is_over = last.is_certain and last.has_ended
+    is_over = last_answer.is_certain and last_answer.has_ended
     try:
         record = query_job(job_id, patience_seconds=0)
     except RunError:
-        if last.silent_seconds >= FOLLOW_PATIENCE_SECONDS and not is_over:
+        if last_answer.silent_seconds >= FOLLOW_PATIENCE_SECONDS and not is_over:
             raise
         silence = "the controller does not answer"
-        record = None if last.record is None else replace(last.record, reason=silence, is_certain=False)
+        record = None if last_answer.record is None else replace(last_answer.record, reason=silence, is_certain=False)
     now = time.monotonic()
     if record is None or record.is_certain:
         return Answer(record, now, heard=now)
-    return replace(last, time=now) if is_over else Answer(record, now, last.heard)
+    return replace(last_answer, time=now) if is_over else Answer(record, now, last_answer.heard)
 
 
 followed_jobs = FollowedJobs()
@@ -190,12 +190,12 @@ def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
 
     Before the first False it waits :data:`LATE_SECONDS`, in which the last lines of a log reach this machine.
     """
-    asked = None
+    last_asked = None
     while True:
-        if asked is None or time.monotonic() - asked >= ASK_SECONDS:
+        if last_asked is None or time.monotonic() - last_asked >= ASK_SECONDS:
             if has_ended():
                 break
-            asked = time.monotonic()
+            last_asked = time.monotonic()
         yield True
     time.sleep(LATE_SECONDS)
     while True:

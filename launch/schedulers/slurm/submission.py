@@ -92,8 +92,8 @@ def _grace_seconds(job_id: str) -> int:
     # Without a script the command has failed, also with code 0. After these messages it would fail again.
     if not answer.stdout and not re.search(r"Invalid|denied|not specified", answer.stderr):
         raise RunError(failure_reason(answer))
-    found = re.search(r"^grace=(\d+)$", answer.stdout, re.MULTILINE)
-    return int(found[1]) if found else 0
+    matched = re.search(r"^grace=(\d+)$", answer.stdout, re.MULTILINE)
+    return int(matched[1]) if matched else 0
 
 
 def _signal(job_id: str, output: Path) -> bool:
@@ -145,5 +145,5 @@ def _environment_outside_jobs() -> dict[str, str] | None:
     """
     if "SLURM_JOB_ID" not in os.environ:
         return None
-    kept = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT"}
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM_")}
+    for_clients = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT"}
+    return {name: value for name, value in os.environ.items() if name in for_clients or not name.startswith("SLURM_")}
