@@ -219,12 +219,12 @@ def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
     """Raises unless ``bounds`` (starts and last end) rise from 0 to ``num_ids``; on a GPU the check is asynchronous."""
     if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
-    whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()
+    is_whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()
     if is_traced():
-        require_in_program(whole, "offsets do not divide the ids into bags; run the batch uncompiled to see why")
+        require_in_program(is_whole, "offsets do not divide the ids into bags; run the batch uncompiled to see why")
     elif bounds.device.type != "cpu":
-        torch._assert_async(whole, "offsets do not divide the ids into bags; run the batch on the CPU to see why")
-    elif not whole:
+        torch._assert_async(is_whole, "offsets do not divide the ids into bags; run the batch on the CPU to see why")
+    elif not is_whole:
         raise UserError(
             f"offsets begin with {int(bounds[0])} and bags end at {int(bounds[-1])}, for {num_ids} ids; offsets begin "
             "with 0, never fall, and do not exceed the number of ids; with include_last_offset the last one is it."

@@ -47,18 +47,18 @@ def require_whole_batch(features: KeyedJaggedTensor) -> None:
     if lengths.device.type == "cpu" and not is_traced():
         _require_bags(features)
     else:
-        whole = (lengths >= 0).all() & (lengths.sum() == num_ids)
+        is_whole = (lengths >= 0).all() & (lengths.sum() == num_ids)
         if offsets is not None:
-            whole = whole & (offsets.narrow(0, 0, 1) == 0).all() & (offsets.diff() == lengths).all()
-        _require_on_device(whole)
+            is_whole = is_whole & (offsets.narrow(0, 0, 1) == 0).all() & (offsets.diff() == lengths).all()
+        _require_on_device(is_whole)
     if not is_traced() and sum(features.length_per_key()) != num_ids:
         raise UserError(_other_number_of_ids(features))
 
 
-def require_integers(what: str, dtype: torch.dtype) -> None:
-    """Raises a :class:`UserError` for a dtype whose values would be truncated to integers; ``what`` is a plural."""
+def require_integers(subject: str, dtype: torch.dtype) -> None:
+    """Raises a :class:`UserError` for a dtype whose values would be truncated to integers; ``subject`` is a plural."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise UserError(f"{what} are of {dtype}, but must be integers; give int64 or int32.")
+        raise UserError(f"{subject} are of {dtype}, but must be integers; give int64 or int32.")
 
 
 def require_bags_for_rows(features: KeyedJaggedTensor) -> None:
@@ -84,10 +84,10 @@ def _require_on_device(condition: Bool[Tensor, ""]) -> None:
 def _require_numbers_of_bags(features: KeyedJaggedTensor) -> None:
     if not features.variable_stride_per_key():
         return
-    numbers, num_keys = features.stride_per_key_per_rank(), len(features.keys())
-    if len(numbers) != num_keys or any(len(own) != 1 or own[0] < 0 for own in numbers):
+    strides_by_key, num_keys = features.stride_per_key_per_rank(), len(features.keys())
+    if len(strides_by_key) != num_keys or any(len(strides) != 1 or strides[0] < 0 for strides in strides_by_key):
         raise UserError(
-            f"The batch has stride_per_key_per_rank={numbers} for {num_keys} features "
+            f"The batch has stride_per_key_per_rank={strides_by_key} for {num_keys} features "
             f"({enumerate_names(features.keys())}); give a list with one number, 0 or more, for each feature: how many "
             "bags it has in this batch."
         )
@@ -95,10 +95,10 @@ def _require_numbers_of_bags(features: KeyedJaggedTensor) -> None:
 
 def _require_rows(features: KeyedJaggedTensor) -> None:
     """Raises unless inverse indices, if given, are ``[features, rows]`` integers with bags that exist."""
-    given = features.inverse_indices_or_none()
-    if given is None:
+    inverse_indices = features.inverse_indices_or_none()
+    if inverse_indices is None:
         return
-    names, bags = given
+    names, bags = inverse_indices
     require_integers("inverse_indices of the batch", bags.dtype)
     if set(features.keys()) - set(names) or bags.dim() != 2 or len(bags) != len(names):
         raise UserError(
@@ -158,8 +158,8 @@ def _require_shapes(features: KeyedJaggedTensor) -> None:
 
 def _require_bags(features: KeyedJaggedTensor) -> None:
     """Raises, on the CPU, unless lengths are not negative and agree with offsets and ``length_per_key``."""
-    given = features.offsets_or_none()
-    offsets = None if given is None else given.numpy()
+    batch_offsets = features.offsets_or_none()
+    offsets = None if batch_offsets is None else batch_offsets.numpy()
     if offsets is not None and offsets[0] != 0:
         raise UserError(
             f"The offsets of the batch begin with {offsets[0]}, so that the first ids lie in no bag; they begin with 0."
@@ -171,7 +171,7 @@ def _require_bags(features: KeyedJaggedTensor) -> None:
             f"{_place_of_bag(features, bag)} has {lengths[bag]} ids; lengths are 0 or more, and offsets never fall."
         )
     if offsets is None:
-        counts = [own.sum() for own in np.split(lengths, ends[:-1])]
+        counts = [feature_lengths.sum() for feature_lengths in np.split(lengths, ends[:-1])]
     else:
         differ = offsets[1:] - offsets[:-1] != lengths
         if differ.any():
@@ -200,7 +200,7 @@ def _by_feature(features: KeyedJaggedTensor, counts: Sequence[int]) -> str:
 
 def _other_number_of_ids(features: KeyedJaggedTensor) -> str:
     """Returns the text of the error for lengths that do not add up to the number of ids."""
-    sums = [int(own.sum()) for own in lengths_by_feature(features)]
+    sums = [int(feature_lengths_.sum()) for feature_lengths_ in lengths_by_feature(features)]
     text = f"The batch has {features.values().numel()} ids, but its lengths add up to {sum(sums)} "
     text += f"({_by_feature(features, sums)})"
     if sums != features.length_per_key():
@@ -238,16 +238,16 @@ def with_ids(
 
 def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns a batch of contiguous tensors, as collectives and FBGEMM read them; the batch itself if it is one."""
-    given = (
+    tensors = (
         features.values(),
         features.weights_or_none(),
         # lengths and offsets as they were given: computing one from the other fails for batches that are not whole
         features.lengths_or_none(),
         features.offsets_or_none(),
     )
-    if all(own is None or own.is_contiguous() for own in given):
+    if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return features
-    values, weights, lengths, offsets = (None if own is None else own.contiguous() for own in given)
+    values, weights, lengths, offsets = (None if tensor is None else tensor.contiguous() for tensor in tensors)
     is_variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),
@@ -270,8 +270,8 @@ def with_equal_numbers_of_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor
         return features
     bags = lengths_by_feature(features)
     padded = features.lengths().new_zeros(len(bags), max(map(len, bags), default=0))
-    for row, own in zip(padded, bags, strict=True):
-        row[: len(own)] = own
+    for row, feature_bags in zip(padded, bags, strict=True):
+        row[: len(feature_bags)] = feature_bags
     return KeyedJaggedTensor(
         features.keys(),
         features.values(),
@@ -302,11 +302,11 @@ def jagged_vectors(
     Row i has the vectors of bag ``bags[i]``, or of bag i without ``bags``. ``ids``, if given, become the weights.
     """
     if bags is not None:
-        lengths, places = _places_for_rows(lengths, bags)
-        vectors, ids = vectors.index_select(0, places), None if ids is None else ids.index_select(0, places)
+        lengths, positions = _places_for_rows(lengths, bags)
+        vectors, ids = vectors.index_select(0, positions), None if ids is None else ids.index_select(0, positions)
     # narrow: torch.fx does not know the number of parts of a split
-    parts = [vectors.narrow(1, i * dim, dim) for i in range(len(keys))]
-    return {key: JaggedTensor(own, lengths=lengths, weights=ids) for key, own in zip(keys, parts, strict=True)}
+    ranges = [vectors.narrow(1, i * dim, dim) for i in range(len(keys))]
+    return {key: JaggedTensor(part, lengths=lengths, weights=ids) for key, part in zip(keys, ranges, strict=True)}
 
 
 def _places_for_rows(

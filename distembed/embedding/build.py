@@ -46,14 +46,15 @@ def build_tables(
     Raises:
         UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
     """
-    own = [feature for feature in features if feature.table is None]
-    names = [feature.name for feature in own]
+    with_table = [feature for feature in features if feature.table is None]
+    names = [feature.name for feature in with_table]
     for name in config.tables:
         one_of("embedding.tables", name, names)
     tables = []
-    for feature in own:
+    for feature in with_table:
         table = _build_table(feature, config.for_table(feature.name), seed)
-        looked_up = [each.name for each in features if each.table_name == feature.name and each.is_looked_up]
+        of_table = [user for user in features if user.table_name == feature.name]
+        looked_up = [user.name for user in of_table if user.is_looked_up]
         rules = {name: rule for name, rule in (sse or {}).items() if name in looked_up}
         tables.append(dataclasses.replace(table, feature_names=looked_up, sse=rules or None, kernel=config.kernel))
     return tables
@@ -121,17 +122,17 @@ def grown_embedding(
         UserError: Features have other tables than before, a table has fewer ids, hashes its ids and would grow, or an
             explicit assignment changes the rows of an earlier id.
     """
-    own = {feature.name: feature for feature in features if feature.table is None}
-    own_before = {feature.name: feature for feature in features_before if feature.table is None}
-    if own.keys() != own_before.keys():
-        differing = ", ".join(sorted(own.keys() ^ own_before.keys()))
+    table_features = {feature.name: feature for feature in features if feature.table is None}
+    table_features_before = {feature.name: feature for feature in features_before if feature.table is None}
+    if table_features.keys() != table_features_before.keys():
+        differing = ", ".join(sorted(table_features.keys() ^ table_features_before.keys()))
         raise UserError(f"the tables differ from the earlier run's tables: {differing}; use the same tables in both.")
     tables = {}
-    for name, feature in own.items():
+    for name, feature in table_features.items():
         settings = dataclasses.replace(
             before.for_table(name), **{key: getattr(now.for_table(name), key) for key in _WITHOUT_EFFECT_ON_WEIGHTS}
         )
-        tables[name] = _grown_table(own_before[name], before.for_table(name), feature, settings)
+        tables[name] = _grown_table(table_features_before[name], before.for_table(name), feature, settings)
     default = dataclasses.replace(before.default, id_policy=now.default.id_policy, assignments=now.default.assignments)
     own_tables = {name: table for name, table in tables.items() if table != default}
     return EmbeddingConfig(default, own_tables, now.output_dtype)

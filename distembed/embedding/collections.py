@@ -95,11 +95,11 @@ class CompositionalEmbeddingBagCollection(
                     "weights=, or the collection without is_weighted."
                 )
             if one_each:  # pooling one unweighted vector returns it
-                own = feature.vectors
+                vectors = feature.vectors
             else:
                 weights = feature.weights if self._is_weighted else None
-                own = pool(feature.vectors, feature.lengths, feature.table.pooling, weights)
-            pooled.append(own if bags is None else own.index_select(0, bags[feature.name]))
+                vectors = pool(feature.vectors, feature.lengths, feature.table.pooling, weights)
+            pooled.append(vectors if bags is None else vectors.index_select(0, bags[feature.name]))
         require_bags_for_rows(features)
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
@@ -180,8 +180,8 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         for feature in self.embed(features, mapped):
             keys, dim = feature.table.vector_names(feature.name), self.embedding_dim()
             ids = feature.ids if self._need_indices else None
-            own = None if bags is None else bags[feature.name]
-            outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, own)
+            bag_of_row = None if bags is None else bags[feature.name]
+            outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, bag_of_row)
         return outputs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -240,9 +240,9 @@ def embedding_modules(model: nn.Module) -> dict[str, EmbeddingModule]:
     Raises a UserError if two collections have tables of one name: plans and exports know tables by name.
     """
     kinds = (CompositionalTables, EmbeddingBagCollection, EmbeddingCollection)
-    found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
     paths: dict[str, str] = {}
-    for path, module in found.items():
+    for path, module in modules.items():
         for table in table_configs(module):
             if table.name in paths:
                 raise UserError(
@@ -250,7 +250,7 @@ def embedding_modules(model: nn.Module) -> dict[str, EmbeddingModule]:
                     "collections different names."
                 )
             paths[table.name] = path
-    return found
+    return modules
 
 
 def table_configs(module: EmbeddingModule) -> Sequence[CompositionalEmbeddingConfig]:

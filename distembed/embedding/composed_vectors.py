@@ -94,12 +94,12 @@ def composed_chunks(
 
 def _require_shapes(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor]) -> None:
     """Raises a :class:`UserError` unless the weights have the shapes of the table's partitions."""
-    wanted = [(part.num_rows, part.dim) for part in table.partition_tables()]
-    given = [tuple(weight.shape) for weight in weights]
-    if given != wanted:
+    expected = [(part.num_rows, part.dim) for part in table.partition_tables()]
+    shapes = [tuple(weight.shape) for weight in weights]
+    if shapes != expected:
         raise UserError(
-            f"table {table.name!r}: the weights have the shapes {given}, but its partitions {wanted}; give the weights "
-            "of this table, in the order of its partitions."
+            f"table {table.name!r}: the weights have the shapes {shapes}, but its partitions {expected}; give the "
+            "weights of this table, in the order of its partitions."
         )
 
 
@@ -150,8 +150,8 @@ def _require_int64(value: object) -> None:
 def _arrow_table(ids: Int64[Tensor, " ids"], vectors: Float[Tensor, "ids width"], schema: pa.Schema) -> pa.Table:
     """Returns ids and their vectors as columns of the file."""
     columns = [
-        pa.FixedSizeListArray.from_arrays(pa.array(part.contiguous().view(-1).numpy()), field.type.list_size)
-        for part, field in zip(vectors.split(schema.field(1).type.list_size, dim=1), list(schema)[1:], strict=True)
+        pa.FixedSizeListArray.from_arrays(pa.array(vector.contiguous().view(-1).numpy()), field.type.list_size)
+        for vector, field in zip(vectors.split(schema.field(1).type.list_size, dim=1), list(schema)[1:], strict=True)
     ]
     return pa.table([pa.array(ids.numpy()), *columns], schema=schema)
 

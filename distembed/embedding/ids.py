@@ -76,20 +76,21 @@ class IdMapper:
     def _map(self, features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], changed: Sequence[int]) -> Tensor:
         """Returns ``ids``, the batch's ids converted, with the ids of the features ``changed`` (indices) mapped."""
         keys, counts = features.keys(), features.length_per_key()
-        raw, pieces = features.values().split(counts), list(ids.split(counts))
-        for i in changed:
-            pieces[i] = map_ids(self._table_by_feature[keys[i]], raw[i], f"feature {keys[i]!r}").to(self.dtype)
-        return torch.cat(pieces)
+        raw, mapped = features.values().split(counts), list(ids.split(counts))
+        for index in changed:
+            table = self._table_by_feature[keys[index]]
+            mapped[index] = map_ids(table, raw[index], f"feature {keys[index]!r}").to(self.dtype)
+        return torch.cat(mapped)
 
     def _map_traced(self, features: KeyedJaggedTensor) -> Int[Tensor, " ids"]:
         """Returns a batch's mapped ids without looking at values, for a traced or compiled program."""
         keys = features.keys()
-        pieces = list(features.values().split(features.length_per_key()))
-        for i, key in enumerate(keys):
+        mapped = list(features.values().split(features.length_per_key()))
+        for index, key in enumerate(keys):
             table = self._table_by_feature.get(key)
             if table is not None:
-                pieces[i] = map_ids(table, pieces[i], f"feature {key!r}")
-        return torch.cat([piece.to(self.dtype) for piece in pieces])
+                mapped[index] = map_ids(table, mapped[index], f"feature {key!r}")
+        return torch.cat([feature_ids.to(self.dtype) for feature_ids in mapped])
 
     @staticmethod
     def _with_ids(features: KeyedJaggedTensor, ids: Int[Tensor, " ids"]) -> KeyedJaggedTensor:

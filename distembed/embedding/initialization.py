@@ -45,21 +45,21 @@ class SeededInit:
             self._fill(part, first_row, first_column)
         return part
 
-    def _fill(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> None:
+    def _fill(self, weight_part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> None:
         """Draws every block that overlaps the rows; a block that is needed in part is drawn whole, then copied from."""
-        end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
+        end, columns = first_row + len(weight_part), slice(first_column, first_column + weight_part.shape[1])
         block_rows = max(1, _NUMBERS_PER_BLOCK // self.dim)
         # allocated once: freed and allocated again for every block, glibc's heap would grow by each
         scratch: Tensor | None = None
-        for block in range(first_row // block_rows, -(-end // block_rows) if len(part) else 0):
+        for block in range(first_row // block_rows, -(-end // block_rows) if len(weight_part) else 0):
             start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
-            within = part[max(start, first_row) - first_row : min(stop, end) - first_row]
-            generator = self._generator(block, part.device)
+            within = weight_part[max(start, first_row) - first_row : min(stop, end) - first_row]
+            generator = self._generator(block, weight_part.device)
             if within.shape == (stop - start, self.dim):  # the whole block: drawn in place
                 self.distribution.fill(within, generator)
             else:
                 if scratch is None:
-                    scratch = part.new_empty(min(block_rows, self.num_rows), self.dim)
+                    scratch = weight_part.new_empty(min(block_rows, self.num_rows), self.dim)
                 drawn = self.distribution.fill(scratch[: stop - start], generator)
                 within.copy_(drawn[max(first_row - start, 0) :][: len(within), columns])
 

@@ -150,12 +150,12 @@ def _table_class(used: tuple[type, ...], others: tuple[type, ...]) -> type[Table
     for kind in (*used, *others):
         if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise UserError(f"{kind.__qualname__}, the settings of a scheme, is no frozen dataclass; make it one.")
-        for each in dataclasses.fields(kind):
-            if each.name in _OF_EVERY_TABLE:
-                raise UserError(f"{kind.__qualname__}.{each.name} is a setting that every table has; rename it.")
-            if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+        for setting in dataclasses.fields(kind):
+            if setting.name in _OF_EVERY_TABLE:
+                raise UserError(f"{kind.__qualname__}.{setting.name} is a setting that every table has; rename it.")
+            if setting.default is dataclasses.MISSING and setting.default_factory is dataclasses.MISSING:
                 raise UserError(
-                    f"{kind.__qualname__}.{each.name} has no default, and tables may leave it out; add one."
+                    f"{kind.__qualname__}.{setting.name} has no default, and tables may leave it out; add one."
                 )
     if not used and not others:
         return TableConfig
@@ -213,7 +213,7 @@ def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
     used, others = _own_settings({**default, **table})
     bases = {base for kind in (TableConfig, *used, *others) for base in kind.__mro__}
     pairs = [pair for base in bases for pair in vars(base).get("alternatives", ())]
-    replaced = {other for pair in pairs for name, other in (pair, pair[::-1]) if name in table}
+    replaced = {alternative for pair in pairs for name, alternative in (pair, pair[::-1]) if name in table}
     inherited = {key: value for key, value in default.items() if key not in replaced}
     return over_default(inherited, table)
 

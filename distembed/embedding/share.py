@@ -66,8 +66,8 @@ class ShareIds:
         """Returns the share's ids number ``start`` to ``stop - 1``, or fewer at the share's end."""
         if self._listed is not None:
             return ChunkIds(self._listed[start:stop].long(), None)
-        first, last = min(self._first + start, self._stop), min(self._first + stop, self._stop)
-        return ChunkIds(torch.arange(first, last, device=device), first)
+        start_id, stop_id = min(self._first + start, self._stop), min(self._first + stop, self._stop)
+        return ChunkIds(torch.arange(start_id, stop_id, device=device), start_id)
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class ChunkIds:
 
     def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
         """Returns the index of each given id in this chunk (arbitrary if absent), and whether the chunk has it."""
-        last = len(self.ids) - 1
+        last_index = len(self.ids) - 1
         if self.first is not None:
-            places = ids - self.first
-            return places.clamp(0, last), (places >= 0) & (places <= last)
-        places = torch.searchsorted(self.ids, ids).clamp_(max=last)
-        return places, self.ids[places] == ids
+            indices = ids - self.first
+            return indices.clamp(0, last_index), (indices >= 0) & (indices <= last_index)
+        indices = torch.searchsorted(self.ids, ids).clamp_(max=last_index)
+        return indices, self.ids[indices] == ids
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TableShare:
     @property
     def weights(self) -> list[ShareWeight]:
         """The weights that this rank composes from, range after range."""
-        return [own for part in self.columns for own in part.weights]
+        return [weight for columns in self.columns for weight in columns.weights]
 
     def num_chunks(self, most_ids: int) -> int:
         """Returns the number of chunks of up to ``most_ids`` ids, the same on all ranks."""
@@ -186,17 +186,18 @@ class TableShare:
         is_slice = first is not None and isinstance(self.table.scheme, Naive)
         rows = None if is_slice else self.table.scheme.rows(ids)
         composed = []
-        for part in self.columns:
-            places = [_place(own, rows, first or 0, len(ids)) for own in part.weights]
-            leaves = [own.weight.detach()[place].float() for own, place in zip(part.weights, places, strict=True)]
+        for columns in self.columns:
+            weights = [share.weight for share in columns.weights]
+            places = [_weight_rows(share, rows, first or 0, len(ids)) for share in columns.weights]
+            leaves = [weight.detach()[place].float() for weight, place in zip(weights, places, strict=True)]
             if with_gradients:
                 leaves = [leaf.requires_grad_() for leaf in leaves]
             with torch.set_grad_enabled(with_gradients):
-                composed.append(_ComposedPart(self._vectors(leaves, part, rows), leaves, places))
+                composed.append(_ComposedPart(self._vectors(leaves, columns, rows), leaves, places))
         return composed
 
-    def _vectors(self, leaves: list[Tensor], part: ShareColumns, rows: Int64[Tensor, "k ids"] | None) -> Tensor:
-        if not any(own.is_function for own in part.weights):
+    def _vectors(self, leaves: list[Tensor], columns: ShareColumns, rows: Int64[Tensor, "k ids"] | None) -> Tensor:
+        if not any(weight.is_function for weight in columns.weights):
             return self.table.combine.compose(leaves)
         assert rows is not None
         in_leaves = rows.clone()  # leaf 0 has a row for each id, in order; leaves of functions are whole
@@ -204,25 +205,25 @@ class TableShare:
         return self.table.combine.embed(leaves, in_leaves)
 
     @staticmethod
-    def _add(parts: Sequence[_ComposedPart], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def _add(composed_parts: Sequence[_ComposedPart], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
         """Adds the gradients of each part's leaves, from the gradients of its vectors, to the totals."""
         remaining = iter(totals)
-        for part, gradient in zip(parts, gradients, strict=True):
-            of_leaves = torch.autograd.grad(part.vectors, part.leaves, gradient)
-            for own, place, total in zip(of_leaves, part.places, remaining, strict=False):
-                if isinstance(place, slice):
-                    total[place].add_(own)
+        for composed, gradient in zip(composed_parts, gradients, strict=True):
+            leaf_gradients = torch.autograd.grad(composed.vectors, composed.leaves, gradient)
+            for leaf_gradient, rows, total in zip(leaf_gradients, composed.places, remaining, strict=False):
+                if isinstance(rows, slice):
+                    total[rows].add_(leaf_gradient)
                 else:
-                    total.index_add_(0, place, own)
+                    total.index_add_(0, rows, leaf_gradient)
 
 
-def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, num_ids: int) -> "Tensor | slice":
+def _weight_rows(weight: ShareWeight, rows: Tensor | None, first: int, num_ids: int) -> "Tensor | slice":
     """Returns the rows of a weight that ids need, all of a function's; without ``rows``, they go from ``first`` on."""
-    if own.is_function:
+    if weight.is_function:
         return slice(None)
     if rows is None:
-        return slice(first - own.first_row, first - own.first_row + num_ids)
-    return rows[own.partition] - own.first_row
+        return slice(first - weight.first_row, first - weight.first_row + num_ids)
+    return rows[weight.partition] - weight.first_row
 
 
 def require_one_vector(table: CompositionalEmbeddingConfig) -> None:

@@ -206,9 +206,10 @@ def _require_unique(tables: Sequence[TableT]) -> list[TableT]:
     """Returns the tables as a list; raises a UserError if there are none, or names, features or output keys repeat."""
     if not tables:
         raise UserError("tables is empty; give at least one table.")
-    for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):
+    features = [feature for table in tables for feature in table.feature_names]
+    for kind, names in (("name", [table.name for table in tables]), ("feature", features)):
         for name in _repeated(names):
-            raise UserError(f"tables: the {what} {name!r} is used by more than one table; make it unique.")
+            raise UserError(f"tables: the {kind} {name!r} is used by more than one table; make it unique.")
     for key in _repeated(vector_names(tables)):
         raise UserError(
             f"tables: the feature {key!r} has the name of a vector that feature {key.rpartition('__p')[0]!r} gives "

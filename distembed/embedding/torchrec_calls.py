@@ -95,11 +95,11 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
 
     The sharders are read from the local variables of TorchRec's function; the error says if only the plan lacks it.
     """
-    given = caller.f_locals
-    if "self" in given:
-        envs, sharders, entry = given["self"]._env, given["self"]._sharder_map, "DistributedModelParallel"
+    variables = caller.f_locals
+    if "self" in variables:
+        envs, sharders, entry = variables["self"]._env, variables["self"]._sharder_map, "DistributedModelParallel"
     else:
-        envs, sharders, entry = given["env"], given["sharder_map"], "shard_modules"
+        envs, sharders, entry = variables["env"], variables["sharder_map"], "shard_modules"
     groups = [env.process_group for env in (envs.values() if isinstance(envs, dict) else [envs])]
     world_size = max(1 if group is None else group.size() for group in groups)
     if world_size == 1 or _is_wrapped(caller):
@@ -110,9 +110,9 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
             f"tables would be put on each of the {world_size} ranks; make the plan of this model with this sharder. "
             "To replicate the tables deliberately, plan them data_parallel."
         )
-    own = f"CompositionalEmbedding{'Bag' if isinstance(module, EmbeddingBagCollectionInterface) else ''}Collection"
-    name = type(module).__name__
-    sharder = f"{own}Sharder()" if name == own else f"<a subclass of {own}Sharder whose module_type is {name}>"
+    name, bag = type(module).__name__, "Bag" if isinstance(module, EmbeddingBagCollectionInterface) else ""
+    ours = f"CompositionalEmbedding{bag}Collection"
+    sharder = f"{ours}Sharder()" if name == ours else f"<a subclass of {ours}Sharder whose module_type is {name}>"
     raise UserError(
         f"{entry} has no sharder for {name} and would put all of its tables on each of the {world_size} ranks; give it "
         f"sharders=[{sharder}, ...] of distembed.sharding. To replicate the tables deliberately, plan them "

@@ -32,14 +32,14 @@ class Sample:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
         """Returns number, mean and standard deviation of the values that are not NaN."""
-        known = [value for value in values if not math.isnan(value)]
-        deviation = statistics.stdev(known) if len(known) > 1 else math.nan
-        return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)
+        numbers = [value for value in values if not math.isnan(value)]
+        deviation = statistics.stdev(numbers) if len(numbers) > 1 else math.nan
+        return cls(len(numbers), statistics.fmean(numbers) if numbers else math.nan, deviation)
 
     def standard_error(self, baseline: "Sample") -> float:
         """Returns the standard error of the difference of two means; NaN where it is not known, or where it is 0."""
         # sqrt(s^2 / n + s_0^2 / n_0); a group of one run has s = NaN, and so has the result
-        variances = (each.standard_deviation**2 / each.number for each in (self, baseline) if each.number)
+        variances = (sample.standard_deviation**2 / sample.number for sample in (self, baseline) if sample.number)
         error = math.sqrt(sum(variances))
         return error if error > 0 else math.nan
 
@@ -102,11 +102,11 @@ def best_first(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     headline = summaries[0].info.metrics[0]
     sign = -1 if headline.better == "higher" else 1
 
-    def place(group: RunGroup) -> tuple[bool, bool, float]:
+    def group_order(group: RunGroup) -> tuple[bool, bool, float]:
         mean = group.sample(headline.name).mean
         return any(run.info.status != "finished" for run in group.runs), math.isnan(mean), sign * mean
 
-    return [run for group in sorted(group_runs(summaries), key=place) for run in group.runs]
+    return [run for group in sorted(group_runs(summaries), key=group_order) for run in group.runs]
 
 
 def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
@@ -120,13 +120,13 @@ def without_seed(config_yaml: str) -> str:
 
     That is its seed, and the place of its checkpoints, where several runs are given one outside of their folders.
     """
-    section, kept = "", []
+    section, lines = "", []
     for line in config_yaml.splitlines():
         if not line.startswith((" ", "#")):
             section = line
         if not (section.startswith("train:") and line.startswith(_OWN_SETTINGS)):
-            kept.append(line)
-    return "\n".join(kept)
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _common_name(names: Sequence[str]) -> str:
@@ -178,13 +178,13 @@ def _cells(group: RunGroup, metrics: Sequence[ReportedMetric], base: RunGroup | 
     cells = []
     for metric in metrics:
         sample = group.sample(metric.name)
-        known = f" ({sample.number} of {group.num_seeds})" if 0 < sample.number < group.num_seeds else ""
-        cells.append(f"{_sample_text(sample, metric.number_format)}{known}")
+        count_text = f" ({sample.number} of {group.num_seeds})" if 0 < sample.number < group.num_seeds else ""
+        cells.append(f"{_sample_text(sample, metric.number_format)}{count_text}")
         if group is base:
             cells.append("baseline")
         elif base is not None:
-            other = base.sample(metric.name) if group.evaluated_on == base.evaluated_on else Sample.of([])
-            cells.append(_difference_text(sample, other, metric.number_format))
+            baseline_sample = base.sample(metric.name) if group.evaluated_on == base.evaluated_on else Sample.of([])
+            cells.append(_difference_text(sample, baseline_sample, metric.number_format))
     return cells
 
 
@@ -293,8 +293,8 @@ def _compression(run: RunSummary) -> str:
     return f"{full / num_bytes:.1f}x" if num_bytes > 0 and not math.isnan(full) else UNKNOWN
 
 
-def _share(part: float, whole: float) -> str:
-    return f" ({part / whole:.1%})" if whole > 0 and not math.isnan(part) else ""
+def _share(amount: float, total: float) -> str:
+    return f" ({amount / total:.1%})" if total > 0 and not math.isnan(amount) else ""
 
 
 def _training_time(run: RunSummary) -> str:

@@ -72,8 +72,8 @@ def section(heading: str, content: str) -> str:
 
 def figure(heading: str, caption: str, svg: str) -> str:
     """Returns an SVG of :func:`render_svg` under a heading and a caption of plain text, which a screen reader reads."""
-    named = svg.replace('role="img"', f'role="img" aria-label="{escape(f"{heading}: {caption}")}"', 1)
-    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{named}</figure>\n"
+    labelled_svg = svg.replace('role="img"', f'role="img" aria-label="{escape(f"{heading}: {caption}")}"', 1)
+    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{labelled_svg}</figure>\n"
 
 
 def swatch(colour: str) -> str:

@@ -84,7 +84,7 @@ def calibration_diagram(runs: Sequence[ShownRun]) -> str:
         for run in runs:
             evaluation = run.record.evaluation
             bins = evaluation.calibration_bins if evaluation else ()
-            points = [(each.predicted, each.observed) for each in bins]
+            points = [(bin_.predicted, bin_.observed) for bin_ in bins]
             predicted, observed = zip(*points, strict=True) if points else ((), ())
             axes.plot(predicted, observed, marker="o", markersize=4, **run.style)
             highest = max([highest, *(value for point in points for value in point if not math.isnan(value))])
@@ -101,25 +101,25 @@ def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str
 
     It is the mean of the runs that differ in their seed alone; these are small points where there are several.
     """
-    places = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
-    known = [(run, x, y) for run, x, y in places if x > 0 and not math.isnan(y)]
+    points = [(run, run.summary.info.parameters, run.summary.metric(metric)) for run in runs]
+    drawn_points = [(run, x, y) for run, x, y in points if x > 0 and not math.isnan(y)]
     by_number: dict[int, list[tuple[ShownRun, float, float]]] = {}
-    for place in known:
-        by_number.setdefault(place[0].number, []).append(place)
+    for point in drawn_points:
+        by_number.setdefault(point[0].number, []).append(point)
 
     def draw(axes: Axes) -> None:
-        for run, x, y in known:
+        for run, x, y in drawn_points:
             if len(by_number[run.number]) > 1:
                 axes.plot([x], [y], marker="o", markersize=4, linestyle="", color=colour(run.number), alpha=0.55)
-        for number, own in by_number.items():
-            mean = own[0][1], statistics.fmean(y for *_, y in own)
+        for number, group_points in by_number.items():
+            mean = group_points[0][1], statistics.fmean(y for *_, y in group_points)
             axes.plot(*([value] for value in mean), marker="o", markersize=8, linestyle="", color=colour(number))
             beside: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-            axes.annotate(own[0][0].label, mean, fontsize=8, color=colour(number), **beside)
+            axes.annotate(group_points[0][0].label, mean, fontsize=8, color=colour(number), **beside)
         axes.set_xscale("log")
         axes.margins(y=0.15)
-        if known:
-            numbers = [x for _, x, _ in known]
+        if drawn_points:
+            numbers = [x for _, x, _ in drawn_points]
             axes.set_xlim(min(numbers) / 1.6, max(numbers) * 1.6)  # wide enough for a tick or two
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -55,10 +55,10 @@ class ConfigDifferences:
     def of(cls, configs: Sequence[str]) -> "ConfigDifferences":
         """Returns the settings in which YAML configs differ; a config that cannot be read has none."""
         settings = [dict(_settings(config)) for config in configs]
-        known = dict.fromkeys(key for own in settings for key in own)
-        differ = [key for key in known if len({own.get(key) for own in settings}) > 1]
+        keys = dict.fromkeys(key for values_of_run in settings for key in values_of_run)
+        differ = [key for key in keys if len({values_of_run.get(key) for values_of_run in settings}) > 1]
         shown = differ[:MOST_SETTINGS]
-        values = tuple(tuple(own.get(key, "") for key in shown) for own in settings)
+        values = tuple(tuple(values_of_run.get(key, "") for key in shown) for values_of_run in settings)
         return cls(tuple(shown), values, len(differ) - len(shown))
 
 
@@ -119,9 +119,9 @@ def write_run_report(
         raise UserError(f"the same run is given more than once: {', '.join(twice)}.")
     require_file("--output", output, overwrite, may_replace_own=True)
     records = [RunRecord.read(run) for run in runs]
-    named = dict(zip(unique_names(records), records, strict=True))
-    summaries = [RunSummary.from_record(record, name) for name, record in named.items()]
-    write_text(output, render_run_report(named, summaries, baseline), make_folder=True)
+    record_of_run = dict(zip(unique_names(records), records, strict=True))
+    summaries = [RunSummary.from_record(record, name) for name, record in record_of_run.items()]
+    write_text(output, render_run_report(record_of_run, summaries, baseline), make_folder=True)
     return summaries
 
 
@@ -142,8 +142,8 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseli
 
 def _dataset_note(summaries: Sequence[RunSummary]) -> str:
     """Returns a sentence where the ids of the runs' datasets stand for different values; empty where none is known."""
-    known = {run.info.id_fingerprint for run in summaries} - {None}
-    return f"The ids of the runs' datasets stand for different values ({len(known)} kinds)." if len(known) > 1 else ""
+    num_kinds = len({run.info.id_fingerprint for run in summaries} - {None})
+    return f"The ids of the runs' datasets stand for different values ({num_kinds} kinds)." if num_kinds > 1 else ""
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
@@ -158,20 +158,22 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console
     console.print(table, markup=False, highlight=False)
 
 
-def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary], baseline: str | None = None) -> str:
+def render_run_report(
+    record_of_run: dict[str, RunRecord], summaries: Sequence[RunSummary], baseline: str | None = None
+) -> str:
     """Returns the page's HTML, given the records by name, and their summaries in this order."""
     means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
     groups = group_runs(summaries)
     is_numbered = not _names_fit(groups)
-    shown = _shown_runs(named, groups, summaries, is_numbered)
+    shown = _shown_runs(record_of_run, groups, summaries, is_numbered)
     sections = [
-        section("Comparison" if len(named) > 1 else "Result", _comparison(shown, is_numbered)),
+        section("Comparison" if len(record_of_run) > 1 else "Result", _comparison(shown, is_numbered)),
         "" if means is None else section("Means over seeds", _means(means)),
-        "" if len(named) == 1 else section("What differs", _differences(groups, is_numbered)),
+        "" if len(record_of_run) == 1 else section("What differs", _differences(groups, is_numbered)),
         section("Curves", _legend(groups, is_numbered) + _figures(shown)),
-        section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
+        section("Runs", "".join(_run_details(run, name) for name, run in record_of_run.items())),
     ]
-    return page(f"distembed: {enumerate_names(list(named), most=6)}", "".join(sections), _STYLE)
+    return page(f"distembed: {enumerate_names(list(record_of_run), most=6)}", "".join(sections), _STYLE)
 
 
 def _names_fit(groups: Sequence[RunGroup]) -> bool:
@@ -180,13 +182,13 @@ def _names_fit(groups: Sequence[RunGroup]) -> bool:
 
 
 def _shown_runs(
-    named: dict[str, RunRecord], groups: Sequence[RunGroup], summaries: Sequence[RunSummary], is_numbered: bool
+    record_of_run: dict[str, RunRecord], groups: Sequence[RunGroup], summaries: Sequence[RunSummary], is_numbered: bool
 ) -> list[ShownRun]:
     """Returns the runs with the labels of their groups in figures: names, or numbers from 1."""
     group_numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
     labels = [str(number) if is_numbered else group.name for number, group in enumerate(groups, start=1)]
     numbered = [(run, group_numbers[run.name]) for run in summaries]
-    return [ShownRun(named[run.name], run, number, labels[number]) for run, number in numbered]
+    return [ShownRun(record_of_run[run.name], run, number, labels[number]) for run, number in numbered]
 
 
 def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
@@ -206,17 +208,17 @@ def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
 
 def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
     """Returns the table of the settings in which runs differ, the seed aside, one group of runs a row."""
-    found = ConfigDifferences.of([without_seed(group.runs[0].config_yaml) for group in groups])
-    if not found.keys:
+    differences = ConfigDifferences.of([without_seed(group.runs[0].config_yaml) for group in groups])
+    if not differences.keys:
         return f"<p>{'Nothing but the seed.' if len(groups) == 1 else 'No setting.'}</p>\n"
-    headings = "".join(f"<th>{escape(key)}</th>" for key in found.keys)
+    headings = "".join(f"<th>{escape(key)}</th>" for key in differences.keys)
     rows = "".join(
         f'<tr><th scope="row">{_group_name(number, group, is_numbered)}</th>'
         f"{''.join(f'<td>{escape(value or UNKNOWN)}</td>' for value in values)}</tr>"
-        for number, (group, values) in enumerate(zip(groups, found.values, strict=True))
+        for number, (group, values) in enumerate(zip(groups, differences.values, strict=True))
     )
-    others = f"<p>{found.num_others:,} further settings differ.</p>\n" if found.num_others else ""
-    return f'<div class="wide"><table class="settings"><tr><th>runs</th>{headings}</tr>{rows}</table></div>\n{others}'
+    further = f"<p>{differences.num_others:,} further settings differ.</p>\n" if differences.num_others else ""
+    return f'<div class="wide"><table class="settings"><tr><th>runs</th>{headings}</tr>{rows}</table></div>\n{further}'
 
 
 def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
@@ -238,14 +240,14 @@ def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]
     """Returns a run's cell, in bold face where it is the best of several."""
     text = escape(column.text(run))
     # metrics on different splits are not compared
-    comparable = len(summaries) > 1 and len({other.evaluated_on for other in summaries}) == 1
+    comparable = len(summaries) > 1 and len({summary.evaluated_on for summary in summaries}) == 1
     is_best = column.sort_key is not None and comparable and column.sort_key(run) == _lowest(column.sort_key, summaries)
     return f"<td>{f'<strong>{text}</strong>' if is_best else text}</td>"
 
 
 def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary]) -> float:
     """Returns the lowest value of the runs but NaN; NaN where all are, which no comparison finds equal."""
-    return min((found for run in summaries if not math.isnan(found := value(run))), default=math.nan)
+    return min((number for run in summaries if not math.isnan(number := value(run))), default=math.nan)
 
 
 def _legend(groups: Sequence[RunGroup], is_numbered: bool) -> str:
@@ -279,7 +281,7 @@ def _figures(shown: Sequence[ShownRun]) -> str:
         caption = f"{f'On {final}; ' if final else ''}{better.lower() if final else better} and further left is better."
         drawn = plots.parameters_against(shown, cost.name, cost.heading)
         figures.append((f"Parameters against {cost.heading}", caption, drawn))
-    return f'<div class="figures">{"".join(figure(*each) for each in figures)}</div>\n'
+    return f'<div class="figures">{"".join(figure(*drawing) for drawing in figures)}</div>\n'
 
 
 def _splits(names: Iterable[str]) -> str:

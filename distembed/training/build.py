@@ -82,8 +82,8 @@ class Blueprint:
     def model_inputs(self) -> ModelInputs:
         """The features and tables that the model is built from."""
         # the task itself replaces ids of these features, so that lookups must not replace them once more
-        own = self.task.replaced_features
-        sse = {feature: rule for feature, rule in self.sse.items() if feature not in own}
+        replaced = self.task.replaced_features
+        sse = {feature: rule for feature, rule in self.sse.items() if feature not in replaced}
         return ModelInputs.from_config(
             self.batch_schema,
             self.config.embedding,

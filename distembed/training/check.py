@@ -60,8 +60,8 @@ def check(path: str) -> Iterator[Checked]:
         yield Checked("graph", path, verify_graph(folder))
     elif _has(folder, "run.json", "config.yaml"):
         yield Checked("run", path, _verify_run_files(folder))
-        if (kept := kept_dataset(folder)) is not None:
-            yield Checked("dataset", str(kept), verify_dataset(kept))
+        if (kept_folder := kept_dataset(folder)) is not None:
+            yield Checked("dataset", str(kept_folder), verify_dataset(kept_folder))
         yield from _check_checkpoints(folder)
     else:
         raise UserError(f"{path} is no run, checkpoint, dataset or graph; give the folder of one.")
@@ -73,7 +73,7 @@ def _has(folder: Path, *names: str) -> bool:
 
 def _verify_run_files(run: Path) -> Verification:
     """Reads the files of a run as all commands do; none of them has a checksum."""
-    found = Verification()
+    verification = Verification()
     for name, read in (
         ("config.yaml", lambda: load_run_config(run)),
         ("run.json", lambda: RunRecord.read(run)),
@@ -84,11 +84,11 @@ def _verify_run_files(run: Path) -> Verification:
             continue  # the run was killed before it wrote it
         try:
             read()
-            found.add((), run / name)
+            verification.add((), run / name)
         except (UserError, OSError) as error:
             # RunRecord.read may repeat the error of load_run_config: it is counted once
-            found.add([text for text in [str(error)] if text not in found.problems], run / name)
-    return found
+            verification.add([text for text in [str(error)] if text not in verification.problems], run / name)
+    return verification
 
 
 def _require_whole_lines(metrics: Path) -> None:
@@ -96,10 +96,10 @@ def _require_whole_lines(metrics: Path) -> None:
     lines = read_regular_file(metrics, _MOST_METRICS_BYTES).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            whole = isinstance(json.loads(line), dict)
+            is_object = isinstance(json.loads(line), dict)
         except (ValueError, RecursionError):
-            whole = False
-        if not whole:
+            is_object = False
+        if not is_object:
             raise UserError(f"{metrics}, line {number}, is no JSON object; `distembed train --resume` leaves it out.")
 
 

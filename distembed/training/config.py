@@ -71,8 +71,8 @@ class Config:
             and isinstance(task, DeclaringTaskConfig)
             and model.returns != task.takes
         ):
-            models = [each for each, known in MODELS.items() if getattr(known, "returns", None) == task.takes]
-            tasks = [each for each, known in TASKS.items() if getattr(known, "takes", None) == model.returns]
+            models = [name for name, kind in MODELS.items() if getattr(kind, "returns", None) == task.takes]
+            tasks = [name for name, kind in TASKS.items() if getattr(kind, "takes", None) == model.returns]
             raise ValueError(
                 f"model.name is {model.name!r} and task.name is {task.name!r}, which do not go together; "
                 f"the task takes the models {', '.join(models)}, and the model is for the tasks {', '.join(tasks)}"
@@ -134,7 +134,7 @@ def with_absolute_paths(config: Config) -> Config:
 
     def absolute(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {inner: absolute(inner, own) for inner, own in value.items()}
+            return {inner: absolute(inner, content) for inner, content in value.items()}
         return str(Path(value).absolute()) if _is_path(key, value) else value
 
     return validate(absolute("", dataclasses.asdict(config)), "the config with absolute paths")
@@ -145,11 +145,11 @@ def input_paths(config: Config) -> list[str]:
 
     def paths(key: str, value: Any) -> list[str]:
         if isinstance(value, dict):
-            return [path for inner, own in value.items() for path in paths(inner, own)]
+            return [path for inner, content in value.items() for path in paths(inner, content)]
         return [value] if _is_path(key, value) else []
 
-    found = paths("", dataclasses.asdict(config)) + [plugin for plugin in config.plugins if is_file(plugin)]
-    return list(dict.fromkeys(found))
+    read_paths = paths("", dataclasses.asdict(config)) + [plugin for plugin in config.plugins if is_file(plugin)]
+    return list(dict.fromkeys(read_paths))
 
 
 def require_plugins(config: Config) -> None:
@@ -174,10 +174,10 @@ def require_plugins(config: Config) -> None:
     for names, name in used:
         if name in names.added and names.added[name] is None and files.isdisjoint(names.added_by_files[name]):
             script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "mine.py")
-            named = ", ".join([*config.plugins, script if script.endswith(".py") else "mine.py"])
+            plugins = ", ".join([*config.plugins, script if script.endswith(".py") else "mine.py"])
             raise UserError(
                 f"{name!r} is registered in this process alone, and the ranks of a job are others: name the file or "
-                f"module that registers it, such as plugins=[{named}]."
+                f"module that registers it, such as plugins=[{plugins}]."
             )
 
 
@@ -205,10 +205,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if len(path) > MAX_LEVELS:
         raise UserError(f"{source} names a key within {len(path)} sections; a config has fewer than {MAX_LEVELS}.")
     section = values
-    for depth, part in enumerate(path[:-1], start=1):
-        inner = section.setdefault(part, {})
+    for depth, key_part in enumerate(path[:-1], start=1):
+        inner = section.setdefault(key_part, {})
         if inner is None:
-            inner = section[part] = {}
+            inner = section[key_part] = {}
         if not isinstance(inner, dict):
             raise UserError(f"{source}: {'.'.join(path[:depth])} is {shown(inner)} in the config, which has no keys.")
         section = inner

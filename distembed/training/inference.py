@@ -127,9 +127,9 @@ def score_prepared(state: TrainingState, batches: Generator[Batch, None, None]) 
 
 def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Generator[Batch, None, None]:
     """Yields this rank's batches of an evaluation: the task's own batches, or the rows of the split."""
-    own = state.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
-    if own is not None:
-        yield from own
+    task_batches = state.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
+    if task_batches is not None:
+        yield from task_batches
         return
     for batch in read_share(
         dataset,
@@ -177,8 +177,8 @@ def load_training_state(
     # Nothing is trained, so the optimizer is one that every device has. A task reads statistics of the dataset that the
     # run was trained on, such as the mean label, from the part of the dataset that the run keeps.
     train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
-    kept = kept_dataset(run_dir)
-    data = config.data if kept is None else dataclasses.replace(config.data, path=str(kept))
+    kept_folder = kept_dataset(run_dir)
+    data = config.data if kept_folder is None else dataclasses.replace(config.data, path=str(kept_folder))
     config = dataclasses.replace(config, train=train, data=data)
     blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1)
@@ -226,12 +226,13 @@ def predict_split(
     ):
         for outputs in score_batches(state, dataset, split, ranks):
             rows = gather_outputs(outputs, ranks)
-            tables = [columns.table(task.predictions(own)) for own in rows]
+            tables = [columns.table(task.predictions(rank_rows)) for rank_rows in rows]
             in_order.write(tables, writer.write_table)
         return in_order.finish(writer.write_table)
 
 
 def gather_outputs(outputs: Outputs, ranks: Ranks) -> list[Rows]:
     """Returns each rank's outputs of a step on rank 0, and nothing on other ranks; all ranks call it."""
-    parts = {name: ranks.gather_parts(values) for name, values in outputs.items()}
-    return [dict(zip(parts, of_rank, strict=True)) for of_rank in zip(*parts.values(), strict=True)]
+    values_by_name = {name: ranks.gather_parts(values) for name, values in outputs.items()}
+    by_rank = zip(*values_by_name.values(), strict=True)
+    return [dict(zip(values_by_name, rank_values, strict=True)) for rank_values in by_rank]

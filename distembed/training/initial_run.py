@@ -80,9 +80,9 @@ def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoin
         UserError: There is no run or checkpoint, its dataset has changed, or known values have other ids in the
             new dataset.
     """
-    folder, named = _folder_and_checkpoint(init_from)
+    folder, named_checkpoint = _folder_and_checkpoint(init_from)
     config = load_run_config(folder)
-    checkpoint = checkpoint or named or find_checkpoint(folder, config)
+    checkpoint = checkpoint or named_checkpoint or find_checkpoint(folder, config)
     earlier_dir = str(kept_dataset(folder) or config.data.require_path())
     earlier = Manifest.load(earlier_dir)
     info = read_json_object(folder / "run.json")
@@ -104,7 +104,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
         UserError: The model, the task or a table is set otherwise than in the earlier run, or a table cannot grow.
     """
     for section in ("model", "task"):
-        old, new = (getattr(each, section).name for each in (initial.config, config))
+        old, new = (getattr(config_, section).name for config_ in (initial.config, config))
         if old != new:
             raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
     features = batch_schema(config.task, schema).categorical
@@ -138,12 +138,12 @@ def resumed_config(config: Config, folder: Path) -> Config:
     if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
         decided = started_with.task.exclude_seen  # type: ignore[attr-defined]
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, exclude_seen=decided))
-    given = _recorded_embedding(folder, _GIVEN)
-    if given is None:
+    given_embedding = _recorded_embedding(folder, _GIVEN)
+    if given_embedding is None:
         return config
     init_from = started_with.train.init_from if config.train.init_from is None else _absolute(config.train.init_from)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=init_from))
-    if config.embedding == given:
+    if config.embedding == given_embedding:
         config = dataclasses.replace(config, embedding=started_with.embedding)
     return config
 

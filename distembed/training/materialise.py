@@ -68,22 +68,22 @@ def materialise_run(
         for module in collections.values()
         for table in table_configs(module)
     }
-    known = {table.name: table for table in tables}
-    wanted = [known[one_of("--table", name, known)] for name in dict.fromkeys(names)] or list(tables)
-    if ids_file is not None and len(wanted) != 1:
-        raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(known)}.")
-    hashing = [table.name for table in wanted if table.pre_hash is not None]
+    table_of_name = {table.name: table for table in tables}
+    chosen = [table_of_name[one_of("--table", name, table_of_name)] for name in dict.fromkeys(names)] or list(tables)
+    if ids_file is not None and len(chosen) != 1:
+        raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(table_of_name)}.")
+    hashing = [table.name for table in chosen if table.pre_hash is not None]
     if hashing and ids_file is None:
         raise UserError(
             f"table {hashing[0]!r} hashes its ids, so there is no list of all; give them with --ids, for one --table."
-            + _others([table.name for table in wanted if table.pre_hash is None])
+            + _others_sentence([table.name for table in chosen if table.pre_hash is None])
         )
-    paths = [output / f"{table.name}.parquet" for table in wanted]
+    paths = [output / f"{table.name}.parquet" for table in chosen]
     for path in paths:
         require_file("--output", path, overwrite)
     column = None if ids_file is None else id_column(ids_file)
     checkpoint = find_checkpoint(run_dir, config, checkpoint_choice)
-    for table, path in zip(wanted, paths, strict=True):
+    for table, path in zip(chosen, paths, strict=True):
         started = time.perf_counter()
         try:
             weights = load_weights(checkpoint, weight_names[table.name])
@@ -94,7 +94,7 @@ def materialise_run(
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
 
 
-def _others(names: Sequence[str]) -> str:
+def _others_sentence(names: Sequence[str]) -> str:
     """Returns a sentence that names the tables which need no list of ids; empty where there are none."""
     if not names:
         return ""

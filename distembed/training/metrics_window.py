@@ -111,23 +111,23 @@ class MetricsWindow:
             device: The device of this rank.
         """
         window = cls(rows=values["rows"], started=time.perf_counter() - values["seconds"])
-        for name, parts in tensors.items():
-            found = [part.to(device) for part in parts]
+        for name, rank_tensors in tensors.items():
+            on_device = [saved.to(device) for saved in rank_tensors]
             if name == _LOSS:
-                total = torch.stack(found).sum(0)[0]
+                total = torch.stack(on_device).sum(0)[0]
                 # each saved loss is a share times the old number of ranks; this rank's has to be times the new number
-                same = world_size == values["world_size"]
-                window.loss = total if same else total * world_size / values["world_size"]
+                is_same_size = world_size == values["world_size"]
+                window.loss = total if is_same_size else total * world_size / values["world_size"]
             elif name.startswith(_SUM):
-                window.sums[name.removeprefix(_SUM)] = torch.stack(found).sum(0)
+                window.sums[name.removeprefix(_SUM)] = torch.stack(on_device).sum(0)
             else:
-                window.replaced[name.removeprefix(_REPLACED)] = torch.stack(parts).sum(0)
+                window.replaced[name.removeprefix(_REPLACED)] = torch.stack(rank_tensors).sum(0)
         return window
 
 
 def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns sums by name as new tensors: a checkpoint may still be reading the tensors of ``totals``."""
-    return {**totals, **{name: totals[name] + own if name in totals else own for name, own in numbers.items()}}
+    return {**totals, **{name: totals[name] + number if name in totals else number for name, number in numbers.items()}}
 
 
 def replaced_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]
     if not ranks.is_first:
         return {}
     by_table = zip(counts, totals.tolist(), strict=False)
-    return {table: replaced / seen for table, (replaced, seen) in by_table if seen}
+    return {table: replaced / num_seen for table, (replaced, num_seen) in by_table if num_seen}
 
 
 class TrainingProgress:

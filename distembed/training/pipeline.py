@@ -202,14 +202,14 @@ def gather_unreadable(
     Raises:
         UserError: There are more than ``most``; raised on every rank.
     """
-    found = dict(known)
-    for of_rank in Collectives().gather(reader.unreadable):
-        found |= of_rank
-    if len(found) > most:
-        raise too_many_unreadable(found, most)
-    for name in sorted(found.keys() - known.keys()):
-        say(f"warning: rows of others take the place of those of {name}: {found[name]}")
-    return found
+    unreadable = dict(known)
+    for rank_unreadable in Collectives().gather(reader.unreadable):
+        unreadable |= rank_unreadable
+    if len(unreadable) > most:
+        raise too_many_unreadable(unreadable, most)
+    for name in sorted(unreadable.keys() - known.keys()):
+        say(f"warning: rows of others take the place of those of {name}: {unreadable[name]}")
+    return unreadable
 
 
 def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:

@@ -38,18 +38,18 @@ class PredictionColumns:
         names = [name for name in self.task.prediction_columns if name not in self.left_out]
         return pa.schema([(name, self._type(name)) for name in names])
 
-    def table(self, found: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
+    def table(self, predictions: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
         """Returns the values of :meth:`~distembed.tasks.base.Task.predictions` as these columns."""
-        return pa.table({name: self._column(name, found[name]) for name in self.schema.names}, schema=self.schema)
+        return pa.table({name: self._column(name, predictions[name]) for name in self.schema.names}, schema=self.schema)
 
     def _type(self, name: str) -> pa.DataType:
         if name not in self.task.id_columns:
             return pa.float32()
         return pa.string() if _feature(name) in self.values else pa.int64()
 
-    def _column(self, name: str, found: npt.NDArray[Any]) -> Any:
+    def _column(self, name: str, numbers: npt.NDArray[Any]) -> Any:
         values = self.values.get(_feature(name)) if name in self.task.id_columns else None
-        return pa.array(found) if values is None else take_values(values, found)
+        return pa.array(numbers) if values is None else take_values(values, numbers)
 
 
 def recommended_values(dataset: str | os.PathLike[str]) -> dict[str, pa.Array]:
@@ -89,9 +89,9 @@ class RankOrder:
 
     def write(self, tables: Sequence[pa.Table], write: Callable[[pa.Table], None]) -> None:
         """Takes a step's tables, one for each rank, maybe empty; writes that of rank 0, and stores the others."""
-        first, *others = tables
+        first, *other_tables = tables
         self._pass_on(first, write)
-        for table, spool in zip(others, self._spools, strict=True):
+        for table, spool in zip(other_tables, self._spools, strict=True):
             spool.write_table(table)
 
     def finish(self, write: Callable[[pa.Table], None]) -> int:

@@ -89,13 +89,13 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     Raises:
         UserError: The dataset is not there, or its ids stand for other values.
     """
-    kept = kept_dataset(run)
-    if data is None and kept is not None and not needs_rows:
-        return str(kept)
+    kept_folder = kept_dataset(run)
+    if data is None and kept_folder is not None and not needs_rows:
+        return str(kept_folder)
     dataset = config.data.require_path() if data is None else config.data.local_folder(data)
     if not Path(dataset).exists():
         raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")
-    if not _is_of_same_ids(run, dataset, kept):
+    if not _is_of_same_ids(run, dataset, kept_folder):
         raise UserError(
             f"the ids of {dataset} stand for other values than those of the dataset that {run} was trained on, so its "
             "predictions would mean nothing. Use the dataset it was trained on, or one with the same tables, "
@@ -104,13 +104,13 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     return dataset
 
 
-def _is_of_same_ids(run: Path, dataset: str, kept: Path | None) -> bool:
+def _is_of_same_ids(run: Path, dataset: str, kept_folder: Path | None) -> bool:
     """Returns whether a dataset's ids stand for the values that a run was trained on."""
     trained_on, manifest = read_json_object(run / "run.json").get("id_fingerprint"), Manifest.load(dataset)
     if trained_on is None or id_fingerprint(dataset, manifest) == trained_on:
         return True
     # the fingerprint also covers mean list lengths, which other rows change: compare the dataset that the run keeps
-    return kept is not None and has_same_ids(kept, Manifest.load(kept), dataset, manifest)
+    return kept_folder is not None and has_same_ids(kept_folder, Manifest.load(kept_folder), dataset, manifest)
 
 
 def require_same_config(folder: Path, config: Config) -> None:
@@ -156,9 +156,9 @@ def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None
         return
     old_newest, new_newest = (max(checkpoint_names(place), default="") for place in (old_place, new_place))
     if new_newest < old_newest:
-        there = f"the newest checkpoint is {new_newest}" if new_newest else "no checkpoint is"
+        newest_text = f"the newest checkpoint is {new_newest}" if new_newest else "no checkpoint is"
         raise UserError(
-            f"--resume: train.checkpoint_dir is {now!r}, where {there}; the run's newest is {old_newest} in "
+            f"--resume: train.checkpoint_dir is {now!r}, where {newest_text}; the run's newest is {old_newest} in "
             f"{old_place}. Move its checkpoints there first, or leave train.checkpoint_dir as it was."
         )
 

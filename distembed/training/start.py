@@ -260,13 +260,13 @@ def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
     Raises:
         UserError: A split is missing, or one of its files is missing, cut short or damaged.
     """
-    known = Manifest.load(dataset).splits
+    dataset_splits = Manifest.load(dataset).splits
     for setting, name in splits.items():
-        if name is not None and name not in known:
+        if name is not None and name not in dataset_splits:
             optional = ", or to null for none" if setting in ("data.validation", "data.test") else ""
             raise UserError(
                 f"{setting} is {name!r}, but the dataset {dataset} has no split of that name; it has "
-                f"{', '.join(known) or 'none'}. Set it to one of them{optional}."
+                f"{', '.join(dataset_splits) or 'none'}. Set it to one of them{optional}."
             )
     require_whole_splits(dataset, dict.fromkeys(name for name in splits.values() if name is not None))
 
@@ -306,16 +306,16 @@ def _require_comparable(config: Config, manifest: Manifest) -> None:
     assert name is not None
     split = manifest.splits[name]
     if split.num_rows == 0:
-        found = "has no rows"
+        fault = "has no rows"
     elif split.mean_weight == 0:
-        found = "has only rows of weight 0"
+        fault = "has only rows of weight 0"
     elif isinstance(task, LabelTaskConfig) and task.needs_both_labels and split.label_rate in (0.0, 1.0):
-        found = f"has only rows whose label is {split.label_rate:g}"
+        fault = f"has only rows whose label is {split.label_rate:g}"
     else:
         return
     raise UserError(
         f"train.keep_best and train.stop_after_evaluations compare evaluations by the task's headline metric, which is "
-        f"not defined where data.validation is {name!r}: it {found}. Leave both out, or name a split that defines it."
+        f"not defined where data.validation is {name!r}: it {fault}. Leave both out, or name a split that defines it."
     )
 
 

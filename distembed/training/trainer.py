@@ -288,8 +288,8 @@ class Trainer:
         """Adds the step that was just done to the window of metrics; on a CPU refuses a loss that is not finite."""
         # the last batch of an epoch may be shorter than the others
         batch_size = self._config.train.batch_size
-        done = (self._step - 1) % self._reader.batches_per_epoch * batch_size
-        rows = min(batch_size, self._reader.num_rows - done)
+        rows_before = (self._step - 1) % self._reader.batches_per_epoch * batch_size
+        rows = min(batch_size, self._reader.num_rows - rows_before)
         self._samples += rows
         self._window.add(loss, self._state.task.training_sums(outputs), rows)
         # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
@@ -298,9 +298,9 @@ class Trainer:
 
     def _require_finite(self) -> None:
         """Raises RunError, and keeps the batch in a file, if a loss of this rank since the last call is not finite."""
-        found = self._window.first_not_finite()
-        if found is not None:
-            steps_ago, loss = found
+        not_finite = self._window.first_not_finite()
+        if not_finite is not None:
+            steps_ago, loss = not_finite
             reader = training_reader(self._config, self._ranks, prefetch_batches=0)
             raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
 

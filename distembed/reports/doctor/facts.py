@@ -121,9 +121,9 @@ def gather_facts() -> Facts:
 def installed_versions() -> dict[str, str]:
     """Returns the version of every installed distribution by its :func:`normalised_name`."""
     return {
-        normalised_name(found.metadata["Name"]): found.version
-        for found in importlib.metadata.distributions()
-        if found.metadata["Name"]
+        normalised_name(package.metadata["Name"]): package.version
+        for package in importlib.metadata.distributions()
+        if package.metadata["Name"]
     }
 
 
@@ -135,10 +135,10 @@ def normalised_name(distribution: str) -> str:
 def distembed_requirements() -> list[str] | None:
     """Returns the requirements of distembed's metadata, without extras; None where distembed is not installed."""
     try:
-        found = importlib.metadata.requires("distembed") or []
+        requirements = importlib.metadata.requires("distembed") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return [line for line in found if "extra ==" not in line]
+    return [line for line in requirements if "extra ==" not in line]
 
 
 def load_trio() -> dict[str, LoadResult]:
@@ -154,14 +154,14 @@ def run_load_program(program: str) -> LoadResult:
     """
     command = [sys.executable, "-W", "ignore", "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return LoadResult({}, f"did not end within {LOAD_TIMEOUT_SECONDS} s")
-    if done.returncode < 0:
-        return LoadResult({}, f"the process was ended by signal {-done.returncode}")
-    if done.returncode > 0:
-        return LoadResult({}, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return LoadResult(json.loads(done.stdout.strip().splitlines()[-1]))
+    if process.returncode < 0:
+        return LoadResult({}, f"the process was ended by signal {-process.returncode}")
+    if process.returncode > 0:
+        return LoadResult({}, (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return LoadResult(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
 def processor_flags(cpuinfo: str) -> frozenset[str]:

@@ -40,7 +40,7 @@ def judge(facts: Facts) -> list[Finding]:
     device = chosen_device(facts.installed, facts.has_gpu)
     tested = trio_of(facts.installed)
     versions = check_trio_versions(facts.installed, device)
-    wrong_versions = {found.subject for found in versions if found.status == "wrong"}
+    wrong_versions = {finding.subject for finding in versions if finding.status == "wrong"}
     return [
         check_python(facts.python_version, tested),
         Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[2]}"),
@@ -68,20 +68,20 @@ def check_python(version: tuple[int, ...], tested: Trio = trio.DEFAULT) -> Findi
 
 def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
     """Returns ``cpu`` or ``cuda``, by the installed build of FBGEMM; by ``has_gpu`` where no or both are installed."""
-    there = [device for device, name in trio.FBGEMM_DISTRIBUTIONS.items() if name in installed]
-    return there[0] if len(there) == 1 else "cuda" if has_gpu else "cpu"
+    builds = [device for device, name in trio.FBGEMM_DISTRIBUTIONS.items() if name in installed]
+    return builds[0] if len(builds) == 1 else "cuda" if has_gpu else "cpu"
 
 
 def name_trio(installed: Mapping[str, str]) -> Finding:
     """Names the tested trio of the installed torch, by which installed versions are judged."""
     tested = trio_of(installed)
-    others = " or ".join(name for name in trio.TRIOS if name != tested.name)
+    other_trios = " or ".join(name for name in trio.TRIOS if name != tested.name)
     members = f"torch {tested.torch}, torchrec {tested.torchrec}, FBGEMM {tested.fbgemm}"
-    found = installed.get("torch")
-    if found is not None and not tested.is_named_by(found):
-        detail = f"torch {found} is of no tested trio; judged by {tested.name}: {members}"
+    installed_torch = installed.get("torch")
+    if installed_torch is not None and not tested.is_named_by(installed_torch):
+        detail = f"torch {installed_torch} is of no tested trio; judged by {tested.name}: {members}"
         return Finding("trio", "note", detail)
-    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: tools/setup.sh --trio {others})")
+    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: tools/setup.sh --trio {other_trios})")
 
 
 def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Finding]:
@@ -91,17 +91,17 @@ def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Findi
     builds = list(trio.FBGEMM_DISTRIBUTIONS.values())
     if not all(name in installed for name in builds):
         return findings
-    wanted = trio.FBGEMM_DISTRIBUTIONS[device]
-    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{wanted}=={tested.fbgemm}')}"
+    right_build = trio.FBGEMM_DISTRIBUTIONS[device]
+    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{right_build}=={tested.fbgemm}')}"
     detail = f"{' and '.join(builds)} are both installed; the later one has overwritten the other's files"
-    return [*findings[:-1], Finding(wanted, "wrong", detail, remedy)]
+    return [*findings[:-1], Finding(right_build, "wrong", detail, remedy)]
 
 
-def _check_version(name: str, pinned: str, found: str | None) -> Finding:
+def _check_version(name: str, pinned: str, version: str | None) -> Finding:
     """Judges one member's version, None where it is not installed."""
-    if found is not None and found.split("+")[0] == pinned:
-        return Finding(name, "ok", found)
-    detail = f"{found} is installed, {pinned} is tested" if found else f"not installed; {pinned} is tested"
+    if version is not None and version.split("+")[0] == pinned:
+        return Finding(name, "ok", version)
+    detail = f"{version} is installed, {pinned} is tested" if version else f"not installed; {pinned} is tested"
     return Finding(name, "wrong", detail, _install_member(name, pinned))
 
 
@@ -123,7 +123,7 @@ def check_loads(
     below: list[str] = []
     for (member, result), (name, pinned) in zip(loads.items(), _in_load_order(pins), strict=True):
         subject = f"{member} loads"
-        failed = [other for other in below if loads[other].error]
+        failed = [lower_member for lower_member in below if loads[lower_member].error]
         if not result.error:
             findings.append(Finding(subject, "ok", "yes"))
         elif failed:
@@ -154,16 +154,16 @@ def check_dependencies(
         return [Finding("dependencies", "wrong", "packaging is not installed", _pip("install", "packaging"))]
     findings, met = [], []
     for requirement in map(Requirement, [*required, *tested.needs]):
-        found = installed.get(normalised_name(requirement.name))
+        version = installed.get(normalised_name(requirement.name))
         if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate()):
             continue
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            detail = f"{found or 'nothing'} is installed, {requirement.specifier or 'any version'} is needed"
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            detail = f"{version or 'nothing'} is installed, {requirement.specifier or 'any version'} is needed"
             # torch is named again so that pip cannot answer with another torch.
             remedy = _pip("install", f"{requirement.name}{requirement.specifier}", torch_pin)
             findings.append(Finding(requirement.name, "wrong", detail, remedy))
         else:
-            met.append(f"{requirement.name} {found}")
+            met.append(f"{requirement.name} {version}")
     return [*findings, Finding("dependencies", "ok", ", ".join(met))] if met else findings
 
 
@@ -184,11 +184,11 @@ def check_extras(installed: Mapping[str, str]) -> list[Finding]:
         ("plan --polish", "polish", "highspy"),
         ("sweep", "sweep", "optuna"),
     )
-    for what, extra, distribution in extras:
-        found = installed.get(distribution)
+    for feature, extra, distribution in extras:
+        version = installed.get(distribution)
         absent = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
-        detail = f"yes, by {distribution} {found}" if found else absent
-        findings.append(Finding(what, "ok" if found else "note", detail))
+        detail = f"yes, by {distribution} {version}" if version else absent
+        findings.append(Finding(feature, "ok" if version else "note", detail))
     return findings
 
 

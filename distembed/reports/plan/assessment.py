@@ -191,9 +191,9 @@ def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> list[str]:
     if not OPTIMIZERS[sparse_optimizer].has_row_states:
         return []
     names = [
-        own.table.name
-        for own in placements
-        if own.divided is None and any(stop - start < width(own.table) for start, stop in _column_ranges(own))
+        placed.table.name
+        for placed in placements
+        if placed.divided is None and any(stop - start < width(placed.table) for start, stop in _column_ranges(placed))
     ]
     text = f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
     return [f"{text}train a little otherwise than whole ones: {enumerate_names(names, most=8)}"] if names else []

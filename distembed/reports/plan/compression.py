@@ -126,8 +126,8 @@ class CompressibleTable:
             functions = (world_size - 1) * replicated_storage(table, table.function_tables(), optimizers).total
             return whole_table_storage(table, optimizers).total + functions
 
-        whole = _build_table(self.num_ids, replace(settings, partition="naive"))
-        self.whole_bytes, self._whole_parameters = num_bytes(whole), whole.num_parameters
+        full_table = _build_table(self.num_ids, replace(settings, partition="naive"))
+        self.whole_bytes, self._whole_parameters = num_bytes(full_table), full_table.num_parameters
         # tiny tables with (buckets, quotient rows) = (1, 1), (2, 1) and (1, 2)
         probes = [
             _build_table(num_ids, replace(settings, num_buckets=num_buckets, force=True))
@@ -155,10 +155,10 @@ class CompressibleTable:
             return None
         return min(max(self._range[0], num_ids), self._range[1])
 
-    def _linear(self, one: int, two_buckets: int, two_quotients: int) -> Callable[[int], int]:
+    def _linear(self, one_each: int, two_buckets: int, two_quotients: int) -> Callable[[int], int]:
         """Returns a * m + b * ceil(n / m) + c as a function of the buckets m, from the sizes of the three probes."""
-        per_bucket, per_quotient = two_buckets - one, two_quotients - one
-        fixed = one - per_bucket - per_quotient
+        per_bucket, per_quotient = two_buckets - one_each, two_quotients - one_each
+        fixed = one_each - per_bucket - per_quotient
         return lambda num_buckets: per_bucket * num_buckets + per_quotient * -(-self.num_ids // num_buckets) + fixed
 
     def _saves(self, num_buckets: int) -> bool:
@@ -217,10 +217,11 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
 
     def compressed(num_bytes: float) -> Config:
         """Returns the config with settings for each compressible table, whose buckets take ``num_bytes`` in all."""
-        whole = dataclasses.replace(config.embedding.default, partition="naive")
+        full = dataclasses.replace(config.embedding.default, partition="naive")
         buckets = allocate_buckets(tables, num_bytes).items()
-        new = {name: whole if own is None else _compressed_settings(config, own) for name, own in buckets}
-        return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, tables=new | own_tables))
+        settings = {name: full if num is None else _compressed_settings(config, num) for name, num in buckets}
+        embedding = dataclasses.replace(config.embedding, tables=settings | own_tables)
+        return dataclasses.replace(config, embedding=embedding)
 
     def fits(num_bytes: float) -> bool:
         return is_fitting(ConfiguredModel(compressed(num_bytes)), cluster)
@@ -242,8 +243,10 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
 
 def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> BucketsByTable:
     """Returns each table's buckets by the module's rule, within ``max_bytes`` in all or with the fewest possible."""
-    # the threshold is found by bisection. A table that turns whole at the next lower threshold may leave many bytes
-    # unused: it is kept compressed, the threshold is lowered again, and in the end wholes are added while there is room
+    # 1. The threshold is lowered by bisection, which gives all tables more buckets, until the bytes are used up.
+    # 2. At the next lower threshold some table may turn whole (None in place of buckets), and no longer fit: its jump
+    #    leaves bytes unused. It stays compressed (`compressed`), and step 1 is repeated for the other tables.
+    # 3. Tables that would be whole become whole while there is room, the smallest first.
     compressed: set[str] = set()
 
     def buckets_above(threshold: float) -> BucketsByTable:
@@ -269,11 +272,9 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
     while True:
         threshold, too_low = lowest_threshold()
         buckets = buckets_above(threshold)
-        turned_whole = {name for name, own in buckets_above(too_low).items() if own is None}
-        turned_whole -= {name for name, own in buckets.items() if own is None}
+        turned_whole = _whole_tables(buckets_above(too_low)) - _whole_tables(buckets)
         if not turned_whole:
             break
-        # these tables do not fit whole: keep them compressed and give other tables the bytes left
         compressed |= turned_whole
     used_bytes = total_bytes(buckets)
     for table in sorted(tables, key=lambda table: table.num_ids):
@@ -289,3 +290,8 @@ def _compressed_settings(config: Config, num_buckets: int | None) -> TableConfig
     # dims of other schemes may be for more partitions
     dims = default.dims if default.dims is not None and len(default.dims) == 2 else None
     return dataclasses.replace(default, partition=scheme, num_buckets=num_buckets, collisions=None, dims=dims)
+
+
+def _whole_tables(buckets: BucketsByTable) -> set[str]:
+    """Returns the names of the tables that stay whole, without buckets."""
+    return {name for name, num_buckets in buckets.items() if num_buckets is None}

@@ -63,7 +63,8 @@ class OwnModel(Plannable):
         self.made, self.step = made, step
         self.sharders = default_sharders(plan.host_memory) if made.sharders is None else made.sharders
         # TorchRec's tables are described as the full tables that they are
-        self.tables = [table for own in embedding_modules(made.module).values() for table in table_configs(own)]
+        collections = embedding_modules(made.module).values()
+        self.tables = [table for collection in collections for table in table_configs(collection)]
         self.features = list(dict.fromkeys(feature for table in self.tables for feature in table.feature_names))
         declared = declared_optimizers(made.module, self.sharders)
         undeclared = step.sparse_optimizer or stateless_name()
@@ -80,15 +81,15 @@ class OwnModel(Plannable):
         sparse = largest_optimizer(declared.values(), step.sparse_optimizer)
         is_fused = OPTIMIZERS[sparse].fused_class is not None
         self.table_optimizers = TableOptimizers(sparse, step.dense_optimizer, is_fused)
-        self.smaller_tables = [name for name, own in declared.items() if (own or undeclared) != sparse]
+        self.smaller_tables = [table for table, name in declared.items() if (name or undeclared) != sparse]
 
     def on_cluster(self, cluster: Cluster) -> ModelOnCluster:
         optimizers = self.table_optimizers
         if OPTIMIZERS[optimizers.sparse].fused_needs_cuda and cluster.device.kind != "cuda":
-            known = ", ".join(name for name in sparse_names() if not OPTIMIZERS[name].fused_needs_cuda)
+            on_cpu = ", ".join(name for name in sparse_names() if not OPTIMIZERS[name].fused_needs_cuda)
             raise UserError(
                 f"FBGEMM has the optimizer {optimizers.sparse!r} of the tables on CUDA only, and --gpu is a "
-                f"{cluster.device.kind}; use one of {known}."
+                f"{cluster.device.kind}; use one of {on_cpu}."
             )
         workload, notes = self._workload(cluster)
         if self.smaller_tables:
@@ -159,31 +160,35 @@ def make_own_model(function: NamedFunction) -> MadeModel:
     planned or have no sharder, and a model without tables.
     """
     with OnDevice("meta"):
-        made = function.call(**({"device": torch.device("meta")} if function.takes("device") else {}))
-    module, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        returned = function.call(**({"device": torch.device("meta")} if function.takes("device") else {}))
+    module, own_sharders = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     where = f"{function.option} {function.name}"
     if not isinstance(module, nn.Module):
-        raise UserError(f"{where} returns {_kind(made)}; return a torch.nn.Module, or a pair of it and its sharders.")
-    sharders = default_sharders() if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        kind = _kind(returned)
+        raise UserError(f"{where} returns {kind}; return a torch.nn.Module, or a pair of it and its sharders.")
+    if own_sharders is None:
+        sharders = default_sharders()
+    else:
+        sharders = list(own_sharders) if isinstance(own_sharders, list | tuple) else [own_sharders]
     for sharder in sharders:
         if not isinstance(sharder, ModuleSharder):
             raise UserError(f"{where} returns {_kind(sharder)} among the sharders; return TorchRec's ModuleSharders.")
-    known = {sharder.module_type for sharder in default_sharders()}
+    plannable = {sharder.module_type for sharder in default_sharders()}
     sharded = {sharder.module_type for sharder in sharders}
-    for path, part in module.named_modules():
-        if not isinstance(part, _WITH_TABLES):
+    for path, submodule in module.named_modules():
+        if not isinstance(submodule, _WITH_TABLES):
             continue
-        kind = f"{where} makes {path or 'a model'!r}, a {type(part).__name__}"
-        if not any(isinstance(part, each) for each in known):
+        kind = f"{where} makes {path or 'a model'!r}, a {type(submodule).__name__}"
+        if not any(isinstance(submodule, module_type) for module_type in plannable):
             raise UserError(f"{kind}, which cannot be planned; collections that can are {_PLANNED}.")
-        if type(part) not in sharded:
+        if type(submodule) not in sharded:
             raise UserError(f"{kind}, and no sharder takes it; return the model with one, as (model, [sharder, ...]).")
     if not any(table_configs(collection) for collection in embedding_modules(module).values()):
         raise UserError(
             f"{where} makes a model without embedding tables to place; tables are those of {_PLANNED}, and layers such "
             "as torch.nn.Embedding are on every rank whole."
         )
-    return MadeModel(function.name, module, None if given is None else sharders)
+    return MadeModel(function.name, module, None if own_sharders is None else sharders)
 
 
 def _kind(value: Any) -> str:

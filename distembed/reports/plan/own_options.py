@@ -31,16 +31,16 @@ class NamedFunction:
     name: str  # how it is named, `package.module:function`
     function: Callable[..., Any]
 
-    def call(self, *arguments: Any, **named: Any) -> Any:
+    def call(self, *arguments: Any, **options: Any) -> Any:
         """Calls the function with stdout sent to stderr; its errors become a ``UserError`` that names the option."""
         try:
-            inspect.signature(self.function).bind(*arguments, **named)
+            inspect.signature(self.function).bind(*arguments, **options)
         except ValueError:
             pass  # a function of C, which has no signature
         except TypeError as error:
-            given = "without arguments" if not arguments else "with the number of rows alone"
-            raise UserError(f"{self.option} {self.name} is called {given}, and cannot be: {error}.") from error
-        return _run(f"{self.option} {self.name}", self.function, *arguments, **named)
+            how = "without arguments" if not arguments else "with the number of rows alone"
+            raise UserError(f"{self.option} {self.name} is called {how}, and cannot be: {error}.") from error
+        return _run(f"{self.option} {self.name}", self.function, *arguments, **options)
 
     def takes(self, parameter: str) -> bool:
         """Returns whether the function has a parameter of a name."""
@@ -74,8 +74,8 @@ def find_function(option: str, name: str) -> NamedFunction:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            own = [own for own, value in vars(module).items() if callable(value) and not own.startswith("_")]
-            guess = nearest(attribute, own)
+            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            guess = nearest(attribute, names)
             hint = f"; did you mean {guess!r}?" if guess else ""
             raise UserError(f"{option}: the module {module_name!r} has no {attribute!r}{hint}.")
         found = getattr(found, part)
@@ -85,22 +85,23 @@ def find_function(option: str, name: str) -> NamedFunction:
     return NamedFunction(option, name, found)
 
 
-def _run(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _run(action: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls a user's function, with stdout sent to stderr; errors and exits become a ``UserError`` with the line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return function(*arguments, **named)
+            return function(*arguments, **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         # the innermost frame outside Python, installed packages and distembed: the user's own line
         installed = (*sysconfig.get_paths().values(), str(Path(__file__).parents[2]), "<")
-        frames = [own for own in traceback.extract_tb(error.__traceback__) if not own.filename.startswith(installed)]
-        places: list[tuple[str | None, int | None]] = [(own.filename, own.lineno) for own in frames]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if not frame.filename.startswith(installed)]
+        positions: list[tuple[str | None, int | None]] = [(frame.filename, frame.lineno) for frame in frames]
         if isinstance(error, SyntaxError):
-            places = [(error.filename, error.lineno)]
-        place = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-        raise UserError(f"{what} fails with {one_line(error)}{place}.") from error
+            positions = [(error.filename, error.lineno)]
+        position_text = f" ({positions[-1][0]}, line {positions[-1][1]})" if positions else ""
+        raise UserError(f"{action} fails with {one_line(error)}{position_text}.") from error
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,14 @@ class OwnStep:
 def parse_ids_per_row(text: str) -> dict[str, float]:
     """Returns the numbers of a text like ``item=1,words=12.5`` by feature; refuses repeated and impossible ones."""
     numbers: dict[str, float] = {}
-    for part in text.split(","):
-        feature, _, number = part.rpartition("=")
+    for entry in text.split(","):
+        feature, _, number = entry.rpartition("=")
         try:
             value = float(number)
         except ValueError:
             value = math.nan
         if not feature or not 0 < value < _MOST_IDS:
-            raise UserError(f"--ids-per-row has {part!r}; give FEATURE=NUMBER,... such as item=1,words=12.5.")
+            raise UserError(f"--ids-per-row has {entry!r}; give FEATURE=NUMBER,... such as item=1,words=12.5.")
         if feature in numbers:
             raise UserError(f"--ids-per-row names {feature!r} twice; give one number.")
         numbers[feature] = value

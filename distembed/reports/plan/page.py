@@ -46,7 +46,7 @@ def render_capacity_page(report: CapacityReport) -> str:
     sections += map(_rank_section, quantities or [])
     # where the tables lie, with the costs of other placements
     columns = [*tables.table_columns(assessment), *tables.reason_columns(assessment)]
-    legend = [tables.ALTERNATIVES_LEGEND] * any(own.alternatives for own in assessment.tables)
+    legend = [tables.ALTERNATIVES_LEGEND] * any(table_.alternatives for table_ in assessment.tables)
     table = _table(columns, assessment.tables, tables.is_in_host_memory)
     sections.append(section("Tables", table + _paragraphs(legend)))
     if report.notes:
@@ -124,13 +124,13 @@ def render_chart(assessment: Assessment, file_format: str) -> bytes:
         colour = _GREEN if assessment.fits else _RED
         drawing.suptitle(tables.verdict(assessment), x=0.01, ha="left", parse_math=False, color=colour)
         if assessment.ranks:
-            parts: Any = drawing.subfigures(2)
+            halves: Any = drawing.subfigures(2)
             quantities = tables.memory_by_rank(assessment), tables.time_by_rank(assessment)
-            for part, quantity in zip(parts, quantities, strict=True):
-                axes = part.subplots()
+            for half, quantity in zip(halves, quantities, strict=True):
+                axes = half.subplots()
                 draw_ranks(quantity, axes)
                 axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
-                _draw_legend(part, _colours(quantity))
+                _draw_legend(half, _colours(quantity))
         else:
             text = "\n".join(tables.shortage_lines(assessment))
             drawing.text(0.01, 0.8, text, va="top", wrap=True, parse_math=False)

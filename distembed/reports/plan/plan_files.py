@@ -30,9 +30,9 @@ class PlanFiles:
         """Raises a ``UserError`` for a file that cannot be written, and for two options with one file."""
         option_by_file: dict[Path, str] = {}
         for option, file in self.requested():
-            other = option_by_file.setdefault(file.absolute(), option)
-            if other != option:
-                raise UserError(f"{other} and {option} both name {file}; name two files.")
+            first_option = option_by_file.setdefault(file.absolute(), option)
+            if first_option != option:
+                raise UserError(f"{first_option} and {option} both name {file}; name two files.")
             require_file(option, file, self.overwrite, may_replace_own=option == "--report")
         if self.report is not None:
             require_known_suffix(self.report)
@@ -41,7 +41,7 @@ class PlanFiles:
 def require_known_suffix(file: Path) -> None:
     """Raises a ``UserError`` for a suffix other than :data:`REPORT_SUFFIXES`, and for a folder."""
     if file.suffix.lower() not in REPORT_SUFFIXES:
-        found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
-        raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")
+        fault = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
+        raise UserError(f"{file} {fault}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")
     if os.path.isdir(file):
         raise UserError(f"{file} is a folder; name a file.")

@@ -148,12 +148,12 @@ class ConfiguredModel(Plannable):
         settings.append(f"embedding.default.collisions={collisions}")
         # tables with entries of their own inherit unset fields from the default, which changes: state them explicitly
         for name, table in embedding.tables.items():
-            own = f"embedding.tables.{name}"
+            key = f"embedding.tables.{name}"
             if table.partition == default.partition != scheme:
-                settings.append(f"{own}.partition={table.partition}")
+                settings.append(f"{key}.partition={table.partition}")
             is_same = (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets)
             if table.partition in _HASHED and is_same:
                 is_given = table.num_buckets is not None
-                kept = f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}"
-                settings.append(f"{own}.{kept}")
+                unchanged = f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}"
+                settings.append(f"{key}.{unchanged}")
         return " ".join(settings), ConfiguredModel(replace(self.config, embedding=replace(embedding, default=changed)))

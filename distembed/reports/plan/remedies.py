@@ -63,12 +63,12 @@ def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Clust
     return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
 
-def least_enough(too_few: int, enough: int, is_enough: Callable[[int], bool]) -> int:
+def least_enough(too_few: int, least: int, is_enough: Callable[[int], bool]) -> int:
     """Returns the least number above ``too_few`` that is enough, by bisection; larger ones must be enough too."""
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
-    return enough
+    while least - too_few > 1:
+        middle = (too_few + least) // 2
+        too_few, least = (too_few, middle) if is_enough(middle) else (middle, least)
+    return least
 
 
 # ways to find the least size above too_few, up to most, that fits, or None: one by one, by bisection after checking
@@ -106,14 +106,15 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
     def on(typed: str, **changes: Any) -> tuple[str, Plannable, Cluster]:
         return typed, model, replace(cluster, **changes)
 
-    larger = [own for own in DEVICES.values() if own.kind == device.kind and own.memory_bytes > device.memory_bytes]
-    larger = [] if is_fixed else sorted(larger, key=lambda own: own.memory_bytes)
+    by_memory = sorted(DEVICES.values(), key=lambda known: known.memory_bytes)
+    larger = [known for known in by_memory if known.kind == device.kind and known.memory_bytes > device.memory_bytes]
+    larger = [] if is_fixed else larger
 
     def on_device(number: int) -> tuple[str, Plannable, Cluster]:
-        other = larger[number - 1]
+        larger_device = larger[number - 1]
         if not memory_is_given:
-            return on(f"--gpu {other.name}", device=other)
-        memory_bytes = other.memory_bytes  # --memory holds for any device
+            return on(f"--gpu {larger_device.name}", device=larger_device)
+        memory_bytes = larger_device.memory_bytes  # --memory holds for any device
         return on(f"--memory {exact_bytes(memory_bytes)}", device=replace(device, memory_bytes=memory_bytes))
 
     # on a CPU further ranks would share its memory
@@ -139,8 +140,8 @@ def _kinds(model: Plannable, cluster: Cluster, assessment: Assessment, memory_is
         *kinds,
         _Kind(_in_turn, 0, bool(freed), lambda _: (settings, model.with_plan(replace(plan, **freed)), cluster)),
         _Kind(_in_turn, 0, has_weight_states, lambda _: (*model.with_sparse_optimizer(row_wise_name()), cluster)),
-        _Kind(_below_most, host, most_host, lambda own: on(f"--host-memory {own}GiB", host_memory_bytes=own * _GIB)),
-        _Kind(_by_doubling, model.collisions or 1, most_collisions, lambda n: (*model.with_collisions(n), cluster)),
+        _Kind(_below_most, host, most_host, lambda gib: on(f"--host-memory {gib}GiB", host_memory_bytes=gib * _GIB)),
+        _Kind(_by_doubling, model.collisions or 1, most_collisions, lambda c: (*model.with_collisions(c), cluster)),
     ]
 
 
@@ -156,9 +157,9 @@ def find_remedies(
     ``memory_is_given`` says that ``--memory`` was typed, so that a larger device is suggested by its memory. No size is
     planned after ``max_seconds``. ``assessment`` is the model's on this cluster; it is made unless given.
     """
-    found = assessment if assessment is not None else assess(plannable, cluster)
+    present = assessment if assessment is not None else assess(plannable, cluster)
     arguments, is_complete, end = list[str](), True, time.monotonic() + max_seconds
-    kinds = _kinds(plannable, cluster, found, memory_is_given)
+    kinds = _kinds(plannable, cluster, present, memory_is_given)
     for i, kind in enumerate(kinds):
         # each kind may use an equal share of the time left, so that one kind does not take all
         now = time.monotonic()
@@ -169,7 +170,7 @@ def find_remedies(
             nonlocal is_complete
             try:
                 _, model, on = kind.change(size)
-                if model.table_bytes() > max_table_bytes(plannable, found, on):
+                if model.table_bytes() > max_table_bytes(plannable, present, on):
                     return False
                 if on.world_size > MAX_RANKS or time.monotonic() >= deadline:
                     is_complete = False
@@ -205,7 +206,7 @@ class Smallest:
     @property
     def lines(self) -> list[str]:
         """The answer, the clusters that were planned, and why a smaller cluster does not fit."""
-        planned = enumerate_names([f"{own.nodes} x {own.ranks_per_node}" for own, _ in self.tried])
+        planned = enumerate_names([f"{tried.nodes} x {tried.ranks_per_node}" for tried, _ in self.tried])
         details = [f"  {line}" for line in self.shortage]
         if self.assessment is None:
             answer = f"no number of devices up to {MAX_RANKS:,} " + ("helps" if self.is_proven else "was found to fit")
@@ -222,60 +223,62 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
 
     Raises the ``UserError`` of the settings where they refuse one device, one node and two nodes alike.
     """
-    gpus, outcomes = cluster.ranks_per_node, dict[int, bool]()
+    gpus, fits_by_size = cluster.ranks_per_node, dict[int, bool]()
 
-    def size(number: int) -> Cluster:
-        """Returns the cluster of a number in the module's drawing."""
-        return dataclasses.replace(cluster, nodes=max(1, number - gpus + 1), ranks_per_node=min(number, gpus))
+    # a size is a number in the module's drawing: 1 to `gpus` are devices of one node, `gpus` + 1 on are 2, 3, ... nodes
+    def cluster_of(size: int) -> Cluster:
+        return dataclasses.replace(cluster, nodes=max(1, size - gpus + 1), ranks_per_node=min(size, gpus))
 
-    def fits(number: int) -> bool:
-        """Returns whether the model fits a size, False where settings refuse it; remembers the outcome."""
-        if number not in outcomes:
+    def fits(size: int) -> bool:
+        """Returns whether the model fits a size, False where settings refuse it; remembers the answer."""
+        if size not in fits_by_size:
             try:
-                outcomes[number] = is_fitting(plannable, size(number))
+                fits_by_size[size] = is_fitting(plannable, cluster_of(size))
             except UserError:
-                outcomes[number] = False
-        return outcomes[number]
+                fits_by_size[size] = False
+        return fits_by_size[size]
 
-    def outcome(number: int) -> Assessment | UserError:
+    def planned(size: int) -> Assessment | UserError:
         """Returns the full plan for a size, or the error of settings that refuse it; remembers whether it fits."""
-        found: Assessment | UserError
+        plan: Assessment | UserError
         try:
-            found = assess(plannable, size(number))
+            plan = assess(plannable, cluster_of(size))
         except UserError as error:
-            found = error
-        outcomes[number] = isinstance(found, Assessment) and found.fits
-        return found
+            plan = error
+        fits_by_size[size] = isinstance(plan, Assessment) and plan.fits
+        return plan
 
     def tried() -> tuple[tuple[Cluster, bool], ...]:
-        return tuple((size(number), fits(number)) for number in sorted(outcomes))
+        return tuple((cluster_of(size), fits(size)) for size in sorted(fits_by_size))
 
-    for number in (1, gpus, gpus + 1):  # where the settings refuse one device, one node or two
-        first = outcome(number)
-        if isinstance(first, Assessment):
+    # 1. a first plan, whose networks and inputs tell how many bytes of tables a size can hold
+    for size in (1, gpus, gpus + 1):  # where the settings refuse one device, one node or two
+        first_plan = planned(size)
+        if isinstance(first_plan, Assessment):
             break
-    if isinstance(first, UserError):
-        raise first
-    numbers, table_bytes = range(1, gpus + max(0, MAX_RANKS // gpus - 1) + 1), plannable.table_bytes()
-    sizes = [number for number in numbers if table_bytes <= max_table_bytes(plannable, first, size(number))]
-    # sizes with enough memory for the tables; without any, the largest, to report its shortage
-    sizes = [1] if fits(1) else sizes or [numbers[-1]]
-    if not fits(sizes[0]) and (lack := _lack_of_room(plannable, size(sizes[-1]))):
+    if isinstance(first_plan, UserError):
+        raise first_plan
+    # 2. the sizes to search: those with enough memory for the tables; without any, the largest, to report its shortage
+    all_sizes, table_bytes = range(1, gpus + max(0, MAX_RANKS // gpus - 1) + 1), plannable.table_bytes()
+    sizes = [size for size in all_sizes if table_bytes <= max_table_bytes(plannable, first_plan, cluster_of(size))]
+    sizes = [1] if fits(1) else sizes or [all_sizes[-1]]
+    if not fits(sizes[0]) and (lack := _lack_of_room(plannable, cluster_of(sizes[-1]))):
         return Smallest(None, tried(), 0, None, (lack,), is_proven=True)
-    place = _smallest_place(sizes, fits)
-    below = sizes[-1] if place is None else sizes[place] - 1  # the size whose shortage is told
+    # 3. the search, and the shortage of the next smaller size, or of the largest where none fits
+    index = _smallest_index(sizes, fits)
+    short_size = sizes[-1] if index is None else sizes[index] - 1
     shortage: list[str] = []
-    if below:
-        told = outcome(below)
-        shortage = shortage_lines(told) if isinstance(told, Assessment) else [str(told)]
-    num_untried = sum(smaller not in outcomes for smaller in sizes[:place])
-    answer = None if place is None else outcome(sizes[place])
+    if short_size:
+        short_plan = planned(short_size)
+        shortage = shortage_lines(short_plan) if isinstance(short_plan, Assessment) else [str(short_plan)]
+    num_untried = sum(smaller not in fits_by_size for smaller in sizes[:index])
+    answer = None if index is None else planned(sizes[index])
     assert not isinstance(answer, UserError)
-    one_less = size(below) if answer is not None and below else None
+    one_less = cluster_of(short_size) if answer is not None and short_size else None
     return Smallest(answer, tried(), num_untried, one_less, tuple(shortage), is_proven=not num_untried)
 
 
-def _smallest_place(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+def _smallest_index(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
     """Returns the index in ``sizes`` of the smallest that was found to fit; None if the largest does not fit either.
 
     The three sizes right below the answer are planned too, and do not fit.
@@ -286,13 +289,13 @@ def _smallest_place(sizes: list[int], fits: Callable[[int], bool]) -> int | None
             return None
         gap = gap if high < _ONE_BY_ONE else 2 * gap
         low, high = high, min(high + gap, len(sizes) - 1)
-    place = least_enough(low, high, lambda middle: fits(sizes[middle]))
-    lower = place - 1
-    while lower >= max(0, place - _BELOW):
+    index = least_enough(low, high, lambda middle: fits(sizes[middle]))
+    lower = index - 1
+    while lower >= max(0, index - _BELOW):
         if fits(sizes[lower]):
-            place = lower
+            index = lower
         lower -= 1
-    return place
+    return index
 
 
 def _lack_of_room(plannable: Plannable, cluster: Cluster) -> str:

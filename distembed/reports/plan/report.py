@@ -47,7 +47,7 @@ class TrainingCost:
     def lines(self) -> list[str]:
         """Two lines: the run's time and money, and the origin of their range."""
         hours = (self.hours, self.least_hours, self.most_hours)
-        duration, least, most = (format_duration(3600 * each) for each in hours)
+        duration, least, most = (format_duration(3600 * number) for number in hours)
         money = ""
         if self.money is not None:
             money = f", {self.money:,.2f} at {self.price:g} each ({self.least_money:,.2f} to {self.most_money:,.2f})"
@@ -102,7 +102,7 @@ class CapacityReport:
     @property
     def lines(self) -> list[str]:
         """Lines of the training run's cost, and of the search for the smallest cluster."""
-        return [line for own in (self.cost, self.smallest) if own is not None for line in own.lines]
+        return [line for part in (self.cost, self.smallest) if part is not None for line in part.lines]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -120,8 +120,8 @@ def report_capacity(
     that ``--memory`` was typed: remedies then name a larger memory and no other device.
     """
     smallest = find_smallest(plannable, cluster) if find_cluster else None
-    found = None if smallest is None else smallest.assessment
-    assessment = found or assess(plannable, cluster)
+    smallest_fitting = None if smallest is None else smallest.assessment
+    assessment = smallest_fitting or assess(plannable, cluster)
     remedies = Remedies() if assessment.fits else find_remedies(plannable, cluster, memory_is_given, assessment)
     return CapacityReport(assessment, remedies, smallest)
 
@@ -131,9 +131,9 @@ def report_as_json(report: CapacityReport) -> dict[str, Any]:
     values = assessment_as_json(report.assessment)
     values |= {"notes": list(report.notes), "remedies": list(report.remedies.arguments)}
     if (smallest := report.smallest) is not None:
-        found, one_less = smallest.assessment, smallest.one_less
+        answer, one_less = smallest.assessment, smallest.one_less
         values["smallest"] = {
-            "found": None if found is None else _cluster_values(found.cluster),
+            "found": None if answer is None else _cluster_values(answer.cluster),
             "proven": smallest.is_proven,
             "tried": [{**_cluster_values(cluster), "fits": fits} for cluster, fits in smallest.tried],
             "untried": smallest.num_untried,

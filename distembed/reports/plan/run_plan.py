@@ -53,8 +53,8 @@ def run_plan(
         print_capacity_report(report, console)
     unwritten = [f"{option} {file}" for option, file in files.requested() if option != "--report" and not fits]
     if unwritten:
-        said = f"not written: {', '.join(unwritten)}, since {reason}"
-        errors.print(said, markup=False, highlight=False, soft_wrap=True)
+        message = f"not written: {', '.join(unwritten)}, since {reason}"
+        errors.print(message, markup=False, highlight=False, soft_wrap=True)
     if files.compress is not None and config is not None and fits:
         write_text(files.compress, config.to_yaml(), make_folder=True)
     if files.output is not None and fits:

@@ -122,17 +122,17 @@ class RankQuantity:
     def columns(self) -> list[PlanColumn[RankGroup]]:
         """The columns of the table of groups: ranks, items, total, further columns, and remarks last."""
 
-        def of_first(column: PlanColumn[PlannedRank]) -> PlanColumn[RankGroup]:
+        def first_rank_column(column: PlanColumn[PlannedRank]) -> PlanColumn[RankGroup]:
             return PlanColumn(column.heading, lambda group: column.text(group[0]), column.is_number)
 
-        return [PlanColumn("rank", group_text, is_number=False), *map(of_first, self._rank_columns)]
+        return [PlanColumn("rank", group_text, is_number=False), *map(first_rank_column, self._rank_columns)]
 
     @cached_property
     def groups(self) -> list[RankGroup]:
         """The ranks in groups with equal texts, in the order of each group's first rank."""
         by_texts = dict[tuple[str, ...], list[PlannedRank]]()
         for rank in self.ranks:
-            by_texts.setdefault(tuple(own.text(rank) for own in self._rank_columns), []).append(rank)
+            by_texts.setdefault(tuple(column.text(rank) for column in self._rank_columns), []).append(rank)
         return list(map(tuple, by_texts.values()))
 
     @cached_property
@@ -259,15 +259,15 @@ def reason_lines(assessment: Assessment) -> list[str]:
     for column in reason_columns(assessment):
         names_by_text: dict[str, list[str]] = {}
         for table in assessment.tables:
-            if (own := column.text(table)) not in ("", _NO_ALTERNATIVES):
-                names_by_text.setdefault(own.replace("\n", "; "), []).append(table.name)
-        told = [
+            if (text := column.text(table)) not in ("", _NO_ALTERNATIVES):
+                names_by_text.setdefault(text.replace("\n", "; "), []).append(table.name)
+        listed = [
             f"{column.heading} ({'all tables' if 1 < num_tables == len(names) else enumerate_names(names)}): {shared}"
             for shared, names in names_by_text.items()
         ]
         num_untold = sum(len(names) for names in list(names_by_text.values())[_MAX_LINES:])
-        rest = [f"{column.heading} ({num_untold:,} more tables): --report and --json say it"] if num_untold else []
-        lines += told[:_MAX_LINES] + rest
+        further = [f"{column.heading} ({num_untold:,} more tables): --report and --json say it"] if num_untold else []
+        lines += listed[:_MAX_LINES] + further
     return lines
 
 
@@ -283,14 +283,14 @@ def _alternatives_text(table: AssessedTable) -> str:
         return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"  # type: ignore[arg-type]
 
     lines = []
-    for own in table.alternatives:
-        shards = f" in {own.num_shards:,} shards" if own.num_shards > 1 else ""
-        sent = f", {signed(own.added_sent_bytes, format_bytes)} sent" if own.added_sent_bytes else ""
-        is_zero = abs(own.added_milliseconds) < _LEAST_MS
-        added = "+0" if is_zero else signed(own.added_milliseconds, format_milliseconds)
+    for other in table.alternatives:
+        shards = f" in {other.num_shards:,} shards" if other.num_shards > 1 else ""
+        sent = f", {signed(other.added_sent_bytes, format_bytes)} sent" if other.added_sent_bytes else ""
+        is_zero = abs(other.added_milliseconds) < _LEAST_MS
+        added = "+0" if is_zero else signed(other.added_milliseconds, format_milliseconds)
         lines.append(
-            f"{_sharding_text(own)}{shards} {added} ms, "
-            f"{signed(own.added_memory_bytes, format_bytes)}{sent}{'' if own.fits else ', does not fit'}"
+            f"{_sharding_text(other)}{shards} {added} ms, "
+            f"{signed(other.added_memory_bytes, format_bytes)}{sent}{'' if other.fits else ', does not fit'}"
         )
     return "\n".join(lines)
 
@@ -330,19 +330,19 @@ def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity)
 
 def _slowest_line(time: RankQuantity) -> str:
     """Returns the slowest rank, the parts of its step, the bytes it sends, and how long other ranks wait for it."""
-    group, *others = time.sorted_groups
-    slowest, num_others = group[0], sum(map(len, others))
+    group, *faster_groups = time.sorted_groups
+    slowest, num_others = group[0], sum(map(len, faster_groups))
     total, sent = slowest.times.total, slowest.sent
-    parts = sorted(((item.amount(slowest), item.name) for item in time.items), reverse=True)
-    shown = ", ".join(f"{name} {time.text(amount)}" for amount, name in parts if amount)
-    largest, name = parts[0]
+    amounts = sorted(((item.amount(slowest), item.name) for item in time.items), reverse=True)
+    shown = ", ".join(f"{name} {time.text(amount)}" for amount, name in amounts if amount)
+    largest, name = amounts[0]
     line = f"slowest: {_ranks(group)}, {time.text(total)} ms a step"
     line += f", {largest / total:.0%} of it {name} ({shown})" if total else ""
     if sent.total:
         kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(sent).items() if num_bytes), reverse=True)
         by_kind = ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
         line += f"; {'it' if len(group) == 1 else 'each'} sends {format_bytes(sent.total)} ({by_kind})"
-    waits = sum(len(other) * (total - other[0].times.total) for other in others)
+    waits = sum(len(faster) * (total - faster[0].times.total) for faster in faster_groups)
     wait = waits / (num_others or 1)
     return line if wait < _LEAST_MS else f"{line}; the others wait {format_milliseconds(wait)} ms on average"
 
@@ -419,9 +419,9 @@ def _overfull_ranks(assessment: Assessment) -> list[str]:
             continue
         rank = max(over, key=lambda rank: rank.excess_bytes[number])
         used, excess = (rank.total_bytes, rank.storage.host)[number], rank.excess_bytes[number]
-        others = f" (and {len(over) - 1:,} other rank(s) by less or as much)" if over[1:] else ""
+        more = f" (and {len(over) - 1:,} other rank(s) by less or as much)" if over[1:] else ""
         line = f"rank {rank.rank} needs {format_bytes(used)} of {memory}, {format_bytes(excess)} more than the "
-        line += f"{format_bytes(used - excess)} it has{others}"
+        line += f"{format_bytes(used - excess)} it has{more}"
         if memory == "memory":
             items = sorted(memory_by_rank(assessment).items, key=lambda item: -item.amount(rank))[:3]
             line += f"; most: {', '.join(f'{own.name} {format_bytes(round(own.amount(rank)))}' for own in items)}"

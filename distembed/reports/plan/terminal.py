@@ -84,10 +84,10 @@ def _grid(
     grid = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
     )
-    for own in columns:
-        justify: JustifyMethod = "right" if own.is_number else "left"
-        longest = max((len(word) for line in lines for word in own.text(line).split()), default=0)
-        grid.add_column(own.heading, justify=justify, overflow="fold", min_width=min(longest, _MAX_WORD))
+    for column in columns:
+        justify: JustifyMethod = "right" if column.is_number else "left"
+        longest = max((len(word) for line in lines for word in column.text(line).split()), default=0)
+        grid.add_column(column.heading, justify=justify, overflow="fold", min_width=min(longest, _MAX_WORD))
     for line in lines:
-        grid.add_row(*(Text(own.text(line)) for own in columns), style=style if is_marked(line) else None)
+        grid.add_row(*(Text(column.text(line)) for column in columns), style=style if is_marked(line) else None)
     return grid

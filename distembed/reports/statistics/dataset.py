@@ -75,7 +75,7 @@ def dataset_statistics(
         raise UserError(f"{dataset} has no splits: there is nothing to count.")
     train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
     names = [train, *(name for name in manifest.splits if name != train)]
-    rows = _Rows(folder, manifest, names, progress or (lambda done, total: None))
+    rows = _Rows(folder, manifest, names, progress or (lambda rows_read, total: None))
     full = f"the disk of temporary files, {tempfile.gettempdir()}, is full; set TMPDIR to a folder on another disk"
     with (
         full_disk_explained(lambda error: full),
@@ -85,8 +85,8 @@ def dataset_statistics(
         reserved = {each: len(reserved_ids(manifest, each.table_name)) for each in manifest.schema.categorical}
         counted = _feature_statistics(database, rows.sizes, reserved, rows.read(), rows.num_empty)
         features = {
-            feature.name: dataclasses.replace(found, commonest=_with_values(manifest, folder, feature, found.commonest))
-            for feature, found in zip(reserved, counted, strict=True)
+            feature.name: dataclasses.replace(ids, commonest=_with_values(manifest, folder, feature, ids.commonest))
+            for feature, ids in zip(reserved, counted, strict=True)
         }
     in_order = sorted(rows.periods) if manifest.schema.time is not None else list(rows.periods)
     return DatasetStatistics(
@@ -146,8 +146,8 @@ class _Rows:
             ids, lengths = columns.ids[feature.name]
             if lengths is not None:
                 self.num_empty[feature.name][name] += int((lengths == 0).sum())
-            own = labels if lengths is None else np.repeat(labels, lengths)
-            yield _count_ids(number, split, ids, own, feature.num_embeddings)
+            id_labels = labels if lengths is None else np.repeat(labels, lengths)
+            yield _count_ids(number, split, ids, id_labels, feature.num_embeddings)
 
     def _add(self, split: str, columns: GroupColumns) -> None:
         """Counts labels, numbers and hashes of the next rows of a split."""
@@ -165,9 +165,9 @@ class _Rows:
 
         A period is a day where rows have times, and else a tenth of the split.
         """
-        places = np.arange(columns.num_rows) + int(self.sums[split][0])
+        row_numbers = np.arange(columns.num_rows) + int(self.sums[split][0])
         days = columns.days
-        periods = places * _NUM_PARTS // self.sizes[split] if days is None else days
+        periods = row_numbers * _NUM_PARTS // self.sizes[split] if days is None else days
         for period in np.unique(periods).tolist():
             date = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=0 if days is None else period)
             yield f"{split} {period + 1}/{_NUM_PARTS}" if days is None else date.date().isoformat(), periods == period
@@ -179,17 +179,17 @@ class _Rows:
         together, and the number is multiplied by k. Among n hashes two different rows are taken for equal with a
         probability of n^2 / 2^65, 3 in a million for 10 million.
         """
-        hashes = [np.concatenate(own) for own in self._hashes.values()]
-        _, places, counts = np.unique(np.concatenate(hashes), return_inverse=True, return_counts=True)
-        train, *others = np.split(places, np.cumsum([len(own) for own in hashes])[:-1])
+        hashes = [np.concatenate(chunks) for chunks in self._hashes.values()]
+        _, distinct_indices, counts = np.unique(np.concatenate(hashes), return_inverse=True, return_counts=True)
+        train, *other_rows = np.split(distinct_indices, np.cumsum([len(split_hashes) for split_hashes in hashes])[:-1])
         is_in_training = np.zeros(len(counts), bool)
         is_in_training[train] = True
         _, *names = self._hashes
         shares = {
-            name: float(is_in_training[own].mean()) if len(own) else 0.0
-            for name, own in zip(names, others, strict=True)
+            name: float(is_in_training[split_rows].mean()) if len(split_rows) else 0.0
+            for name, split_rows in zip(names, other_rows, strict=True)
         }
-        return EqualRows((len(places) - len(counts)) * self._one_in, shares, 1 / self._one_in)
+        return EqualRows((len(distinct_indices) - len(counts)) * self._one_in, shares, 1 / self._one_in)
 
 
 def _rate(sums: NDArray[np.float64]) -> RowsStatistics:
@@ -213,12 +213,12 @@ def _with_values(
     values: dict[int, str] = {}
     if (vocabulary := manifest.vocabularies.get(feature.table_name)) is not None:
         path = manifest.require_unchanged(folder, vocabulary.file)
-        wanted = pc.field("id").isin([each.id for each in commonest])
-        keys = pq.read_table(path, columns=["id", "key"], filters=wanted)
+        is_commonest = pc.field("id").isin([common.id for common in commonest])
+        keys = pq.read_table(path, columns=["id", "key"], filters=is_commonest)
         form = "{:08x}" if keys["key"].type == pa.uint32() else "{}"
         values = dict(zip(keys["id"].to_pylist(), map(form.format, keys["key"].to_pylist()), strict=True))
     values |= {number: _RESERVED_VALUES[number] for number in reserved_ids(manifest, feature.table_name)}
-    return tuple(dataclasses.replace(each, value=values.get(each.id)) for each in commonest)
+    return tuple(dataclasses.replace(common, value=values.get(common.id)) for common in commonest)
 
 
 class GroupColumns:
@@ -283,9 +283,9 @@ def _mixed(hashes: NDArray[np.uint64], values: NDArray[Any], lengths: Lengths) -
     if lengths is None:
         return mix64_array(hashes ^ values)
     offsets = np.cumsum(lengths) - lengths
-    places = (np.arange(len(values)) - np.repeat(offsets, lengths)).astype(np.uint64)
+    positions = (np.arange(len(values)) - np.repeat(offsets, lengths)).astype(np.uint64)
     # sums modulo 2**64 from differences of running sums, which may overflow
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix64_array(values ^ mix64_array(places)))])
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix64_array(values ^ mix64_array(positions)))])
     hashes = mix64_array(hashes ^ (sums[offsets + lengths] - sums[offsets]))
     return mix64_array(hashes ^ lengths.astype(np.uint64))
 
@@ -295,19 +295,19 @@ class NumberCounter:
 
     def __init__(self, num_rows: int) -> None:
         self._every = max(1, -(-num_rows // MOST_KEPT))
-        self._kept: list[NDArray[np.float32]] = []
+        self._sampled: list[NDArray[np.float32]] = []
         self._num_rows = 0
-        self._parts: list[tuple[float, ...]] = []  # number, mean, variance, least and most of some rows
+        self._moments: list[tuple[float, ...]] = []  # number, mean, variance, least and most of some rows
 
     def add(self, values: NDArray[np.float32]) -> None:
         """Adds the next numbers; NaN counts as missing."""
         # rows 0, k, 2k, ... of the whole column are kept: the first one of these rows is at -rows_before mod k
-        kept = values[-self._num_rows % self._every :: self._every]
-        self._kept.append(kept[~np.isnan(kept)])
+        sampled = values[-self._num_rows % self._every :: self._every]
+        self._sampled.append(sampled[~np.isnan(sampled)])
         self._num_rows += len(values)
         numbers = values[~np.isnan(values)].astype(np.float64)
         if len(numbers):
-            self._parts.append((len(numbers), numbers.mean(), numbers.var(), numbers.min(), numbers.max()))
+            self._moments.append((len(numbers), numbers.mean(), numbers.var(), numbers.min(), numbers.max()))
 
     def result(self) -> NumbersOfSplit:
         """Returns the share of missing numbers, mean, deviation and quantiles.
@@ -315,15 +315,15 @@ class NumberCounter:
         The least and the greatest number, which are the first and last quantile, are exact. The quantiles between them
         come from every k-th row; they are NaN if all of these rows are missing.
         """
-        if not self._parts:
+        if not self._moments:
             missing = 1.0 if self._num_rows else math.nan
             return NumbersOfSplit(missing, math.nan, math.nan, (math.nan,) * len(QUANTILES), self._every)
-        counts, means, variances, lows, highs = np.array(self._parts).T
+        counts, means, variances, lows, highs = np.array(self._moments).T
         mean = float(np.average(means, weights=counts))
         # the variance of all is the mean of the parts' variances and the variance of their means
         deviation = math.sqrt(np.average(variances + (means - mean) ** 2, weights=counts))
-        kept = np.concatenate(self._kept).astype(np.float64)
-        inner = np.quantile(kept if len(kept) else [math.nan], QUANTILES[1:-1]).tolist()
+        sampled = np.concatenate(self._sampled).astype(np.float64)
+        inner = np.quantile(sampled if len(sampled) else [math.nan], QUANTILES[1:-1]).tolist()
         quantiles = (float(lows.min()), *inner, float(highs.max()))
         return NumbersOfSplit(1 - counts.sum() / self._num_rows, mean, deviation, quantiles, self._every)
 
@@ -338,7 +338,7 @@ def _count_ids(
         ids = np.flatnonzero(num_ids)
         counts, labels = num_ids[ids].astype(np.float64), sums[ids].astype(np.float64)
     columns = np.full(len(ids), feature, np.int16), np.full(len(ids), split, np.int16), ids, counts, labels
-    return pa.record_batch([pa.array(*each) for each in zip(columns, _GIVEN.types, strict=True)], schema=_GIVEN)
+    return pa.record_batch([pa.array(*column) for column in zip(columns, _GIVEN.types, strict=True)], schema=_GIVEN)
 
 
 def _feature_statistics(
@@ -355,9 +355,9 @@ def _feature_statistics(
     database.add("counts", batches, _GIVEN, f"select feature, id, {sums} from given group by feature, id")
     numbered = list(features)
     for batch in database.batches(_totals(columns, list(features.values()))) if features else ():
-        for found in batch.to_pylist():
-            feature = numbered[found["feature"]]
-            yield _statistics(feature, splits, found, num_empty[feature.name])
+        for totals in batch.to_pylist():
+            feature = numbered[totals["feature"]]
+            yield _statistics(feature, splits, totals, num_empty[feature.name])
 
 
 def _totals(columns: Sequence[str], reserved: Sequence[int]) -> str:
@@ -394,39 +394,40 @@ def _totals(columns: Sequence[str], reserved: Sequence[int]) -> str:
 
 
 def _statistics(
-    feature: CategoricalFeature, num_rows: Mapping[str, int], found: Mapping[str, Any], num_empty: Mapping[str, int]
+    feature: CategoricalFeature, num_rows: Mapping[str, int], totals: Mapping[str, Any], num_empty: Mapping[str, int]
 ) -> FeatureStatistics:
     """Returns the statistics of a feature, given its row of :func:`_totals`, and rows and empty lists by split."""
-    counts, num_ids, is_plain = np.array(found["sizes"] or [], np.float64).reshape(-1, 3).T
+    counts, num_ids, is_plain = np.array(totals["sizes"] or [], np.float64).reshape(-1, 3).T
     total = max(float(counts @ num_ids), 1.0)
     entropy_bits = -(num_ids * counts / total * np.log2(counts / total)).sum()
     counts, num_ids = counts[is_plain > 0], num_ids[is_plain > 0]
     ranks, cumulated = np.cumsum(num_ids), np.cumsum(counts * num_ids)
     cardinality = int(num_ids.sum())
-    by_rank = {2**n: int(counts[np.searchsorted(ranks, 2**n)]) for n in range(cardinality.bit_length())}
+    by_rank = {2**power: int(counts[np.searchsorted(ranks, 2**power)]) for power in range(cardinality.bit_length())}
     splits = {}
-    for name, own in zip(num_rows, found["splits"], strict=True):
-        num_own = max(own["num_ids"], 1)
+    for name, split_totals in zip(num_rows, totals["splits"], strict=True):
+        num_in_split = max(split_totals["num_ids"], 1)
+        num_missing = num_empty[name] if feature.multi_hot else split_totals["missing"]
         splits[name] = IdsOfSplit(
-            num_ids=int(own["num_ids"]),
-            missing=num_empty[name] / max(num_rows[name], 1) if feature.multi_hot else own["missing"] / num_own,
-            out_of_vocabulary=own["unknown"] / num_own,
-            unseen=own["unseen"] / max(own["plain"], 1),
-            distinct_unseen=own["distinct_unseen"],
+            num_ids=int(split_totals["num_ids"]),
+            missing=num_missing / (max(num_rows[name], 1) if feature.multi_hot else num_in_split),
+            out_of_vocabulary=split_totals["unknown"] / num_in_split,
+            unseen=split_totals["unseen"] / max(split_totals["plain"], 1),
+            distinct_unseen=split_totals["distinct_unseen"],
         )
     commonest = []
-    for each in found["commonest"] or ():
-        rate = None if math.isnan(each["label"]) else each["label"] / each["num_ids"]
-        commonest.append(CommonId(-each["id"], None, int(each["num_ids"]), rate))
+    for entry in totals["commonest"] or ():
+        rate = None if math.isnan(entry["label"]) else entry["label"] / entry["num_ids"]
+        commonest.append(CommonId(-entry["id"], None, int(entry["num_ids"]), rate))
     return FeatureStatistics(
         num_embeddings=feature.num_embeddings,
         cardinality=cardinality,
-        top_shares={n: float(np.interp(n, [0, *ranks], [0, *cumulated])) / total for n in TOP_SIZES},
+        top_shares={size: float(np.interp(size, [0, *ranks], [0, *cumulated])) / total for size in TOP_SIZES},
         entropy_bits=float(entropy_bits) + 0.0,
         zipf_exponent=_zipf_exponent(by_rank) if cardinality > 2 else None,
         counts_by_rank=by_rank,
         commonest=tuple(commonest),
-        splits={name: found for name, found in splits.items() if num_rows[name]},
+        splits={name: totals for name, totals in splits.items() if num_rows[name]},
     )
 
 

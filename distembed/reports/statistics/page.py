@@ -32,13 +32,13 @@ class TextTable:
 
     def only(self, headings: Mapping[str, str]) -> TextTable:
         """Returns some columns, given their new and their present headings."""
-        places = [self.headings.index(heading) for heading in headings.values()]
-        return TextTable(list(headings), [[line[place] for place in places] for line in self.lines])
+        indices = [self.headings.index(heading) for heading in headings.values()]
+        return TextTable(list(headings), [[line[index] for index in indices] for line in self.lines])
 
 
 def rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]) -> TextTable:
     """Returns the number of rows and the label rate of splits or periods."""
-    lines = [[name, f"{found.num_rows:,}", _rate(found.label_rate)] for name, found in rows.items()]
+    lines = [[name, f"{split_rows.num_rows:,}", _rate(split_rows.label_rate)] for name, split_rows in rows.items()]
     return TextTable(["rows", "number", rate_of_rows(statistics)], lines)
 
 
@@ -53,8 +53,9 @@ def features_table(statistics: DatasetStatistics) -> TextTable:
         line += map(_share, feature.top_shares.values())
         line += [f"{feature.entropy_bits:.2f}", "" if feature.zipf_exponent is None else f"{feature.zipf_exponent:.2f}"]
         for split in statistics.splits:
-            found = feature.splits.get(split)
-            line += ["" if found is None else _share(getattr(found, attribute)) for attribute in shares.values()]
+            split_ids = feature.splits.get(split)
+            names = shares.values()
+            line += ["" if split_ids is None else _share(getattr(split_ids, attribute)) for attribute in names]
         lines.append(line)
     return TextTable(headings, lines)
 
@@ -64,10 +65,10 @@ def numbers_table(statistics: DatasetStatistics, splits: Sequence[str]) -> TextT
     lines = []
     for name, by_split in statistics.columns.items():
         for split in splits:
-            found = by_split[split]
-            missing = "filled" if name in statistics.filled else _share(found.missing)
-            lines.append([name, split, missing, *map(_number, (found.mean, found.deviation, *found.quantiles))])
-    headings = ["numbers", "split", "missing", "mean", "deviation", *(f"{each:.0%}" for each in QUANTILES)]
+            numbers = by_split[split]
+            missing = "filled" if name in statistics.filled else _share(numbers.missing)
+            lines.append([name, split, missing, *map(_number, (numbers.mean, numbers.deviation, *numbers.quantiles))])
+    headings = ["numbers", "split", "missing", "mean", "deviation", *(f"{quantile:.0%}" for quantile in QUANTILES)]
     return TextTable(headings, lines)
 
 
@@ -75,7 +76,7 @@ def commonest_table(statistics: DatasetStatistics, feature: str) -> TextTable:
     """Returns the commonest ids of a feature."""
     commonest = statistics.features[feature].commonest
     rate = "unweighted label rate" if statistics.is_weighted else "label rate"
-    lines = [[str(each.id), each.value or "", f"{each.count:,}", _rate(each.label_rate)] for each in commonest]
+    lines = [[str(id_.id), id_.value or "", f"{id_.count:,}", _rate(id_.label_rate)] for id_ in commonest]
     return TextTable(["id", "value", "count", rate], lines)
 
 
@@ -116,15 +117,15 @@ def equal_rows(statistics: DatasetStatistics) -> str:
 
 def estimates(statistics: DatasetStatistics) -> list[str]:
     """Returns a sentence on quantiles of sampled numbers, and one on sampled rows; [] where everything was counted."""
-    found = []
-    every = max((each.every for column in statistics.columns.values() for each in column.values()), default=1)
+    sentences = []
+    every = max((numbers.every for column in statistics.columns.values() for numbers in column.values()), default=1)
     if every > 1:
-        found.append(
+        sentences.append(
             f"Quantiles of numbers come from one row in {every:,}; the least and the greatest come from all rows."
         )
     if statistics.equal_rows.sampled < 1:
-        found.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
-    return found
+        sentences.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
+    return sentences
 
 
 def print_statistics(statistics: DatasetStatistics, console: Console) -> None:
@@ -134,9 +135,9 @@ def print_statistics(statistics: DatasetStatistics, console: Console) -> None:
     console.print(_drawn(TextTable(splits.headings, lines)))
     if statistics.features:
         shown = {name: name for name in ("feature", "distinct", "top 1", "top 100", "bits", "Zipf")}
-        shown |= {share: f"{share} in {statistics.train}" for share in ("missing", "unknown")}
-        others = [split for split in statistics.splits if split != statistics.train]
-        shown |= {name: name for split in others for name in (f"unknown in {split}", f"unseen in {split}")}
+        shown |= {kind: f"{kind} in {statistics.train}" for kind in ("missing", "unknown")}
+        other_splits = [split for split in statistics.splits if split != statistics.train]
+        shown |= {name: name for split in other_splits for name in (f"unknown in {split}", f"unseen in {split}")}
         console.print(_drawn(features_table(statistics).only(shown)))
     if statistics.columns:
         shown = {name: name for name in ("numbers", "missing", "mean", "deviation")} | _SHOWN_QUANTILES
@@ -207,7 +208,7 @@ def _name_periods(axes: Axes, statistics: DatasetStatistics) -> None:
 
 
 def _draw_skew(axes: Axes, statistics: DatasetStatistics) -> None:
-    ordered = sorted(statistics.features.items(), key=lambda each: -each[1].cardinality)
+    ordered = sorted(statistics.features.items(), key=lambda item: -item[1].cardinality)
     for index, (name, feature) in enumerate(ordered):
         counts, is_named = feature.counts_by_rank, index < _MOST_NAMED
         look: Any = {"color": colour(index), "label": name} if is_named else {"color": PAGE_COLOUR, "alpha": 0.25}
@@ -222,17 +223,15 @@ def _draw_skew(axes: Axes, statistics: DatasetStatistics) -> None:
 
 def _draw_unknown(axes: Axes, statistics: DatasetStatistics) -> None:
     names = list(statistics.features)
-    others = [name for name in statistics.splits if name != statistics.train]
-    width = 0.8 / max(len(others), 1)
-    for index, split in enumerate(others):
-        found = [feature.splits.get(split) for feature in statistics.features.values()]
-        values = [0.0 if each is None else each.out_of_vocabulary + each.unseen for each in found]
-        axes.bar(
-            [place + index * width for place in range(len(names))], values, width, color=colour(index), label=split
-        )
+    other_splits = [name for name in statistics.splits if name != statistics.train]
+    width = 0.8 / max(len(other_splits), 1)
+    for index, split in enumerate(other_splits):
+        by_feature = [feature.splits.get(split) for feature in statistics.features.values()]
+        values = [0.0 if ids is None else ids.out_of_vocabulary + ids.unseen for ids in by_feature]
+        axes.bar([bar + index * width for bar in range(len(names))], values, width, color=colour(index), label=split)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    if others:
+    if other_splits:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 

@@ -310,8 +310,8 @@ def _solve(
     full: _WeightedVectors, partitions: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
 ) -> tuple[Float[Tensor, "rows dim"], float]:
     """Returns the best partition j for fixed other partitions, and the weighted squared error with it."""
-    # an id's number is slope * a, with a in its row, and should be the remainder r. Over the ids of the row, the minimum is at
-    # a = sum(w * slope * r) / sum(w * slope^2), and the error there is sum(w * r^2) - a * sum(w * slope * r)
+    # an id's number is slope * a, with a in its row, and should be the remainder r. Over the row's ids, the minimum is
+    # at a = sum(w * slope * r) / sum(w * slope^2), and the error there is sum(w * r^2) - a * sum(w * slope * r)
     numerators, denominators = torch.zeros_like(partitions[j]), torch.zeros_like(partitions[j])
     total = 0.0
     for chunk in full.chunks():
@@ -331,7 +331,8 @@ def _linear(
 ) -> tuple[Float[Tensor, "ids dim"], Float[Tensor, "ids dim"]]:
     """Returns slopes and remainders: for a number a of partition j, an id's error is ``remainder - slope * a``.
 
-    Products: slope is the product of the other partitions' numbers, remainder is v. Sums: slope 1, remainder v minus them.
+    In products the slope is the product of the other partitions' numbers, and the remainder is v. In sums the slope is
+    1, and the remainder is v minus the other partitions' numbers.
     """
     slopes, remainders = torch.ones_like(chunk.vectors), chunk.vectors
     for number, partition in enumerate(partitions):

@@ -130,14 +130,14 @@ class RunFolder:
         prefix = values.get("split", kind)
         for name, value in values.items():
             by_table = value if isinstance(value, Mapping) else {}
-            for path, number in [(name, value), *((f"{name}/{table}", own) for table, own in by_table.items())]:
+            for path, number in [(name, value), *((f"{name}/{table}", number_) for table, number_ in by_table.items())]:
                 if isinstance(number, float | int):
                     self._board.add_scalar(f"{prefix}/{path}", number, step)
 
     def has_evaluation(self, step: int, split: str | None) -> bool:
         """Returns whether an evaluation on ``split`` after ``step`` steps is recorded, in a folder that is open."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return any((own := json.loads(line)).get("split") == split and own["step"] == step for line in lines)
+        return any((record := json.loads(line)).get("split") == split and record["step"] == step for line in lines)
 
     def _read_last_record(self) -> str | None:
         """Returns ``run.json`` as the last process to train into the folder left it; None where none did."""
@@ -155,12 +155,12 @@ class RunFolder:
 @contextmanager
 def _quiet_threads() -> Iterator[None]:
     """Keeps TensorBoard's thread from printing the traceback of a full disk, which the next record raises."""
-    usual = threading.excepthook
-    threading.excepthook = lambda failed: None if isinstance(failed.exc_value, OSError) else usual(failed)
+    previous_hook = threading.excepthook
+    threading.excepthook = lambda failed: None if isinstance(failed.exc_value, OSError) else previous_hook(failed)
     try:
         yield
     finally:
-        threading.excepthook = usual
+        threading.excepthook = previous_hook
 
 
 def _disk_is_full(folder: Path, error: Exception) -> str:

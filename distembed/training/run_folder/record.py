@@ -74,7 +74,8 @@ class RunInfo:
         for key in ("schemes", "versions"):
             if not isinstance(values.get(key) or {}, Mapping):
                 raise UserError(f"{path}: {key} is {values[key]!r} instead of an object; the run folder is damaged.")
-        plain = {each.name: _READERS[each.type](values, each.name) for each in fields(cls) if each.type in _READERS}
+        readers = {field.name: _READERS[field.type] for field in fields(cls) if field.type in _READERS}
+        plain = {name: read(values, name) for name, read in readers.items()}
         status = plain["status"] or "running"
         return cls(
             **{
@@ -122,9 +123,9 @@ class MetricsLine:
             step=_count(values, "step"),
             metrics={name: number for name in values if not math.isnan(number := _number(values, name))},
             calibration_bins=[
-                CalibrationBin(_number(each, "predicted"), _number(each, "observed"))
-                for each in values.get("calibration_bins") or ()
-                if isinstance(each, Mapping)
+                CalibrationBin(_number(entry, "predicted"), _number(entry, "observed"))
+                for entry in values.get("calibration_bins") or ()
+                if isinstance(entry, Mapping)
             ],
         )
 

@@ -81,8 +81,8 @@ def parse_axes(settings: Sequence[str], is_valid: Callable[[Sequence[str]], bool
     axes: list[Axis] = []
     for index, (key, (overrides, is_list)) in enumerate(zip(keys, parsed, strict=True)):
         # ``[512, 256]`` is one value if the config accepts it as a whole, with the first value of each other setting
-        others = [*(axis.overrides[0] for axis in axes), *(later[0] for later, _ in parsed[index + 1 :])]
-        if is_list and is_valid([*others, settings[index]]):
+        other_settings = [*(axis.overrides[0] for axis in axes), *(later[0] for later, _ in parsed[index + 1 :])]
+        if is_list and is_valid([*other_settings, settings[index]]):
             overrides = (settings[index],)
         axes.append(Axis(key, overrides, _value_names(overrides)))
     return axes
@@ -100,16 +100,16 @@ def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
     varied = [axis for axis in axes if len(axis.overrides) > 1]
     short = _short_keys([axis.key for axis in varied])
     runs = []
-    for places in itertools.product(*(range(len(axis.overrides)) for axis in axes)):
-        place = {axis.key: index for axis, index in zip(axes, places, strict=True)}
-        parts = {axis.key: f"{short[axis.key]}={axis.names[place[axis.key]]}" for axis in varied}
-        seed = parts.pop(SEED, None)
-        recipe = ",".join(parts.values())
+    for indices in itertools.product(*(range(len(axis.overrides)) for axis in axes)):
+        index_of = {axis.key: index for axis, index in zip(axes, indices, strict=True)}
+        name_parts = {axis.key: f"{short[axis.key]}={axis.names[index_of[axis.key]]}" for axis in varied}
+        seed = name_parts.pop(SEED, None)
+        recipe = ",".join(name_parts.values())
         if len(recipe) > _MOST_NAME_CHARACTERS:
             recipe = f"{recipe[:_MOST_NAME_CHARACTERS]}-{_digest(recipe)}"
-        name = ",".join(part for part in (recipe, seed) if part) or _ONLY_RUN
-        overrides = tuple(axis.overrides[place[axis.key]] for axis in axes)
-        runs.append(NamedRun(name, recipe or _ONLY_RUN, tuple(a.overrides[place[a.key]] for a in varied), overrides))
+        name = ",".join(name_part for name_part in (recipe, seed) if name_part) or _ONLY_RUN
+        overrides = tuple(axis.overrides[index_of[axis.key]] for axis in axes)
+        runs.append(NamedRun(name, recipe or _ONLY_RUN, tuple(a.overrides[index_of[a.key]] for a in varied), overrides))
     return runs
 
 
@@ -162,9 +162,9 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
     """Returns, by key, its shortest suffix of whole parts that no other key ends in: ``a.b.c`` -> ``c`` or ``b.c``."""
     short = {}
     for key in keys:
-        parts = key.split(".")
-        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        others = [f".{other}" for other in keys if other != key]
+        key_parts = key.split(".")
+        ends = [".".join(key_parts[-count:]) for count in range(1, len(key_parts) + 1)]
+        others = tuple(f".{other_key}" for other_key in keys if other_key != key)
         short[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return short
 

@@ -114,9 +114,7 @@ class Sweep:
 
     def require_all_finished(self, outcomes: Mapping[str, Outcome]) -> None:
         """Raises :class:`~distembed.base.errors.RunError`, with the reasons, where runs have failed."""
-        failed = [
-            f"{name}: {each.error}" for name, each in outcomes.items() if each.status in ("failed", "interrupted")
-        ]
+        failed = [f"{name}: {end.error}" for name, end in outcomes.items() if end.status in ("failed", "interrupted")]
         if failed:
             raise RunError(
                 f"{len(failed)} of {len(self.runs)} runs did not finish; the same command tries them again. Their "
@@ -153,20 +151,21 @@ def plan_sweep(
             return False
         return True
 
-    named = named_runs(parse_axes(settings, is_valid))
+    runs = named_runs(parse_axes(settings, is_valid))
     if sampler == "random":
-        random.Random(0).shuffle(named)
-        named = named[:trials]
+        random.Random(0).shuffle(runs)
+        runs = runs[:trials]
     mistakes: dict[str, list[str]] = {}
     planned = []
-    for run in named:
+    for run in runs:
         try:
             own_folder = (folder / run.name).absolute()
-            own = _with_own_checkpoints(load_config(config, run.overrides), own_folder)
-            planned.append(PlannedRun(run.name, run.recipe, run.varied, own, own_folder, _state(own, own_folder)))
+            run_config = _with_own_checkpoints(load_config(config, run.overrides), own_folder)
+            state = _state(run_config, own_folder)
+            planned.append(PlannedRun(run.name, run.recipe, run.varied, run_config, own_folder, state))
             if planned[-1].state in ("new", "resumed"):
-                find_start(own, planned[-1].options, lambda function: function(), lambda text: None)
-                describe(own)
+                find_start(run_config, planned[-1].options, lambda function: function(), lambda text: None)
+                describe(run_config)
         except UserError as error:
             mistakes.setdefault(str(error), []).append(run.name)
     require_no_mistakes(mistakes)
@@ -214,15 +213,15 @@ def require_sweep_folder(folder: Path) -> None:
     """Refuses a path where no sweep can write: a file, or a folder with other files and no sweep."""
     require_folder("--run-dir", folder)
     # a sweep that was killed at once has its lock and an empty folder of logs
-    found = sorted({*os.listdir(folder)} - {LOCK_NAME, LOGS}) if folder.is_dir() else []
-    if found and SWEEP_FILE not in found:
+    files = sorted({*os.listdir(folder)} - {LOCK_NAME, LOGS}) if folder.is_dir() else []
+    if files and SWEEP_FILE not in files:
         raise UserError(
-            f"--run-dir {folder} is a folder with other files and no sweep ({enumerate_names(found, most=3)}); give a "
+            f"--run-dir {folder} is a folder with other files and no sweep ({enumerate_names(files, most=3)}); give a "
             "new or empty folder, or that of a sweep."
         )
 
 
-def given_runs(places: Sequence[Path]) -> list[Path]:
+def given_runs(folders: Sequence[Path]) -> list[Path]:
     """Returns folders of runs, with the folder of a sweep replaced by the folders of its runs.
 
     A sweep's own files, which a shell's ``SWEEP/*`` lists too, are left out. Any other path is returned
@@ -231,15 +230,15 @@ def given_runs(places: Sequence[Path]) -> list[Path]:
     Raises:
         UserError: A sweep has no run that has begun.
     """
-    found: list[Path] = []
-    for place in places:
-        if (place / SWEEP_FILE).is_file():
-            runs = sorted(path for path in place.iterdir() if holds_run(path))
+    runs_: list[Path] = []
+    for folder in folders:
+        if (folder / SWEEP_FILE).is_file():
+            runs = sorted(path for path in folder.iterdir() if holds_run(path))
             if not runs:
                 raise UserError(
-                    f"{place} is a sweep none of whose runs has begun; give folders that `distembed train` made."
+                    f"{folder} is a sweep none of whose runs has begun; give folders that `distembed train` made."
                 )
-            found += runs
-        elif place.name not in _OWN or not (place.parent / SWEEP_FILE).is_file():
-            found.append(place)
-    return found
+            runs_ += runs
+        elif folder.name not in _OWN or not (folder.parent / SWEEP_FILE).is_file():
+            runs_.append(folder)
+    return runs_

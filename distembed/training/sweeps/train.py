@@ -92,9 +92,9 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
             study.tell(trial, value) if math.isfinite(value) else study.tell(trial, state=state)
             outcomes[run.name] = outcome
             sweep.record(outcomes)
-            place = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
-            told = outcome.described or outcome.error or ""
-            say(f"{place} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {told}".rstrip())
+            progress = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
+            detail = outcome.described or outcome.error or ""
+            say(f"{progress} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {detail}".rstrip())
     if processes.stopped:
         num_finished = sum(outcome.status == "finished" for outcome in outcomes.values())
         raise Interrupted(
@@ -127,8 +127,9 @@ def _create_study(sweep: Sweep, metric: ReportedMetric) -> tuple[optuna.Study, d
     for run in sweep.runs:
         evaluations, value = _validated(run, metric) if run.state == "finished" else ({}, math.nan)
         if math.isfinite(value):
-            known = create_trial(value=value, params=_params(run), distributions=space, intermediate_values=evaluations)
-            study.add_trial(known)
+            params = _params(run)
+            trial = create_trial(value=value, params=params, distributions=space, intermediate_values=evaluations)
+            study.add_trial(trial)
     return study, space
 
 
@@ -216,18 +217,18 @@ class _Processes:
         process = self._start(_send_mistakes, [*reversed(recipes.values())], log, sender)
         sender.close()
         try:
-            found: dict[str, list[str]] = receiver.recv()
+            mistakes: dict[str, list[str]] = receiver.recv()
         except (EOFError, OSError) as error:
             if self.stopped:
                 raise Interrupted("interrupted before the first run; the same command starts the sweep.") from None
             raise RunError(f"the process that builds the models of all runs has died; see {log}.") from error
         finally:
             process.join()
-        require_no_mistakes(found)
+        require_no_mistakes(mistakes)
 
     def start(self, log: Path, run: PlannedRun, trial: Trial) -> None:
         """Starts a process that trains a run, as the free worker of the lowest number, and prints to a log."""
-        worker = min(set(range(self._num_workers)) - {each.worker for each in self.running})
+        worker = min(set(range(self._num_workers)) - {running.worker for running in self.running})
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         arguments = log, run, trial, worker, share_of_cores(worker, self._num_workers), sender
         self.running.append(_Running(self._start(_work, *arguments), receiver, worker, run, trial))
@@ -235,8 +236,8 @@ class _Processes:
 
     def wait_for_one(self) -> tuple[PlannedRun, Trial, Outcome]:
         """Waits until any run ends, and returns it with its trial and outcome: ``failed`` if its process died."""
-        ready = wait([each.receiver for each in self.running])[0]
-        ended = next(each for each in self.running if each.receiver is ready)
+        ready = wait([running.receiver for running in self.running])[0]
+        ended = next(running for running in self.running if running.receiver is ready)
         try:
             outcome: Outcome = ended.receiver.recv()
             ended.process.join()
@@ -281,8 +282,8 @@ def share_of_cores(worker: int, num_workers: int) -> tuple[int, ...]:
     if "OMP_NUM_THREADS" in os.environ:
         return ()
     cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // num_workers)
-    return tuple(cores[(worker * each + place) % len(cores)] for place in range(each))
+    cores_per_worker = max(1, len(cores) // num_workers)
+    return tuple(cores[(worker * cores_per_worker + number) % len(cores)] for number in range(cores_per_worker))
 
 
 def _send_mistakes(runs: list[PlannedRun], log: Path, sender: Connection) -> None:
