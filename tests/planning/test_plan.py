@@ -117,7 +117,7 @@ def test_columns_are_cut_to_lines_of_the_cache_unless_the_config_says_otherwise(
 ) -> None:
     table = CompositionalEmbeddingBagConfig("t", 1000, 128, ["f"], data_type=data_type)
     request = request_of([table], Cluster(find_device(device), 1, 64), Workload(64), config)
-    layouts = Layouts(request).of_unit([(table, "bags")])[0]
+    layouts = Layouts(request).for_unit([(table, "bags")])[0]
     assert min(stop - start for layout in layouts for start, stop in layout.columns) == narrowest
 
 

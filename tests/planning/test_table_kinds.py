@@ -46,7 +46,7 @@ def kernels(optimizer: str, device: str = "h100-80gb", **settings: Any) -> set[t
     table = CompositionalEmbeddingBagConfig("clicks", NUM_IDS, feature_names=["f"], **settings)
     cluster, config = Cluster(find_device(device), 1, 2, 10**12), PlanConfig(host_memory=device != "cpu-256gb")
     request = request_of([table], cluster, Workload(64), config, TableOptimizers(optimizer))
-    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of_unit([(table, "bags")])[0]}
+    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).for_unit([(table, "bags")])[0]}
 
 
 def test_no_table_is_planned_where_rows_are_read_through_a_cache() -> None:
