@@ -1,10 +1,11 @@
 """Milliseconds and bytes of all ranks under an assignment: sums over shards, in arrays that each move updates."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
+from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
 
 _PENALTY = 1e6
 """Penalty of a load at twice its limit, in the unit of the score: milliseconds, or filled shares of a capacity."""
@@ -18,21 +19,34 @@ class Aim:
     host_capacity: Floats | float = 0.0  # bytes of each rank's share of host memory, apart from its device
     limit_ms: float | None = None  # most milliseconds of a rank while bytes are minimised; None minimises milliseconds
 
-    def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
+    @cached_property
+    def _divisors(self) -> tuple[Floats, Floats]:
+        """Capacities to divide by, of devices and of host memory."""
+        return np.maximum(self.capacity, 1.0), np.maximum(self.host_capacity, 1.0)
+
+    def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats | None) -> Floats:
         """Returns each rank's score, which a search makes small: milliseconds, or filled bytes / capacity.
 
         Each share by which a load exceeds its limit adds a large penalty. Bytes over the capacity have no penalty
-        while bytes are minimised, since they are the score.
+        while bytes are minimised, since they are the score. ``host_bytes`` is None where no shard is in host memory.
         """
-        fullness: Floats = num_bytes / np.maximum(self.capacity, 1.0)
-        excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / np.maximum(self.host_capacity, 1.0)
+        # a search spends its time here, in arrays of a few numbers: each operation counts
+        capacity, host_capacity = self._divisors
+        fullness: Floats = num_bytes / capacity
         if self.limit_ms is None:
-            return ms + _PENALTY * (np.maximum(fullness - 1, 0) + excess)
-        late = np.maximum(ms / max(self.limit_ms, 1e-12) - 1, 0)
-        return fullness + _PENALTY * (late + excess)
+            excess: Floats = np.maximum(fullness - 1, 0)
+        else:
+            excess = np.maximum(ms / max(self.limit_ms, 1e-12) - 1, 0)
+        if host_bytes is not None:
+            excess += np.maximum(host_bytes - self.host_capacity, 0) / host_capacity
+        excess *= _PENALTY
+        excess += ms if self.limit_ms is None else fullness
+        return excess
 
     def for_ranks(self, ranks: Ints) -> "Aim":
         """Returns the aim with the capacities of some ranks, in their order; ranks may repeat."""
+        if self._divisors[0].ndim == self._divisors[1].ndim == 0:
+            return self
         device, host = (each if np.ndim(each) == 0 else each[ranks] for each in (self.capacity, self.host_capacity))  # type: ignore[index]
         return Aim(device, host, self.limit_ms)
 
@@ -51,13 +65,14 @@ class Loads:
         self.problem, self.assignment, self._blocks = problem, assignment, problem.blocks
         world_size, phases = problem.world_size, problem.num_phases
         self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # [NO_GROUP] = [-1]: no start
+        self._has_host_bytes = bool(problem.blocks.host_bytes.any())
         # rows are the columns of problem.block_sums, so that adding a shard is one addition; the names are views of it
         self._sums = np.zeros((problem.block_sums.shape[1], world_size))
         self._ms, self.num_bytes, self.host_bytes = self._sums[:3]
         self._own_ms = self._sums[3 : 3 + phases]
         self._others_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
         self._in_group = self._sums[3 + 2 * phases :]  # number of the rank's shards in each group
-        self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
+        self._exchange_users = [0] * len(problem.exchange_start_ms)
         self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
         # all tables of the assignment are added at once
         self._ms += problem.base_ms
@@ -89,12 +104,12 @@ class Loads:
         self.assignment.option[table] = -1
 
     def scores(self, aim: Aim) -> Floats:
-        return aim.scores(self.milliseconds(), self.num_bytes, self.host_bytes)
+        return aim.scores(self.milliseconds(), self.num_bytes, self.host_bytes if self._has_host_bytes else None)
 
     def milliseconds(self) -> Floats:
         """Returns the milliseconds of every rank (the formula of :mod:`distembed.planning.fastest.problem`)."""
         at_once, size = self.problem.ranks_at_once, self.problem.ranks_per_node
-        alone: Floats = self._ms + np.maximum(self._own_ms, self._others_ms).sum(0) + self._start_ms
+        alone: Floats = self._ms + np.add.reduce(np.maximum(self._own_ms, self._others_ms)) + self._start_ms
         if at_once >= size:
             return alone
         return np.maximum(alone, np.repeat(alone.reshape(-1, size).sum(1) / at_once, size))
@@ -117,10 +132,13 @@ class Loads:
         self._change_everywhere(option, 1)
         blocks, places = self.problem.option_blocks[option].tolist(), list[int]()
         for block in blocks:
-            scores = np.where(self.problem.allowed[option], self._scores_with(block, aim), np.inf)
+            scores = self._scores_with(block, aim)
+            if self.problem.is_pinned:
+                scores[~self.problem.allowed[option]] = np.inf
             if self._blocks.fills_node[block]:
                 scores = scores.reshape(-1, self.problem.ranks_per_node).max(1)
-            scores[places] = np.inf  # blocks of one table go to different places
+            if places:
+                scores[places] = np.inf  # blocks of one table go to different places
             places.append(int(scores.argmin()))
             self._change_block(block, self._ranks(block, places[-1]), 1)
         scores = self.scores(aim)
@@ -135,11 +153,17 @@ class Loads:
         :meth:`_change_everywhere` has added the block's option before.
         """
         blocks, groups = self._blocks, self._blocks.groups[block]
-        owner_ms = self._own_ms + blocks.own_ms[block, :, None]
-        others_ms = self._others_ms - blocks.other_ms[block, :, None]
-        starts = self._group_start_ms[groups] @ (self._in_group[groups] == 0)
-        ms = self._ms + blocks.lookup_ms[block] + np.maximum(owner_ms, others_ms).sum(0) + (self._start_ms + starts)
-        return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
+        owner_ms, others_ms = self._own_ms + blocks.own_columns[block], self._others_ms - blocks.other_columns[block]
+        if len(groups) == 1:
+            starts = self._group_start_ms[groups[0]] * (self._in_group[groups[0]] == 0)
+        else:
+            starts = self._group_start_ms[groups] @ (self._in_group[groups] == 0)
+        starts += self._start_ms
+        ms: Floats = self._ms + blocks.lookup_ms[block]
+        ms += np.add.reduce(np.maximum(owner_ms, others_ms, out=owner_ms))
+        ms += starts
+        host_bytes = self.host_bytes + blocks.host_bytes[block] if self._has_host_bytes else None
+        return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], host_bytes)
 
     def scores_after(self, ranks: Ints, without: Ints, with_: Ints, aim: Aim) -> Floats:
         """Returns the score of ``ranks[i]`` if it exchanged a shard of block ``without[i]`` for one of ``with_[i]``.
@@ -157,7 +181,9 @@ class Loads:
         starts = self._start_ms[ranks] + changes_ms.sum(1)
         ms = self._ms[ranks] - blocks.lookup_ms[without] + blocks.lookup_ms[with_]
         num_bytes = self.num_bytes[ranks] - blocks.num_bytes[without] + blocks.num_bytes[with_]
-        host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
+        host_bytes = None
+        if self._has_host_bytes:
+            host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
         return aim.for_ranks(ranks).scores(ms + np.maximum(owner_ms, others_ms).sum(1) + starts, num_bytes, host_bytes)
 
     def signature(self, decimals: int) -> Floats:
@@ -188,8 +214,9 @@ class Loads:
 
         Counts the option's exchanges, and the starts of groups that the option has on every rank.
         """
-        self._sums += sign * self.problem.option_sums[option, :, None]
-        if (self._blocks.groups[self.problem.option_everywhere[option]] != NO_GROUP).any():
+        add = np.add if sign > 0 else np.subtract
+        add(self._sums, self.problem.option_columns[option], out=self._sums)
+        if self.problem.starts_everywhere[option]:
             self._start_ms = self._starts(slice(None))
         self._use_exchanges(option, sign)
 
@@ -203,10 +230,11 @@ class Loads:
 
     def _change_block(self, block: int, ranks: range, sign: int) -> None:
         """Adds ``sign`` shards of a block to each rank of ``ranks``, and updates the starts of their groups."""
-        rank_slice = slice(ranks.start, ranks.stop)
-        self._sums[:, rank_slice] += sign * self.problem.block_sums[block, :, None]
+        rank_slice, first = slice(ranks.start, ranks.stop), ranks.start
+        sums, add = self._sums[:, rank_slice], np.add if sign > 0 else np.subtract
+        add(sums, self.problem.block_columns[block], out=sums)
         # at most 1 shard left in a group: the first shard may have come, or the last one gone
-        if (self._in_group[self._blocks.groups[block], ranks.start] <= 1).any():
+        if any(self._in_group[group, first] <= 1 for group in self._blocks.groups_of[block]):
             self._start_ms[rank_slice] = self._starts(rank_slice)
 
     def _starts(self, ranks: slice) -> Floats:

@@ -248,7 +248,7 @@ class _Shards:
         self.block, self.rank = self.block[is_alone], np.concatenate(assignment.places)[is_alone]
         self.table = np.repeat(np.arange(len(counts)), counts)[is_alone]
         self.index = np.concatenate([np.arange(count) for count in counts])[is_alone]
-        self._allowed, self._option = problem.allowed, assignment.option[self.table]
+        self._problem, self._option = problem, assignment.option[self.table]
 
     def scores_if_swapped(self, loads: Loads, position: int, aim: Aim) -> Floats:
         """Returns for each shard the larger score of the two ranks if it is swapped with the shard at ``position``.
@@ -256,15 +256,24 @@ class _Shards:
         Infinite for equal blocks, ranks where a table may not lie, and a second shard of a table on one rank.
         """
         table, block, rank = self.table[position], self.block[position], self.rank[position]
-        own_blocks = np.full(len(self.block), block)
-        other_scores = loads.scores_after(self.rank, self.block, own_blocks, aim)
-        rank_scores = loads.scores_after(np.full(len(self.block), rank), own_blocks, self.block, aim)
+        own_blocks, own_ranks = np.full(len(self.block), block), np.full(len(self.block), rank)
+        # one call scores the other shards' ranks, and then this shard's rank
+        ranks, without, with_ = (
+            np.concatenate(both)
+            for both in ((self.rank, own_ranks), (self.block, own_blocks), (own_blocks, self.block))
+        )
+        other_scores, rank_scores = loads.scores_after(ranks, without, with_, aim).reshape(2, -1)
         after: Floats = np.maximum(other_scores, rank_scores)
         after[self.block == block] = np.inf
-        after[~self._allowed[self._option, rank] | ~self._allowed[self._option[position], self.rank]] = np.inf
+        if self._problem.is_pinned:
+            allowed = self._problem.allowed
+            after[~allowed[self._option, rank] | ~allowed[self._option[position], self.rank]] = np.inf
         # no rank gets a second shard of one table
-        after[np.isin(self.table, self.table[self.rank == rank])] = np.inf
-        after[np.isin(self.rank, self.rank[self.table == table])] = np.inf
+        tables_here = np.zeros(self._problem.num_tables, bool)
+        tables_here[self.table[self.rank == rank]] = True
+        ranks_of_table = np.zeros(self._problem.world_size, bool)
+        ranks_of_table[self.rank[self.table == table]] = True
+        after[tables_here[self.table] | ranks_of_table[self.rank]] = np.inf
         return after
 
 

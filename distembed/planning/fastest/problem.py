@@ -134,10 +134,15 @@ class Problem:
         return range(int(self.first_option[number]), int(self.first_option[number + 1]))
 
     @cached_property
+    def is_pinned(self) -> bool:
+        """Whether some class's tables may not lie on every rank."""
+        return any(self.ranks_of_class)
+
+    @cached_property
     def allowed(self) -> Mask:
         """Mask by option and rank: whether the option's shards may lie on the rank."""
         all_ranks = range(self.world_size)
-        if not any(self.ranks_of_class):
+        if not self.is_pinned:
             return np.broadcast_to(True, (len(self.options), len(all_ranks)))
         by_class = [np.isin(all_ranks, pinned or all_ranks) for pinned in self.ranks_of_class]
         return np.repeat(by_class, np.diff(self.first_option), axis=0)
@@ -199,6 +204,22 @@ class Problem:
         return sums
 
     @cached_property
+    def option_columns(self) -> Floats:
+        """:attr:`option_sums` of each option as a column, to be added to the columns of all ranks."""
+        return self.option_sums[:, :, None]
+
+    @cached_property
+    def block_columns(self) -> Floats:
+        """:attr:`block_sums` of each distinct block as a column, to be added to the columns of some ranks."""
+        return self.block_sums[:, :, None]
+
+    @cached_property
+    def starts_everywhere(self) -> list[bool]:
+        """Whether each option has groups that every rank starts."""
+        has_groups: list[bool] = (self.blocks.groups[self.option_everywhere] != NO_GROUP).any(1).tolist()
+        return has_groups
+
+    @cached_property
     def mean_sums(self) -> Floats:
         """Mean over all ranks of the numbers that each option's blocks add (columns of :attr:`block_sums`)."""
         sums, (option_of, blocks) = self.block_sums[self.option_everywhere], self.placed_blocks
@@ -229,7 +250,8 @@ class Problem:
 class BlockNumbers:
     """Distinct blocks as arrays: one array for each field of :class:`ShardBlock`, with a row for each block.
 
-    ``number`` maps a block to its row. Rows of ``groups`` are padded with ``NO_GROUP`` to equal lengths.
+    ``number`` maps a block to its row. Rows of ``groups`` are padded with ``NO_GROUP`` to equal lengths; ``groups_of``
+    has the distinct numbers of each row.
     """
 
     def __init__(self, blocks: Sequence[ShardBlock], num_phases: int) -> None:
@@ -242,9 +264,12 @@ class BlockNumbers:
         self.groups: Ints = np.full((len(blocks), max([1, *(len(block.groups) for block in blocks)])), NO_GROUP)
         for groups, block in zip(self.groups, blocks, strict=True):
             groups[: len(block.groups)] = block.groups
+        self.groups_of = [tuple(sorted(set(groups))) for groups in self.groups.tolist()]
         shape = len(blocks), num_phases
         self.own_ms: Floats = np.array([block.own_ms for block in blocks], np.float64).reshape(shape)
         self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(shape)
+        # a column by block, to be added to the columns of all ranks
+        self.own_columns, self.other_columns = self.own_ms[:, :, None], self.other_ms[:, :, None]
 
 
 @dataclass
