@@ -87,8 +87,11 @@ class Loads:
                 for rank in ranks:
                     self.tables_of[rank].add(table)
         blocks, shard_ranks = np.array(shards, np.int64).reshape(-1, 2).T
-        for sums_by_rank, by_block in zip(self._sums, problem.block_sums.T, strict=True):
-            sums_by_rank += np.bincount(shard_ranks, by_block[blocks], minlength=world_size)
+        # one sum over all shards for each row and rank
+        num_rows = len(self._sums)
+        places = np.arange(0, num_rows * world_size, world_size)[:, None] + shard_ranks
+        added = np.bincount(places.ravel(), problem.block_sums.T[:, blocks].ravel(), minlength=num_rows * world_size)
+        self._sums += added.reshape(num_rows, world_size)
         self._start_ms = self._starts(slice(None))
 
     def put(self, table: int, option: int, places: Ints) -> None:
