@@ -124,7 +124,7 @@ def launch_command(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Run folder, which every node must see; runs/NAME-TIME.")
     ] = None,
-    asked: JobOptions,
+    job_options: JobOptions,
     training: TrainingOptions,
     submit: SubmitOptions,
 ) -> None:
@@ -143,7 +143,7 @@ def launch_command(
     loaded = load_config(config, overrides or [])
     folder = str(run_dir or default_run_folder(config.stem))
     job = Job(folder, scheduler, j, component=default_request(scheduler, folder, j))
-    job = training.applied_to(asked.applied_to(job))
+    job = training.applied_to(job_options.applied_to(job))
     from launch.jobs.start import launch_job
 
     launch_job(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
@@ -196,7 +196,7 @@ def cancel_command(run: RunArgument) -> None:
 @app.command("resume", epilog="Example: `distembed resume runs/big -o time=48:00:00`")
 @flattened
 def resume_command(
-    run: RunArgument, *, j: Annotated[str | None, _SHAPE] = None, asked: JobOptions, submit: SubmitOptions
+    run: RunArgument, *, j: Annotated[str | None, _SHAPE] = None, job_options: JobOptions, submit: SubmitOptions
 ) -> None:
     """Check and submit a launched run again, with these changes; it resumes from its newest checkpoint."""
     job = _load(run)
@@ -205,7 +205,7 @@ def resume_command(
     require_package(job.scheduler, dry_run=submit.dry_run)
     from launch.jobs.start import resume_job
 
-    resume_job(asked.applied_to(job, j), dry_run=submit.dry_run, detach=submit.detach, say=say)
+    resume_job(job_options.applied_to(job, j), dry_run=submit.dry_run, detach=submit.detach, say=say)
 
 
 def _load(run: str) -> "Job":

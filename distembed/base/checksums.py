@@ -58,9 +58,9 @@ def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
         with file.open("rb") as opened:
             return file_checksum(opened, num_bytes)
     digest = running_checksum()
-    while piece := file.read(_PIECE_BYTES if num_bytes is None else min(_PIECE_BYTES, num_bytes)):
-        digest.update(piece)
-        num_bytes = None if num_bytes is None else num_bytes - len(piece)
+    while chunk := file.read(_PIECE_BYTES if num_bytes is None else min(_PIECE_BYTES, num_bytes)):
+        digest.update(chunk)
+        num_bytes = None if num_bytes is None else num_bytes - len(chunk)
     return str(digest.hexdigest())
 
 

@@ -36,13 +36,13 @@ def has_nvidia_device() -> bool:
 def driver_version() -> str | None:
     """Returns the version of the NVIDIA driver by ``nvidia-smi`` or else the kernel, as ``570.86.15``; or None."""
     answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or ""
-    if found := re.match(r"\s*(\d+(?:\.\d+)+)\s*$", answer.partition("\n")[0]):
-        return found[1]
+    if matched := re.match(r"\s*(\d+(?:\.\d+)+)\s*$", answer.partition("\n")[0]):
+        return matched[1]
     try:
-        found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _KERNEL_MODULE.read_text())
+        matched = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _KERNEL_MODULE.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return matched[1] if matched else None
 
 
 def driver_shortage(cuda: str, driver: str | None) -> str | None:
@@ -76,10 +76,10 @@ def _library_cuda() -> int | None:
 def _nvidia_smi(*options: str) -> str | None:
     """Returns the output of ``nvidia-smi``; None where it is missing, fails, or does not answer."""
     try:
-        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
+        process = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -95,11 +95,11 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
         ValueError: No file can have the path.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
-        if found.st_size > most_bytes:
-            raise OSError(f"it has {found.st_size:,} bytes, which is more than {most_bytes:,}")
+        if status.st_size > most_bytes:
+            raise OSError(f"it has {status.st_size:,} bytes, which is more than {most_bytes:,}")
         return file.read()
 
 
@@ -216,20 +216,20 @@ def require_file(option: str, file: Path, overwrite: bool, may_replace_own: bool
 
     An existing file needs ``overwrite``, unless it is a page or a chart of distembed and ``may_replace_own`` is set.
     """
-    found = _kind(option, file)
-    if found == stat.S_IFDIR:
+    file_type = _kind(option, file)
+    if file_type == stat.S_IFDIR:
         raise UserError(f"{option} {file} is a folder; name a file.")
-    if found not in (None, stat.S_IFREG):
+    if file_type not in (None, stat.S_IFREG):
         raise UserError(f"{option} {file} is no regular file, which would be lost; name another one.")
-    if found is not None and not overwrite and not (may_replace_own and _is_own(file)):
+    if file_type is not None and not overwrite and not (may_replace_own and _is_own(file)):
         raise UserError(f"{option} {file} exists already; name a new file, or add --overwrite to replace it.")
     _require_files_in(option, file, file.absolute().parents)
 
 
 def require_folder(option: str, folder: Path) -> None:
     """Makes sure, before the work, that files can be written to a folder, which need not exist yet."""
-    found = _kind(option, folder)
-    if found not in (None, stat.S_IFDIR):
+    file_type = _kind(option, folder)
+    if file_type not in (None, stat.S_IFDIR):
         raise UserError(f"{option} {folder} is a file; give a folder.")
     _require_files_in(option, folder, [folder.absolute(), *folder.absolute().parents])
 

@@ -39,8 +39,11 @@ def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     plugins = values.get("plugins")
     if not isinstance(plugins, list):
         return values
-    absolute = [os.path.abspath(folder / each) if isinstance(each, str) and is_file(each) else each for each in plugins]
-    return {**values, "plugins": absolute}
+
+    def absolute(plugin: Any) -> Any:
+        return os.path.abspath(folder / plugin) if isinstance(plugin, str) and is_file(plugin) else plugin
+
+    return {**values, "plugins": list(map(absolute, plugins))}
 
 
 def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
@@ -50,8 +53,8 @@ def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> No
     """
     folder = os.path.realpath(run)
     for plugin in _names(values.get("plugins")):
-        places = [plugin] if is_file(plugin) else _module_places(plugin)
-        inside = any(Path(os.path.realpath(place)).is_relative_to(folder) for place in places)
+        paths = [plugin] if is_file(plugin) else _module_places(plugin)
+        inside = any(Path(os.path.realpath(path)).is_relative_to(folder) for path in paths)
         if inside or (is_file(plugin) and not os.path.isabs(plugin)):
             raise UserError(
                 f"{config}: plugins names {plugin}, which may have come along with the run, and opening somebody "
@@ -62,20 +65,20 @@ def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> No
 def _module_places(name: str) -> list[str]:
     """Returns the files and folders whose code importing a module, and its packages, would run; imports nothing."""
     top, *inner = name.split(".")
-    places: list[str] = []
+    paths: list[str] = []
     try:
         spec = importlib.util.find_spec(top)
         while spec is not None:
             # the folder of a file too: compiled code next to a link is executed in place of the linked file
-            places += [spec.origin, os.path.dirname(spec.origin)] if spec.has_location and spec.origin else []
+            paths += [spec.origin, os.path.dirname(spec.origin)] if spec.has_location and spec.origin else []
             folders = list(spec.submodule_search_locations or ())
             if not inner:
-                return places + folders  # a package's modules are imported from them
+                return paths + folders  # a package's modules are imported from them
             # find_spec() of a dotted name would import its packages
             spec = PathFinder.find_spec(inner.pop(0), folders)
     except (ImportError, ValueError):  # ValueErrors are names that no module can have, and modules without a spec
         pass
-    return places
+    return paths
 
 
 def plugin_files(plugins: Sequence[str]) -> set[str]:
@@ -113,7 +116,7 @@ def import_plugins(plugins: Any, source: str) -> None:
 def _names(plugins: Any) -> list[str]:
     """Returns the modules and files of a config's ``plugins``, without values that its validation refuses."""
     listed = plugins if isinstance(plugins, list) else []
-    return [each for each in listed if isinstance(each, str) and each and "\0" not in each]
+    return [plugin for plugin in listed if isinstance(plugin, str) and plugin and "\0" not in plugin]
 
 
 @cache
@@ -177,8 +180,8 @@ def _import_once(plugin: str, load: Callable[[], Any], source: str, shown: str |
         with registering(plugin):
             load()
     except Exception as error:
-        told = f"{source}: the plugin {shown or plugin} cannot be imported: {_explained(error, plugin)}."
-        raise UserError(told) from error
+        fault = f"{source}: the plugin {shown or plugin} cannot be imported: {_explained(error, plugin)}."
+        raise UserError(fault) from error
     finally:
         _being_imported.remove(plugin)
     _imported.add(plugin)
@@ -202,5 +205,5 @@ def _explained(error: Exception, plugin: str) -> str:
     ]
     stdlib = os.path.dirname(importlib.__file__)
     frames = [frame for frame in frames if os.path.dirname(frame.filename) != stdlib]
-    own = [frame for frame in frames if os.path.realpath(frame.filename) == plugin] or frames
-    return f"{own[-1].filename}, line {own[-1].lineno}: {text}" if own else text
+    plugin_frames = [frame for frame in frames if os.path.realpath(frame.filename) == plugin] or frames
+    return f"{plugin_frames[-1].filename}, line {plugin_frames[-1].lineno}: {text}" if plugin_frames else text

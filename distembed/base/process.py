@@ -24,12 +24,12 @@ def end_with_parent() -> None:
     SIGTERM as from a scheduler: a training run saves its state first. The variable is taken out of the environment, so
     that this process's own children do not see it.
     """
-    named = os.environ.pop(PARENT_VARIABLE, "")
-    if not named.isdecimal():
+    parent_id = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent_id.isdecimal():
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before the kernel was told.
-    if os.getppid() != int(named):
+    if os.getppid() != int(parent_id):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

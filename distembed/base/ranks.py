@@ -69,24 +69,25 @@ class Ranks:
 
         All ranks call it with equal names, shapes and types; other ranks get an empty dictionary.
         """
-        found: dict[str, npt.NDArray[Any]] = {}
-        for dtype in sorted({own.dtype for own in numbers.values()}, key=str):
-            alike = {name: own for name, own in numbers.items() if own.dtype == dtype}
-            totals = self.sum(torch.cat([own.flatten() for own in alike.values()]))
+        sums: dict[str, npt.NDArray[Any]] = {}
+        for dtype in sorted({tensor.dtype for tensor in numbers.values()}, key=str):
+            of_dtype = {name: tensor for name, tensor in numbers.items() if tensor.dtype == dtype}
+            totals = self.sum(torch.cat([tensor.flatten() for tensor in of_dtype.values()]))
             if self.is_first:
-                parts = totals.cpu().split([own.numel() for own in alike.values()])
-                found |= {name: part.view(alike[name].shape).numpy() for name, part in zip(alike, parts, strict=True)}
-        return found
+                flat_sums = totals.cpu().split([tensor.numel() for tensor in of_dtype.values()])
+                for (name, tensor), flat_sum in zip(of_dtype.items(), flat_sums, strict=True):
+                    sums[name] = flat_sum.view(tensor.shape).numpy()
+        return sums
 
     def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
         """Returns the rows [n, ...] of all ranks, joined in rank order, on rank 0; 0 rows on other ranks.
 
         All ranks call it, each with its own number of rows.
         """
-        parts = self.gather_parts(rows)
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else rows[:0].cpu().numpy()
+        rows_by_rank = self.gather_parts(rows)
+        if len(rows_by_rank) == 1:
+            return rows_by_rank[0]
+        return np.concatenate(rows_by_rank) if rows_by_rank else rows[:0].cpu().numpy()
 
     def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
         """Returns the rows [n, ...] of each rank as a list on rank 0, and [] on other ranks.
@@ -96,28 +97,28 @@ class Ranks:
         """
         if self.world_size == 1:
             return [rows.cpu().numpy()]
-        own = torch.tensor([len(rows)], device=self.device)
-        sizes = [torch.zeros_like(own) for _ in range(self.world_size)]
-        dist.all_gather(sizes, own)
+        num_rows = torch.tensor([len(rows)], device=self.device)
+        sizes = [torch.zeros_like(num_rows) for _ in range(self.world_size)]
+        dist.all_gather(sizes, num_rows)
         counts: list[int] = torch.cat(sizes).tolist()
         row_bytes = max(1, rows[:0].new_empty(1, *rows.shape[1:]).nbytes)
         step = max(1, GATHERED_BYTES // (row_bytes * self.world_size))
         starts = range(0, max(counts), step)
-        pieces = [self._gather_piece(rows, counts, slice(k, min(k + step, max(counts)))) for k in starts]
+        gathered = [self._gather_range(rows, counts, slice(start, min(start + step, max(counts)))) for start in starts]
         if not self.is_first:
             return []
-        none = rows[:0].cpu().numpy()
-        return [np.concatenate([none, *(piece[rank] for piece in pieces)]) for rank in range(len(counts))]
+        no_rows = rows[:0].cpu().numpy()
+        return [np.concatenate([no_rows, *(ranges[rank] for ranges in gathered)]) for rank in range(len(counts))]
 
-    def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
+    def _gather_range(self, rows: Tensor, counts: Sequence[int], range_: slice) -> list[npt.NDArray[Any]]:
         """Gathers the rows of a range of places from every rank; returns each rank's rows on rank 0, [] elsewhere."""
         # gather needs equal shapes: ranks with fewer rows pad with zeros, which are cut off by `counts`
-        own = rows[piece].to(self.device)
-        padded = torch.cat([own, own.new_zeros(piece.stop - piece.start - len(own), *own.shape[1:])])
+        sent = rows[range_].to(self.device)
+        padded = torch.cat([sent, sent.new_zeros(range_.stop - range_.start - len(sent), *sent.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, gathered, dst=0)
-        there = [max(0, min(count, piece.stop) - piece.start) for count in counts]
-        return [part[:n].cpu().numpy() for part, n in zip(gathered or [], there, strict=False)]
+        counts_in_range = [max(0, min(count, range_.stop) - range_.start) for count in counts]
+        return [rank_rows[:n].cpu().numpy() for rank_rows, n in zip(gathered or [], counts_in_range, strict=False)]
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -238,9 +239,9 @@ class Collectives:
         if self.world_size == 1:
             assert values is not None
             return values[0]
-        own: list[Any] = [None]
-        dist.scatter_object_list(own, None if values is None else list(values), src=0, group=self.group)
-        return own[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None if values is None else list(values), src=0, group=self.group)
+        return received[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Calls ``function`` on rank 0; all ranks call it, and return its (pickled) result or raise its error."""

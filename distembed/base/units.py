@@ -62,7 +62,7 @@ def format_duration(seconds: float) -> str:
 
 def enumerate_names(names: Sequence[str], most: int = 12) -> str:
     """Returns names separated by commas; of more than ``most``, the first ones and the number of the rest."""
-    return " ".join([", ".join(names[:most]), *_others(names, most)])
+    return " ".join([", ".join(names[:most]), *_more_text(names, most)])
 
 
 def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
@@ -80,9 +80,9 @@ def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
 
 def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
     """Returns lines indented below a heading; of more than ``most`` the first ones and the number of the rest."""
-    return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])
+    return "".join(f"\n  {line}" for line in [*lines[:most], *_more_text(lines, most)])
 
 
-def _others(listed: Sequence[str], most: int) -> list[str]:
+def _more_text(listed: Sequence[str], most: int) -> list[str]:
     """Returns the end of a list whose first ``most`` elements are named; nothing where all are named."""
     return [f"and {len(listed) - most:,} more"] if len(listed) > most else []

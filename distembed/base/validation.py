@@ -59,8 +59,8 @@ def validated(adapter: "TypeAdapter[T]", kind: type[T], values: Mapping[str, Any
             # strictness lets a section be given as a mapping only where the input is JSON
             return adapter.validate_json(json.dumps(values, default=str))
         except ValidationError as error:
-            found = [_describe(mistake, kind, values) for mistake in _once(error.errors(include_url=False))]
-            mistakes = [line for mistake in found for line in mistake.split("\n")]  # a section may find several itself
+            lines = [_describe(mistake, kind, values) for mistake in _once(error.errors(include_url=False))]
+            mistakes = [line for mistake in lines for line in mistake.split("\n")]  # a section may find several itself
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     listed = "\n".join(f"  {mistake}" for mistake in mistakes)
     raise UserError(f"{count} in {source}:\n{listed}")
@@ -100,11 +100,11 @@ def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
 
     def identity(mistake: Any, depth: int) -> Any:
         # equal places and inputs are one mistake; a mistake of a whole table is known by its message, as inputs differ
-        place = mistake["loc"][depth:]
-        return mistake["loc"][0], place, mistake["input"] if place else mistake["msg"]
+        path = mistake["loc"][depth:]
+        return mistake["loc"][0], path, mistake["input"] if path else mistake["msg"]
 
-    default_mistakes = [identity(m, 2) for m in mistakes if m["loc"][1:2] == ("default",)]
-    inherits = [m["loc"][1:2] == ("tables",) and identity(m, 3) in default_mistakes for m in mistakes]
+    default_mistakes = [identity(mistake, 2) for mistake in mistakes if mistake["loc"][1:2] == ("default",)]
+    inherits = [mistake["loc"][1:2] == ("tables",) and identity(mistake, 3) in default_mistakes for mistake in mistakes]
     return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 
@@ -113,14 +113,14 @@ def _describe(mistake: dict[str, Any], kind: type, values: Mapping[str, Any]) ->
 
     A mistake of the whole config has no path; its own text may have several lines.
     """
-    path = [str(part) for part in mistake["loc"]]
+    path = [str(key) for key in mistake["loc"]]
     if not path:  # a mistake of the config as a whole, which says where it is
         return str(mistake.get("ctx", {}).get("error") or mistake["msg"])
     where = ".".join(path)
     if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys_at(path[:-1], kind, values)
-        guess = nearest(path[-1], known)
-        hint = f"did you mean {'.'.join([*path[:-1], guess])}?" if guess else f"known here: {', '.join(known)}"
+        keys = _keys_at(path[:-1], kind, values)
+        guess = nearest(path[-1], keys)
+        hint = f"did you mean {'.'.join([*path[:-1], guess])}?" if guess else f"known here: {', '.join(keys)}"
         return f"{where}: unknown key; {hint}"
     if mistake["type"] == "unknown_name":
         return f"{where}.name: {mistake['msg']}"
@@ -136,14 +136,14 @@ def _describe(mistake: dict[str, Any], kind: type, values: Mapping[str, Any]) ->
 def _keys_at(path: Sequence[str], kind: Any, values: Mapping[str, Any]) -> list[str]:
     """Returns the keys that the section at ``path`` may have; its values decide among several dataclasses."""
     section: Any = values
-    for part in path:
-        section = section.get(part) if isinstance(section, Mapping) else None
+    for key in path:
+        section = section.get(key) if isinstance(section, Mapping) else None
         if dataclasses.is_dataclass(kind):
-            kind = typing.get_type_hints(kind, include_extras=True).get(part)
+            kind = typing.get_type_hints(kind, include_extras=True).get(key)
         else:
             kind = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
         kind = _section(kind, section)
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
 def _section(kind: Any, values: Any) -> Any:
@@ -220,8 +220,8 @@ class _Loader(yaml.SafeLoader):
             raise _mistake(f"it stands for more than {MAX_VALUES:,} values", event)
 
 
-def _mistake(text: str, place: yaml.Event | yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, text, place.start_mark)
+def _mistake(text: str, position: yaml.Event | yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, position.start_mark)
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -243,15 +243,15 @@ for _tag, _pattern in _NUMBERS.items():
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     """Returns a mapping whose keys are names, each given once."""
-    seen = set()
+    keys = set()
     loader.flatten_mapping(node)  # resolves `<<: *anchor`
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is no name", key_node.start_mark)
-        if key in seen:
+        if key in keys:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-        seen.add(key)
+        keys.add(key)
     return loader.construct_mapping(node, deep=True)
 
 

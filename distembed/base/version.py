@@ -9,10 +9,10 @@ _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that a run's numbers depend on."""
-    found = {"python": platform.python_version()}
+    versions_ = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions_[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_

@@ -122,11 +122,11 @@ def write_blocks(
     return saved
 
 
-def index_bytes(parts: Iterable[Mapping[str, SavedTensor]]) -> bytes:
+def index_bytes(tensors_by_rank: Iterable[Mapping[str, SavedTensor]]) -> bytes:
     """Returns ``index.json`` for the tensors that each rank wrote; of blocks at equal offsets the first is listed."""
     index: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for key, tensor in part.items():
+    for rank_tensors in tensors_by_rank:
+        for key, tensor in rank_tensors.items():
             entry = index.setdefault(key, {"dtype": dtype_name(tensor.dtype), "size": tensor.size, "blocks": {}})
             for block in tensor.blocks:
                 entry["blocks"].setdefault(block.offsets, astuple(block)[:-1])  # all fields but is_archive
@@ -215,8 +215,8 @@ class _Part:
         # shard             |  live_start ......................  live_start + live_size  |
         # overlap           |  low ............. high  |             in every dimension, else there is none
         target, source = shard.tensor.detach(), []
-        places = zip(block.offsets, block.sizes, shard.offsets, shard.tensor.shape, strict=True)
-        for dim, (start, size, live_start, live_size) in enumerate(places):
+        dimensions = zip(block.offsets, block.sizes, shard.offsets, shard.tensor.shape, strict=True)
+        for dim, (start, size, live_start, live_size) in enumerate(dimensions):
             low, high = max(start, live_start), min(start + size, live_start + live_size)
             if low >= high:
                 return None
@@ -259,11 +259,11 @@ class BlockRead:
             data = files.cat_file(f"{path}/{block.file}", start=block.start, end=block.start + block.length)
             num_bytes = len(data)
             memory[:num_bytes] = data
-        place = f"{block.file}, bytes {block.start:,} to {block.start + block.length:,},"
+        location = f"{block.file}, bytes {block.start:,} to {block.start + block.length:,},"
         if num_bytes != block.length:
-            raise DamagedFile(f"{place} ends after {num_bytes:,} of them")
+            raise DamagedFile(f"{location} ends after {num_bytes:,} of them")
         if block.checksum is not None and checksum_of(memory) != block.checksum:
-            raise DamagedFile(f"{place} does not have the checksum that it was written with")
+            raise DamagedFile(f"{location} does not have the checksum that it was written with")
         if block.is_archive and self.parts:
             values = self._unpacked(memory)
         if not in_place:

@@ -101,9 +101,9 @@ def write_checkpoint(
     name = content.name
     try:
         collectives.on_first(partial(store.start, name))
-        part = on_every_rank(collectives, partial(write_blocks, store, name, collectives.rank, content.tensors))
-        parts = collectives.gather(part)
-        collectives.on_first(lambda: store.finish(name, content.last_file, index_bytes(parts)))
+        rank_blocks = on_every_rank(collectives, partial(write_blocks, store, name, collectives.rank, content.tensors))
+        blocks_by_rank = collectives.gather(rank_blocks)
+        collectives.on_first(lambda: store.finish(name, content.last_file, index_bytes(blocks_by_rank)))
     except UserError:
         raise
     except Exception as error:
@@ -185,7 +185,7 @@ def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, co
     A checkpoint without a run's random state or progress is a :class:`DamagedCheckpoint`.
     """
     rank, world_size = collectives.rank, collectives.world_size
-    saved, read = _load(checkpoint, model, optimizer, collectives, of_run=True)
+    saved, read = _load(checkpoint, model, optimizer, collectives, with_run_state=True)
     if "random.cpu.0" not in read or any(key not in saved.progress for key in _RUN_KEYS):
         raise not_read(checkpoint, DamagedFile("it is not the checkpoint of a run"))
     random: dict[str, Tensor] = {}
@@ -233,12 +233,12 @@ def _load(
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     collectives: Collectives,
-    of_run: bool = False,
+    with_run_state: bool = False,
     before: nn.Module | None = None,
 ) -> tuple[SavedCheckpoint, dict[str, Tensor]]:
     """Reads a checkpoint into the live model and its optimizer; all ranks call it.
 
-    Returns the checkpoint's description and, with ``of_run``, the tensors of a run's state by saved tensor, else none.
+    Returns the checkpoint's description and, with ``with_run_state``, the tensors of a run's state by saved tensor.
     ``before`` is a model of the saved sizes, where the live model may have more rows.
     """
     weights = live_weights(model)
@@ -253,7 +253,7 @@ def _load(
             problem = _grown_otherwise(checkpoint, before, saved_weights, weights)
         if problem is not None:
             raise UserError(problem)
-        if of_run:
+        if with_run_state:
             further.update(saved.run_tensors_to_read(collectives.rank, collectives.world_size))
         return saved
 
@@ -264,8 +264,8 @@ def _load(
         for name, shards in states.items():
             parameter = name.rpartition(".")[0]
             if shards.size[:1] == weights[parameter].size[:1]:  # a state with rows, not one number for the parameter
-                states[name] = _known_rows(shards, num_rows[parameter])
-        weights = {name: _known_rows(shards, num_rows[name]) for name, shards in weights.items()}
+                states[name] = _earlier_rows(shards, num_rows[parameter])
+        weights = {name: _earlier_rows(shards, num_rows[name]) for name, shards in weights.items()}
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
     to_read |= {name: TensorShards.from_value(tensor) for name, tensor in further.items()}
     to_read |= saved.states_to_read(states)
@@ -312,16 +312,16 @@ def _size(shards: TensorShards | None) -> str:
     return "absent" if shards is None else f"{tuple(shards.size)} {dtype_name(shards.dtype)}"
 
 
-def _known_rows(live: TensorShards, num_rows: int) -> TensorShards:
+def _earlier_rows(live: TensorShards, num_rows: int) -> TensorShards:
     """Returns views of the parts of live shards that lie within the first ``num_rows`` rows; a scalar as it is."""
     if not live.size or live.size[0] == num_rows:
         return live
-    known = [
+    earlier = [
         LocalShard(shard.offsets, shard.tensor[: num_rows - shard.offsets[0]])
         for shard in live.shards
         if shard.offsets[0] < num_rows
     ]
-    return TensorShards((num_rows, *live.size[1:]), live.dtype, known, live.replicated)
+    return TensorShards((num_rows, *live.size[1:]), live.dtype, earlier, live.replicated)
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
@@ -339,5 +339,5 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
                 "with."
             )
         weights[names[0]] = saved.empty(names[0])
-    read_blocks(saved.path, saved.tensors, {name: TensorShards.from_value(own) for name, own in weights.items()})
+    read_blocks(saved.path, saved.tensors, {name: TensorShards.from_value(weight) for name, weight in weights.items()})
     return list(weights.values())

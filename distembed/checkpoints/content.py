@@ -74,8 +74,8 @@ class CheckpointContent:
             _require_step(optimizers.values(), progress.values)
         rank, world_size = collectives.rank, collectives.world_size
         tensors = tensors_to_save(weights, states, rank, world_size)
-        for section, own in (("random", random_state()), ("ranks", progress.tensors)):
-            tensors |= {f"{section}.{key}.{rank}": TensorShards.from_value(value) for key, value in own.items()}
+        for section, values in (("random", random_state()), ("ranks", progress.tensors)):
+            tensors |= {f"{section}.{key}.{rank}": TensorShards.from_value(value) for key, value in values.items()}
         last_file = {
             "world_size": world_size,
             "tables": describe_tables(model),
@@ -105,9 +105,9 @@ def tensors_to_save(
 ) -> dict[str, TensorShards]:
     """Returns the blocks of weights and optimizer states that a rank saves, by their names in a checkpoint."""
     # the key without its prefix decides which rank saves which block of a replicated tensor (TensorShards.to_save)
-    named = {f"model.{key}": (key, shards) for key, shards in weights.items()}
-    named |= {f"optimizer.{key}": (key, shards) for key, shards in states.items()}
-    return {name: shards.to_save(key, rank, world_size) for name, (key, shards) in named.items()}
+    key_and_shards = {f"model.{key}": (key, shards) for key, shards in weights.items()}
+    key_and_shards |= {f"optimizer.{key}": (key, shards) for key, shards in states.items()}
+    return {name: shards.to_save(key, rank, world_size) for name, (key, shards) in key_and_shards.items()}
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
@@ -120,7 +120,7 @@ def live_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) 
     """Returns views of this rank's part of all optimizer states, under the names ``PARAMETER.STATE``."""
     return {
         f"{parameter.parameter}.{name}": shards
-        for parameter in parameter_states(optimizer, {name: own.shards for name, own in weights.items()})
+        for parameter in parameter_states(optimizer, {name: weight.shards for name, weight in weights.items()})
         for name, shards in named_states(parameter, weights[parameter.parameter]).items()
     }
 
@@ -158,15 +158,15 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def restore_random_state(first: Tensor, own: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def restore_random_state(first: Tensor, saved_states: Mapping[str, Tensor], rank: int, world_size: int) -> None:
     """Sets this process's generators to the saved states, or to a new stream where a device has none.
 
-    ``first`` is the state of rank 0's CPU generator, from which new streams are seeded. ``own`` are the saved states of
+    ``first`` is the state of rank 0's CPU generator, from which new streams are seeded. ``saved_states`` are those of
     this rank by device type; empty if the number of ranks has changed.
     """
     digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too
-    if "cpu" in own:
-        torch.set_rng_state(own["cpu"])
-    if "cuda" in own and torch.cuda.is_available():
-        torch.cuda.set_rng_state(own["cuda"])
+    if "cpu" in saved_states:
+        torch.set_rng_state(saved_states["cpu"])
+    if "cuda" in saved_states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved_states["cuda"])

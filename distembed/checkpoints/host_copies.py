@@ -40,18 +40,18 @@ def _copy_staged(pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> None
     # when `filling` is full, its copies run on the GPU while the host empties `moving`; then they swap
     filling, moving = _Buffer(num_bytes), _Buffer(num_bytes)
     for tensor, copy in pairs:
-        for piece, place in zip(_pieces(tensor, num_bytes), _pieces(copy, num_bytes), strict=True):
-            if not filling.has_room(piece.nbytes):
+        for part, target in zip(_parts(tensor, num_bytes), _parts(copy, num_bytes), strict=True):
+            if not filling.has_room(part.nbytes):
                 filling.send()
                 moving.move()
                 filling, moving = moving, filling
-            filling.add(piece, place)
+            filling.add(part, target)
     filling.send()
     moving.move()
     filling.move()
 
 
-def _pieces(tensor: Tensor, num_bytes: int) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, num_bytes: int) -> Sequence[Tensor]:
     """Returns a tensor, or its numbers in pieces of at most ``num_bytes``."""
     if tensor.nbytes <= num_bytes:
         return [tensor]
@@ -67,34 +67,34 @@ class _Buffer:
     """A page-locked buffer of pieces of tensors, each held with the host tensor that it is moved to."""
 
     num_bytes: int
-    _used: int = 0
-    _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _num_used: int = 0
+    _queued: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._memory = page_locked(self.num_bytes)
-        self._done = torch.cuda.Event()
+        self._filled = torch.cuda.Event()
 
     def has_room(self, num_bytes: int) -> bool:
-        return self._used + num_bytes <= self.num_bytes
+        return self._num_used + num_bytes <= self.num_bytes
 
-    def add(self, piece: Tensor, place: Tensor) -> None:
-        """Queues, on the GPU's stream, a copy of a piece into the buffer; :meth:`move` brings it to ``place``."""
-        room = self._memory[self._used : self._used + piece.nbytes].view(piece.dtype).view(piece.shape)
-        room.copy_(piece, non_blocking=True)
-        self._held.append((room, place))
-        self._used += _room(piece.nbytes)
+    def add(self, part: Tensor, target: Tensor) -> None:
+        """Queues, on the GPU's stream, a copy of a piece into the buffer; :meth:`move` brings it to ``target``."""
+        room = self._memory[self._num_used : self._num_used + part.nbytes].view(part.dtype).view(part.shape)
+        room.copy_(part, non_blocking=True)
+        self._queued.append((room, target))
+        self._num_used += _room(part.nbytes)
 
     def send(self) -> None:
         """Marks the point in the GPU's stream after the queued copies, for which :meth:`move` waits."""
-        self._done.record()
+        self._filled.record()
 
     def move(self) -> None:
         """Waits until the GPU has filled the buffer, copies each piece to its place, and empties the buffer."""
-        if self._held:
-            self._done.synchronize()
-        for room, place in self._held:
-            place.copy_(room)
-        self._held, self._used = [], 0
+        if self._queued:
+            self._filled.synchronize()
+        for room, target in self._queued:
+            target.copy_(room)
+        self._queued, self._num_used = [], 0
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

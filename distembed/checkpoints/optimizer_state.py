@@ -55,8 +55,8 @@ def name_with_columns(state: str, start: int, stop: int) -> str:
 
 def _columns_in_name(name: str) -> tuple[str, int, int] | None:
     """Parses ``sum[0:16]`` into ("sum", 0, 16); None for a name without columns."""
-    found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
-    return None if found is None else (found[1], int(found[2]), int(found[3]))
+    matched = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
+    return None if matched is None else (matched[1], int(matched[2]), int(matched[3]))
 
 
 def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
@@ -82,8 +82,8 @@ def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> 
             continue
         shared = min(stop, saved[2]) - max(start, saved[1])
         if shared > 0:
-            share = shared / (stop - start)
-            shards = [AddedShard(shard.offsets, shard.tensor, share) for shard in live.shards]
+            column_share = shared / (stop - start)
+            shards = [AddedShard(shard.offsets, shard.tensor, column_share) for shard in live.shards]
             to_read[saved_name] = TensorShards(live.size, live.dtype, shards)
     for shard in live.shards:
         shard.tensor.zero_()

@@ -121,10 +121,10 @@ class Checkpoints:
     def _claim(self, owner: str) -> None:
         if self._store.owner() is None:
             self._store.claim(owner)
-        found = self._store.owner()
-        if found != owner:
+        current = self._store.owner()
+        if current != owner:
             raise UserError(
-                f"{self._store.url} keeps the checkpoints of {found}, not of {owner}; give another "
+                f"{self._store.url} keeps the checkpoints of {current}, not of {owner}; give another "
                 "train.checkpoint_dir, or remove the file .run in it if that run is gone or has moved."
             )
 

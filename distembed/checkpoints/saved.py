@@ -118,10 +118,10 @@ class SavedCheckpoint:
         to_read: dict[str, TensorShards] = {}
         for name, shards in states.items():
             parameter, _, state = name.rpartition(".")
-            for saved_state, part in blend_columns(state, shards, saved.get(parameter, [])).items():
+            for saved_state, target in blend_columns(state, shards, saved.get(parameter, [])).items():
                 key = f"optimizer.{parameter}.{saved_state}"
                 before = to_read[key].shards if key in to_read else []
-                to_read[key] = TensorShards(part.size, part.dtype, [*before, *part.shards])
+                to_read[key] = TensorShards(target.size, target.dtype, [*before, *target.shards])
         return to_read
 
     def run_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
@@ -130,21 +130,21 @@ class SavedCheckpoint:
         They are the random states of rank 0's CPU and of this rank, where saved, and the ``ranks.`` tensors of the
         saved ranks r, r + n, r + 2n and so on, for rank r of n now: each of these goes to exactly one rank.
         """
-        wanted = {"random.cpu.0", *(f"random.{device}.{rank}" for device in random_state())}
+        random_keys = {"random.cpu.0", *(f"random.{device}.{rank}" for device in random_state())}
         try:
-            own = [
+            keys = [
                 key
                 for key in self.tensors
-                if key in wanted or (key.startswith("ranks.") and int(key.rpartition(".")[2]) % world_size == rank)
+                if key in random_keys or (key.startswith("ranks.") and int(key.rpartition(".")[2]) % world_size == rank)
             ]
         except ValueError as error:  # the number of a rank is none
             raise not_read(self.path, error) from error
-        return {key: self.empty(key) for key in own}
+        return {key: self.empty(key) for key in keys}
 
     def empty(self, key: str) -> Tensor:
         """Returns uninitialised memory for a saved tensor; a size that exceeds all blocks together is damage."""
         tensor = self.tensors[key]
-        if tensor.num_bytes > sum(block.length for each in self.tensors.values() for block in each.blocks):
+        if tensor.num_bytes > sum(block.length for saved in self.tensors.values() for block in saved.blocks):
             raise not_read(self.path, DamagedFile(f"its index says that {key} has {tensor.num_bytes:,} bytes"))
         return torch.empty(tensor.size, dtype=tensor.dtype)
 
@@ -184,15 +184,15 @@ def verify_checkpoint(checkpoint: str) -> Verification:
         return Verification([str(damage)], num_files=1)
     files, path = open_file_system(checkpoint)
     reads = [BlockRead(block, tensor.dtype) for tensor in saved.tensors.values() for block in tensor.blocks]
-    found = Verification(num_files=2 + len({read.block.file for read in reads}))
+    verification = Verification(num_files=2 + len({read.block.file for read in reads}))
     sizes = file_sizes(checkpoint)
-    found.num_bytes = sum(sizes.get(name, 0) for name in (LAST_FILE, INDEX_FILE, METADATA_FILE))
+    verification.num_bytes = sum(sizes.get(name, 0) for name in (LAST_FILE, INDEX_FILE, METADATA_FILE))
     for read in sorted(reads, key=lambda read: (read.block.file, read.block.start)):
         try:
             read.run(files, path)
-            found.num_bytes += read.block.length
+            verification.num_bytes += read.block.length
         except DamagedFile as damage:
-            found.problems.append(f"{checkpoint}: {damage}.")
+            verification.problems.append(f"{checkpoint}: {damage}.")
         except Exception as error:  # file systems raise errors of their own kinds
-            found.problems.append(str(not_read(f"{checkpoint}/{read.block.file}", error)))
-    return found
+            verification.problems.append(str(not_read(f"{checkpoint}/{read.block.file}", error)))
+    return verification

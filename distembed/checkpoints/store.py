@@ -112,11 +112,11 @@ class CheckpointStore:
         that only an interruption caused stays while it is the newest, so that an interrupted run ends up with the
         checkpoints of an uninterrupted run.
         """
-        whole = self.names()
-        kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
-        best = {self.best(name) for name in kept} if and_best else set()
+        complete = self.names()
+        newest = [name for name in complete if not name.endswith(INTERRUPTED) or name == complete[-1]][-count:]
+        best = {self.best(name) for name in newest} if and_best else set()
         for name in self._names():
-            if name not in kept and name not in best and self._is_checkpoint(name):
+            if name not in newest and name not in best and self._is_checkpoint(name):
                 self._remove(name)
 
     def write_probe(self, rank: int) -> None:
@@ -253,12 +253,13 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
     place, name = place_and_name(newest)
     store, names = CheckpointStore(place), checkpoint_names(place)
     if choice is not None and choice.isdecimal():
-        wanted = [each for each in names if each.removesuffix(INTERRUPTED) == checkpoint_name(int(choice))]
-        if not wanted:
+        wanted_name = checkpoint_name(int(choice))
+        matching = [candidate for candidate in names if candidate.removesuffix(INTERRUPTED) == wanted_name]
+        if not matching:
             raise UserError(
                 f"checkpoint (--checkpoint) is {choice}, and {place} has {', '.join(names)}; give one of their numbers."
             )
-        return store.checkpoint_path(wanted[-1])
+        return store.checkpoint_path(matching[-1])
     if choice not in ("best", None):
         raise UserError(
             f"checkpoint (--checkpoint) is {choice!r}; give newest, best, or the number of steps of a checkpoint."

@@ -69,11 +69,11 @@ def parse_torch_index(data: bytes) -> dict[str, SavedTensor]:
     Raises an exception of any class for a file that is damaged or is no index.
     """
     index = _IndexUnpickler(data).load().state
-    places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    for place, info in index["storage_data"].items():
-        places[place.state["fqn"], place.state.get("offset") or ()] = info.state
+    location_of_block: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for stored, info in index["storage_data"].items():
+        location_of_block[stored.state["fqn"], stored.state.get("offset") or ()] = info.state
     # the index lists each block once; a small damaged file that repeats chunks would otherwise fill the memory
-    room = len(places)
+    room = len(location_of_block)
     tensors = {}
     for name, entry in index["state_dict_metadata"].items():
         if type(entry).__name__ != "TensorStorageMetadata":
@@ -85,7 +85,7 @@ def parse_torch_index(data: bytes) -> dict[str, SavedTensor]:
         tensors[name] = SavedTensor(
             entry.state["properties"].state[0],
             entry.state["size"],
-            [_block(places[name, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks],
+            [_block(location_of_block[name, chunk["offsets"]], chunk["offsets"], chunk["sizes"]) for chunk in chunks],
         )
     return tensors
 

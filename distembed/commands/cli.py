@@ -46,8 +46,8 @@ def _print_versions(wanted: bool) -> None:
     if wanted:
         from distembed.base.version import versions
 
-        others = [f"{name} {version}" for name, version in versions().items() if name != "distembed"]
-        print(f"distembed {__version__}\n{', '.join(others)}")
+        packages = [f"{name} {version}" for name, version in versions().items() if name != "distembed"]
+        print(f"distembed {__version__}\n{', '.join(packages)}")
         raise typer.Exit
 
 

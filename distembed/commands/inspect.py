@@ -68,11 +68,11 @@ def check_command(
 
     problems: list[str] = []
     for checked in check(path):
-        found = checked.found
-        state = f"damaged in {len(found.problems)} place(s)" if found.problems else "whole"
-        size = format_bytes(found.num_bytes)
-        say(f"{checked.kind} {checked.path}: {state}, {found.num_files:,} files, {size}")
-        problems += found.problems
+        verification = checked.found
+        state = f"damaged in {len(verification.problems)} place(s)" if verification.problems else "whole"
+        size = format_bytes(verification.num_bytes)
+        say(f"{checked.kind} {checked.path}: {state}, {verification.num_files:,} files, {size}")
+        problems += verification.problems
     if problems:
         raise UserError(f"{path} is damaged:{enumerate_lines(problems, most=100)}")
 

@@ -63,13 +63,13 @@ class ClusterOptions:
         """Returns the cluster; ``device`` is that of each rank where ``--gpu`` names none."""
         from distembed.planning.devices import Cluster, find_device
 
-        found = find_device(device or _DEVICE, "plan.device") if self.gpu is None else find_device(self.gpu)
-        memory = [parse_bytes("--memory", own) for own in self.memory.split(",")] if self.memory is not None else []
+        rank_device = find_device(device or _DEVICE, "plan.device") if self.gpu is None else find_device(self.gpu)
+        memory = [parse_bytes("--memory", text) for text in self.memory.split(",")] if self.memory is not None else []
         if len(memory) == 1:
-            found = dataclasses.replace(found, memory_bytes=memory[0])
+            rank_device = dataclasses.replace(rank_device, memory_bytes=memory[0])
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
-        for_ranks = tuple(memory) if len(memory) > 1 else ()
-        return Cluster(found, self.nodes, self.gpus, host_memory_bytes, for_ranks)
+        memory_by_rank = tuple(memory) if len(memory) > 1 else ()
+        return Cluster(rank_device, self.nodes, self.gpus, host_memory_bytes, memory_by_rank)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def plan_command(
     overrides: OverridesArgument = None,
     *,
     cluster: ClusterOptions,
-    own: ModelOptions,
+    model_options: ModelOptions,
     run: _RunOptions,
     files: FileOptions,
     smallest: Annotated[
@@ -212,7 +212,7 @@ def plan_command(
     Exit code 0 where it fits, 3 where it does not.
     """
     if files.calibrate is not None:
-        _calibrate(files.calibrate, files.overwrite, is_planned=config is not None or own.model is not None)
+        _calibrate(files.calibrate, files.overwrite, is_planned=config is not None or model_options.model is not None)
         return
     from distembed.reports.plan.plan_files import PlanFiles
 
@@ -221,12 +221,11 @@ def plan_command(
         _require_searchable(cluster, files)
     training_run = run.training_run()
     arguments = [] if config is None else [config, *(overrides or [])]
-    if polish is not None and (arguments or own.model is not None):
+    if polish is not None and (arguments or model_options.model is not None):
         arguments.append(f"plan.polish_seconds={polish}")
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
-    plannable = (
-        _configured_model(arguments, own, to_write) if own.model is None else _own_model(arguments, own, to_write)
-    )
+    make_plannable = _configured_model if model_options.model is None else _own_model
+    plannable = make_plannable(arguments, model_options, to_write)
     from distembed.reports.plan.run_plan import run_plan
 
     fits = run_plan(
@@ -282,9 +281,9 @@ def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
         say(f"estimates differ from the steps that were measured by {measured.device.error:.0%} (median)")
 
 
-def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
+def _configured_model(arguments: Sequence[str], model_options: ModelOptions, to_write: "PlanFiles") -> "Plannable":
     """Reads a config and its overrides, and checks them as far as that needs no torch."""
-    own.require_none()
+    model_options.require_none()
     if not arguments:
         raise UserError(
             "there is nothing to plan: give CONFIG, a YAML file, or --model MODULE:FUNCTION; or measure this machine, "
@@ -294,8 +293,8 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
     from distembed.training.initial_run import begun_config
 
     config = begun_config(load_config(Path(arguments[0]), arguments[1:]))
-    if own.ids_per_row is not None:
-        config = dataclasses.replace(config, data=_with_ids_per_row(config.data, own.ids_per_row))
+    if model_options.ids_per_row is not None:
+        config = dataclasses.replace(config, data=_with_ids_per_row(config.data, model_options.ids_per_row))
     config.data.load_schema()
     to_write.require_writable()
     from distembed.reports.plan.plannable import ConfiguredModel
@@ -308,22 +307,22 @@ def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
     from distembed.data.dataset.config import OWN_COUNTS
     from distembed.reports.plan.own_options import parse_ids_per_row
 
-    given = parse_ids_per_row(text)
+    overridden = parse_ids_per_row(text)
     if data.path is not None:
         raise UserError(f"{OWN_COUNTS} --ids-per-row; leave it out, or plan with data.schema in place of data.path.")
     means = {feature.name: feature.mean_ids_per_row for feature in data.load_schema().categorical}
-    for feature in given:
+    for feature in overridden:
         one_of("--ids-per-row", feature, means)
-    return dataclasses.replace(data, ids_per_row={**means, **given})
+    return dataclasses.replace(data, ids_per_row={**means, **overridden})
 
 
-def _own_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
+def _own_model(arguments: Sequence[str], model_options: ModelOptions, to_write: "PlanFiles") -> "Plannable":
     """Makes someone's own model."""
     if to_write.compress is not None:
         raise UserError("--compress writes a config, and with --model there is none; leave it out.")
     plan = _plan_settings(arguments)
     to_write.require_writable()
-    return own.plannable(plan)
+    return model_options.plannable(plan)
 
 
 def _plan_settings(arguments: Sequence[str]) -> "PlanConfig":

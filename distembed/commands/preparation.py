@@ -139,13 +139,13 @@ class _Lines:
         elif now - self._shown > _SECONDS_BETWEEN_LINES:
             self._shown = now
             seconds = now - self._started
-            done = f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s"
+            rows_text = f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s"
             if update.bytes_total is None or not update.bytes_done:
-                self._say(f"prepare: {update.stage}  {done}")
+                self._say(f"prepare: {update.stage}  {rows_text}")
                 return
-            left = seconds * (update.bytes_total / update.bytes_done - 1)
-            share = update.bytes_done / max(1, update.bytes_total)
-            self._say(f"prepare: {update.stage}  {share:.0%}  {done}, {left:,.0f} s left")
+            seconds_left = seconds * (update.bytes_total / update.bytes_done - 1)
+            share_done = update.bytes_done / max(1, update.bytes_total)
+            self._say(f"prepare: {update.stage}  {share_done:.0%}  {rows_text}, {seconds_left:,.0f} s left")
 
     def _say(self, text: str) -> None:
         """Prints a line as it is, however long."""

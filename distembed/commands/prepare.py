@@ -114,14 +114,14 @@ def prepare_criteo_command(
     output: OutputOption,
     *,
     dataset: DatasetOptions,
-    known: VocabularyOptions,
+    vocabulary: VocabularyOptions,
     using: WorkOptions,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.data.prepare import CriteoOptions, prepare_criteo
 
-    limits, options = using.limits(), CriteoOptions(**vars(dataset), **vars(known))
+    limits, options = using.limits(), CriteoOptions(**vars(dataset), **vars(vocabulary))
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
     say_dataset(manifest, output)
@@ -166,14 +166,14 @@ def prepare_table_command(
         ),
     ] = None,
     dataset: TableDatasetOptions,
-    known: VocabularyOptions,
+    vocabulary: VocabularyOptions,
     using: WorkOptions,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Turn tables of any columns into a Parquet dataset with a manifest, as a schema says."""
     from distembed.data.prepare.table import TableOptions, prepare_table
 
-    limits, options = using.limits(), TableOptions(**vars(dataset), **vars(known))
+    limits, options = using.limits(), TableOptions(**vars(dataset), **vars(vocabulary))
     with prepare_progress(console) as progress:
         manifest = prepare_table(
             inputs, output, schema, options, limits, overwrite=overwrite, progress=progress, note=note
@@ -294,14 +294,14 @@ def stats_command(
         require_file("--output", output, overwrite, may_replace_own=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("reading")
-        found = dataset_statistics(
+        statistics = dataset_statistics(
             dataset, memory_bytes, lambda done, total: bar.update(task, completed=done, total=total)
         )
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(statistics.as_json(), indent=2))
     else:
-        print_statistics(found, console)
+        print_statistics(statistics, console)
     if output is not None:
-        write_text(output, render_page(found), make_folder=True)
+        write_text(output, render_page(statistics), make_folder=True)
         if not as_json:
             say(f"page {output}")

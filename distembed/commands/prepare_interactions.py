@@ -144,14 +144,14 @@ def prepare_sequences_command(
         **vars(choice),
     )
     with prepare_progress(console) as progress:
-        named = _columns(columns, columns.rating)
-        manifest = prepare_sequences(*_arguments(inputs, files, to, progress), named, options)
+        named_columns = _columns(columns, columns.rating)
+        manifest = prepare_sequences(*_arguments(inputs, files, to, progress), named_columns, options)
     say_dataset(manifest, str(to.output))
 
 
-def _split(given: str | None, files: SplitFiles, default: str) -> str:
+def _split(chosen: str | None, files: SplitFiles, default: str) -> str:
     """Returns the split: by files where some are named for the test."""
-    return given or ("files" if files.test else default)
+    return chosen or ("files" if files.test else default)
 
 
 def _arguments(

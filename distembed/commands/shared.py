@@ -59,11 +59,11 @@ def flattened(function: Callable[..., Result]) -> Callable[..., Result]:
     groups = dataclass_parameters(function)
 
     @functools.wraps(function)
-    def flat(*arguments: Any, **named: Any) -> Result:
+    def flat(*arguments: Any, **options: Any) -> Result:
         for name, group in groups.items():
-            given = {field.name for field in dataclasses.fields(group)} & named.keys()
-            named[name] = group(**{field: named.pop(field) for field in given})
-        return function(*arguments, **named)
+            given_fields = {field.name for field in dataclasses.fields(group)} & options.keys()
+            options[name] = group(**{field: options.pop(field) for field in given_fields})
+        return function(*arguments, **options)
 
     parameters = [
         shown

@@ -91,10 +91,10 @@ def evaluate_command(
     from distembed.base.files import finite
     from distembed.training.trained_run import find_trained_run
 
-    found = find_trained_run(run, data, split, checkpoint)
+    trained = find_trained_run(run, data, split, checkpoint)
     from distembed.training.inference import describe_metrics, evaluate_split, open_run
 
-    with open_run(found) as loaded:
+    with open_run(trained) as loaded:
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
@@ -117,16 +117,16 @@ def materialise_command(
     from distembed.training.trained_run import find_trained_run, id_column
 
     require_folder("--output", output)
-    found = find_trained_run(run, data, checkpoint=checkpoint)
+    trained = find_trained_run(run, data, checkpoint=checkpoint)
     if ids is not None:
         id_column(ids)
     from distembed.training.materialise import materialise_run
 
-    for written in materialise_run(
-        run, found.config, found.manifest.schema, output, table or [], ids, overwrite, checkpoint
+    for table_written in materialise_run(
+        run, trained.config, trained.manifest.schema, output, table or [], ids, overwrite, checkpoint
     ):
-        rows_per_second = written.num_rows / written.seconds
-        say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
+        rows_per_second = table_written.num_rows / table_written.seconds
+        say(f"{table_written.path}: {table_written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
 
 
 @app.command(

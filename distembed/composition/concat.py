@@ -114,5 +114,5 @@ def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         )
     # FBGEMM stores vectors whose length is a multiple of four
     unit = 4 if embedding_dim % 4 == 0 and embedding_dim // 4 >= num_partitions else 1
-    share, rest = divmod(embedding_dim // unit, num_partitions)
-    return tuple(unit * (share + (j < rest)) for j in range(num_partitions))
+    units, num_larger = divmod(embedding_dim // unit, num_partitions)
+    return tuple(unit * (units + (j < num_larger)) for j in range(num_partitions))

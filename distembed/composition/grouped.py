@@ -91,9 +91,9 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
     buckets = torch.searchsorted(chunk_ends, numbers, right=True).clamp_(max=num_buckets - 1)
     position = torch.arange(num_chunks * size, device=device).view(num_chunks, size) - shift[buckets].unsqueeze(1)
     # slots beyond the bucket's last id repeat that id; is_own tells them apart
-    last = (ends[buckets] - 1).unsqueeze(1)
-    ids = order.index_select(0, torch.minimum(position, last).flatten()).view(num_chunks, size)
-    return Groups(buckets=buckets, ids=ids, is_own=(position <= last).unsqueeze(2), slots=slots)
+    last_position = (ends[buckets] - 1).unsqueeze(1)
+    ids = order.index_select(0, torch.minimum(position, last_position).flatten()).view(num_chunks, size)
+    return Groups(buckets=buckets, ids=ids, is_own=(position <= last_position).unsqueeze(2), slots=slots)
 
 
 def _sort(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids"]:
@@ -168,8 +168,8 @@ def evaluate_in_program(
     by_run = torch.arange(num_ids, device=rows.device) + shift.index_select(0, rows.index_select(0, order))
     slots = torch.zeros_like(by_run).scatter(0, order, by_run)
 
-    places = torch.arange(num_chunks, device=rows.device)
-    buckets = torch.searchsorted(chunk_ends, places, right=True).clamp(max=num_buckets - 1)
+    chunk_numbers = torch.arange(num_chunks, device=rows.device)
+    buckets = torch.searchsorted(chunk_ends, chunk_numbers, right=True).clamp(max=num_buckets - 1)
     in_slots = inputs.new_zeros(num_chunks * size, inputs.shape[1]).index_copy(0, slots, inputs)
     packed = functions.index_select(0, buckets).to(inputs.dtype)
     outputs = layers.forward(in_slots.view(num_chunks, size, -1), packed)

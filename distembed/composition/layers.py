@@ -75,9 +75,9 @@ class PackedLayers:
 
         Appends a tensor for each hidden layer to ``hidden``, from which :meth:`backward` can start.
         """
-        (weight, bias), *others = self._unpack(packed, inputs.shape[2])
+        (weight, bias), *further = self._unpack(packed, inputs.shape[2])
         values = torch.baddbmm(bias, inputs, weight)
-        for weight, bias in others:
+        for weight, bias in further:
             saved = save_for_backward(self.activation, values)
             if hidden is not None:
                 hidden.append(saved)
@@ -104,13 +104,13 @@ class PackedLayers:
             values, pullback = pull_back(self.activation, saved)
             layer_inputs.append(values)
             pullbacks.append(pullback)
-        pieces: list[Tensor] = []
+        packed_gradients: list[Tensor] = []
         for (weight, _), values in zip(reversed(layers), reversed(layer_inputs), strict=True):
-            pieces[:0] = [torch.bmm(values.mT, gradient).flatten(1), gradient.sum(1)]
+            packed_gradients[:0] = [torch.bmm(values.mT, gradient).flatten(1), gradient.sum(1)]
             gradient = torch.bmm(gradient, weight.mT)
             if pullbacks:
                 gradient = pullbacks.pop()(gradient)
-        return gradient, torch.cat(pieces, dim=1)
+        return gradient, torch.cat(packed_gradients, dim=1)
 
     def _widths(self, dim: int) -> list[int]:
         """Returns the number of entries of each matrix and each bias, in the order of packing."""
@@ -120,10 +120,10 @@ class PackedLayers:
         """Returns the weight [functions, in, out] and the bias [functions, 1, out] of each layer, as views."""
         ends = list(accumulate(self._widths(dim)))
         # torch.fx traces it, for which a split has no known number of pieces
-        pieces = [packed.narrow(1, start, end - start) for start, end in pairwise([0, *ends])]
+        slices = [packed.narrow(1, start, end - start) for start, end in pairwise([0, *ends])]
         return [
             (weight.view(-1, n_in, n_out), bias.unsqueeze(1))
-            for (n_in, n_out), weight, bias in zip(self.layers(dim), pieces[::2], pieces[1::2], strict=True)
+            for (n_in, n_out), weight, bias in zip(self.layers(dim), slices[::2], slices[1::2], strict=True)
         ]
 
 

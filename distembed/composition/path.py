@@ -118,9 +118,9 @@ class _InitialFunction:
 
     def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         offset = 0.0  # the first layer's inputs have none
-        pieces = iter(weight.split([size for n_in, n_out in self.layers for size in (n_in * n_out, n_out)], dim=1))
+        slices = iter(weight.split([size for n_in, n_out in self.layers for size in (n_in * n_out, n_out)], dim=1))
         for (n_in, n_out), variance in zip(self.layers, self.variances, strict=True):
-            matrix, bias = next(pieces), next(pieces)
+            matrix, bias = next(slices), next(slices)
             Uniform(variance).fill(matrix, generator)
             bias.copy_(matrix.unflatten(1, (n_in, n_out)).sum(1).mul(-offset))
             offset = self.offset

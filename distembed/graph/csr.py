@@ -88,8 +88,8 @@ class Graph:
         num_nodes = require_num_nodes("num_nodes", num_nodes)
         source_ids, target_ids = _ids("sources", sources, num_nodes), _ids("targets", targets, num_nodes)
         weight_values = None if weights is None else _weights(weights)
-        named = {"sources": source_ids, "targets": target_ids, "weights": weight_values}
-        lengths = {name: len(array) for name, array in named.items() if array is not None}
+        arrays = {"sources": source_ids, "targets": target_ids, "weights": weight_values}
+        lengths = {name: len(array) for name, array in arrays.items() if array is not None}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise UserError(f"there are {listed}; give one of each an edge.")
@@ -219,17 +219,17 @@ class Graph:
         Raises:
             UserError: Rows overlap, or a neighbour is not an id of the graph.
         """
-        place = "the graph" if self.folder is None else self.folder
+        subject = "the graph" if self.folder is None else self.folder
         # Pieces bound the memory of the temporary arrays; the files may be larger than memory.
         for begin in range(0, self.num_nodes, _PIECE):
             if (np.diff(self.starts[begin : begin + _PIECE + 1]) < 0).any():
-                raise UserError(f"{place} is damaged: its rows overlap; make the graph again.")
+                raise UserError(f"{subject} is damaged: its rows overlap; make the graph again.")
         for begin in range(0, self.num_edges, _PIECE):
-            piece = self.neighbors[begin : begin + _PIECE]
-            if piece.min() < 0 or piece.max() >= self.num_nodes:
-                last = self.num_nodes - 1
+            some_neighbors = self.neighbors[begin : begin + _PIECE]
+            if some_neighbors.min() < 0 or some_neighbors.max() >= self.num_nodes:
+                largest_id = self.num_nodes - 1
                 raise UserError(
-                    f"{place} is damaged: it has neighbours outside of its ids, 0 to {last}; make it again."
+                    f"{subject} is damaged: it has neighbours outside of its ids, 0 to {largest_id}; make it again."
                 )
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
@@ -238,8 +238,8 @@ class Graph:
 
     def __repr__(self) -> str:
         kind = f"{'directed' if self.directed else 'undirected'}{', weighted' if self.weighted else ''}"
-        place = "" if self.folder is None else f", folder={str(self.folder)!r}"
-        return f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, {kind}{place})"
+        folder_text = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        return f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, {kind}{folder_text})"
 
 
 def _all_alias_tables(
@@ -247,9 +247,9 @@ def _all_alias_tables(
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """Computes ``keep`` and ``alias`` of all edges, block by block of whole rows, which bounds temporary memory."""
     keep, alias = np.empty(len(weights), np.float64), np.empty(len(weights), np.int32)
-    for first, last in row_blocks(starts):
-        begin, end = starts[first], starts[last]
-        keep[begin:end], alias[begin:end] = alias_tables(starts[first : last + 1] - begin, weights[begin:end])
+    for start, stop in row_blocks(starts):
+        begin, end = starts[start], starts[stop]
+        keep[begin:end], alias[begin:end] = alias_tables(starts[start : stop + 1] - begin, weights[begin:end])
     return keep, alias
 
 
@@ -303,16 +303,16 @@ def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None]
     """
     folder = Path(folder)
     description = GraphDescription.load(folder)
-    found = Verification()
-    found.add((), folder / GRAPH_FILE)
+    verification = Verification()
+    verification.add((), folder / GRAPH_FILE)
     for stored in description.arrays.values():
         problem = stored.problem(folder)
-        found.add([] if problem is None else [f"{problem}; {REMEDY}."], folder / stored.file)
+        verification.add([] if problem is None else [f"{problem}; {REMEDY}."], folder / stored.file)
         if progress is not None:
-            progress(found.num_bytes)
-    if not found.problems:
+            progress(verification.num_bytes)
+    if not verification.problems:
         try:
             Graph.open(folder, verified=False).require_own_ids()
         except UserError as error:
-            found.problems.append(str(error))
-    return found
+            verification.problems.append(str(error))
+    return verification

@@ -116,15 +116,15 @@ class GraphDescription:
         try:
             arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}
             counts = int(value["num_nodes"]), int(value["num_edges"])
-            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"])
-            found._require_consistent()
+            description = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"])
+            description._require_consistent()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}.") from error
         for name, array in arrays.items():
             require_inside(array.file, f"arrays.{name}.file", path)
-        if found.fingerprint != value.get("fingerprint"):
+        if description.fingerprint != value.get("fingerprint"):
             raise UserError(f"{path} is damaged: its checksums do not give its fingerprint; {REMEDY}.")
-        return found
+        return description
 
     def _require_consistent(self) -> None:
         """Raises ValueError where an array is missing or has another type or size than the graph's."""
@@ -224,8 +224,8 @@ class GraphWriter:
         """Computes ``keep`` and ``alias`` from the weights of a temporary file, then removes the file."""
         weights = np.memmap(self._folder / _WEIGHTS, np.float64, "r")
         starts = map_array(self._folder, self._writers["starts"].finish())
-        for first, last in row_blocks(starts):
-            row_starts = starts[first : last + 1]
+        for start, stop in row_blocks(starts):
+            row_starts = starts[start : stop + 1]
             keep, alias = alias_tables(row_starts - row_starts[0], weights[row_starts[0] : row_starts[-1]])
             self._writers["keep"].append(keep)
             self._writers["alias"].append(alias)

@@ -45,13 +45,13 @@ _SUM_BITS = 62
 
 def row_blocks(starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yields consecutive ranges of rows ``[first, last)``: up to BLOCK_EDGES rows and edges each, or one longer row."""
-    first, num_rows = 0, len(starts) - 1
-    while first < num_rows:
+    start, num_rows = 0, len(starts) - 1
+    while start < num_rows:
         # the last row end that is at most BLOCK_EDGES edges after the range's first edge
-        window = starts[first : first + BLOCK_EDGES + 1]
-        last = first + max(1, int(np.searchsorted(window, window[0] + BLOCK_EDGES, side="right")) - 1)
-        yield first, last
-        first = last
+        window = starts[start : start + BLOCK_EDGES + 1]
+        stop = start + max(1, int(np.searchsorted(window, window[0] + BLOCK_EDGES, side="right")) - 1)
+        yield start, stop
+        start = stop
 
 
 def alias_tables(
@@ -147,10 +147,10 @@ def stored_edges(
     directed: bool,
 ) -> Edges:
     """Makes keys of edges in the given order; drops self-loops, and adds each edge's reverse unless ``directed``."""
-    others = sources != targets
-    if not others.all():
-        sources, targets = sources[others], targets[others]
-        weights = None if weights is None else weights[others]
+    is_no_loop = sources != targets
+    if not is_no_loop.all():
+        sources, targets = sources[is_no_loop], targets[is_no_loop]
+        weights = None if weights is None else weights[is_no_loop]
     forward = sources * num_nodes + targets
     if directed:
         return Edges(forward, weights)

@@ -16,17 +16,17 @@ NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # the names are looked up when a config is validated: rows may have been added to the table by then
 def _dense_name(name: str) -> str:
-    known = dense_names()
-    if name in OPTIMIZERS and name not in known:
-        raise UserError(f"name is {name!r}, which trains tables only; use one of {', '.join(known)}.")
-    return one_of("name", name, known)
+    names = dense_names()
+    if name in OPTIMIZERS and name not in names:
+        raise UserError(f"name is {name!r}, which trains tables only; use one of {', '.join(names)}.")
+    return one_of("name", name, names)
 
 
 def _sparse_name(name: str) -> str:
-    known = sparse_names()
-    if name in OPTIMIZERS and name not in known:
-        raise UserError(f"name is {name!r}, which trains networks only; use one of {', '.join(known)}.")
-    return one_of("name", name, known)
+    names = sparse_names()
+    if name in OPTIMIZERS and name not in names:
+        raise UserError(f"name is {name!r}, which trains networks only; use one of {', '.join(names)}.")
+    return one_of("name", name, names)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -53,11 +53,11 @@ def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> st
     fused = fused_type(declared[0])
     name = None if fused is None else fused_optimizer_name(fused)
     if len(declared) > 1 or name is None:
-        found = " and ".join(f"{optimizer.__module__}.{optimizer.__qualname__}" for optimizer in declared)
-        known = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.fused_class is not None)
+        listed = " and ".join(f"{optimizer.__module__}.{optimizer.__qualname__}" for optimizer in declared)
+        fused_names = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.fused_class is not None)
         raise UserError(
-            f"table {table!r} declares the optimizer {found}, and what it keeps of each weight is not known; known: "
-            f"{known}. Declare one of these, once, by apply_optimizer_in_backward or the sharder's fused_params."
+            f"table {table!r} declares the optimizer {listed}, and what it keeps of each weight is not known; known: "
+            f"{fused_names}. Declare one of these, once, by apply_optimizer_in_backward or the sharder's fused_params."
         )
     return name
 
@@ -86,9 +86,9 @@ def largest_optimizer(names: Iterable[str | None], undeclared: str | None = None
         undeclared: Name of the optimizer of tables that declare none; the one that FBGEMM takes unless given.
     """
     stateless = stateless_name()
-    found = {stateless, *(name or undeclared or stateless for name in names)}
+    candidates = {stateless, *(name or undeclared or stateless for name in names)}
     # compared on one row of 100 weights, so that a state for each weight outweighs a state for each row
-    return max(sorted(found), key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100))
+    return max(sorted(candidates), key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100))
 
 
 def _shared_optimizer(sharder: ModuleSharder[Any]) -> Any:

@@ -47,18 +47,18 @@ class _FloatCopies:
         """Before a step: puts float32 copies of weights and gradients in the weights' place, with their states."""
         for group in optimizer.param_groups:
             weights: list[Tensor] = group["params"]
-            for place, weight in enumerate(weights):
+            for index, weight in enumerate(weights):
                 if not is_half(weight) or weight.grad is None:
                     continue
-                copy = weights[place] = weight.detach().float()
+                copy = weights[index] = weight.detach().float()
                 copy.grad = weight.grad.float()
                 _move_state(optimizer, weight, copy)
-                self._replaced.append((weights, place, weight))
+                self._replaced.append((weights, index, weight))
 
     def narrow(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """After a step: rounds each copy into its weight, and puts the weight back in its place with the states."""
-        for weights, place, weight in self._replaced:
-            copy, weights[place] = weights[place], weight
+        for weights, index, weight in self._replaced:
+            copy, weights[index] = weights[index], weight
             weight.data.copy_(copy)
             _move_state(optimizer, copy, weight)
         self._replaced.clear()

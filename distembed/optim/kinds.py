@@ -134,14 +134,14 @@ class OptimizerKind:
         make: Any = imported(self.torch_class)
         assert make is not None
         parameters = list(parameters)
-        is_real = bool(parameters) and not any(own.is_meta for own in parameters)
-        has_fused = is_real and all(_has_fused_form(make, own.device.type) for own in parameters)
-        made: torch.optim.Optimizer = make(
+        is_real = bool(parameters) and not any(parameter.is_meta for parameter in parameters)
+        has_fused = is_real and all(_has_fused_form(make, parameter.device.type) for parameter in parameters)
+        optimizer: torch.optim.Optimizer = make(
             parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings
         )
         if any(map(is_half, parameters)):
-            train_in_float32(made)
-        return made
+            train_in_float32(optimizer)
+        return optimizer
 
 
 @cache
@@ -260,6 +260,6 @@ def fused_type(optimizer: "type[torch.optim.Optimizer]") -> "EmbOptimType | None
 def _computes(kind: OptimizerKind, fused: "EmbOptimType") -> bool:
     """Returns whether FBGEMM's optimizer is this kind; ``exact_adagrad`` and ``adagrad`` count as one."""
     own_class = imported(kind.fused_class)
-    own = None if own_class is None else fused_type(own_class)
+    own_type = None if own_class is None else fused_type(own_class)
     # TorchRec takes the forms whose names begin with `exact_`; the forms without it keep the same states
-    return own is not None and own.value.removeprefix("exact_") == fused.value.removeprefix("exact_")
+    return own_type is not None and own_type.value.removeprefix("exact_") == fused.value.removeprefix("exact_")

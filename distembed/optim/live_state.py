@@ -82,7 +82,7 @@ class _FusedLeaf(_Leaf):
     @property
     def name(self) -> str:
         fused = self.optimizer._emb_module.optimizer
-        return _known(fused_optimizer_name(fused), f"FBGEMM's {fused.value}")
+        return _require_known(fused_optimizer_name(fused), f"FBGEMM's {fused.value}")
 
     def states(self, _weights: Shards) -> Iterator[ParameterState]:
         states = OPTIMIZERS[self.name].states
@@ -107,13 +107,14 @@ class _TorchLeaf(_Leaf):
     @property
     def name(self) -> str:
         inner = self.optimizer._optimizer
-        return _known(torch_optimizer_name(inner), repr(inner).splitlines()[0].rstrip(" ("))
+        return _require_known(torch_optimizer_name(inner), repr(inner).splitlines()[0].rstrip(" ("))
 
     def live(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns torch's states of a parameter; makes the states of a first step where no step was done yet."""
         live: dict[str, Tensor] = self.optimizer.state[parameter]
         if not live:
-            group = next(g for g in self.optimizer.param_groups if any(own is parameter for own in g["params"]))
+            groups = self.optimizer.param_groups
+            group = next(group for group in groups if any(member is parameter for member in group["params"]))
             live.update(first_state(OPTIMIZERS[self.name], parameter, group))
         return live
 
@@ -160,10 +161,10 @@ def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf 
     elif isinstance(optimizer, KeyedOptimizerWrapper):
         yield _TorchLeaf(prefix, optimizer)
     else:
-        _known(None, type(optimizer).__name__)
+        _require_known(None, type(optimizer).__name__)
 
 
-def _known(name: str | None, described: str) -> str:
+def _require_known(name: str | None, described: str) -> str:
     """Returns the name; a :class:`UserError` for None, an optimizer that :data:`OPTIMIZERS` does not have."""
     if name is None:
         raise UserError(

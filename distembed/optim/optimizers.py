@@ -69,10 +69,11 @@ def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfi
     """Makes torch's form of the sparse optimizer for tables that FBGEMM does not update; refuses one without it."""
     kind = OPTIMIZERS[config.name]
     if kind.torch_class is None:
-        others = ", ".join(name for name in sparse_names() if OPTIMIZERS[name].torch_class is not None)
+        trained_by_torch = ", ".join(name for name in sparse_names() if OPTIMIZERS[name].torch_class is not None)
         raise UserError(
             f"train.sparse_optimizer.name is {config.name!r}, which only FBGEMM has, but torch trains what every "
-            f"rank has, such as {next(iter(tables))}; place tables table_wise or column_wise, or use one of {others}."
+            f"rank has, such as {next(iter(tables))}; place tables table_wise or column_wise, or use one of "
+            f"{trained_by_torch}."
         )
     settings = _sparse_settings(config)
     return KeyedOptimizerWrapper(tables, lambda params: kind.make(params, **settings))
@@ -115,15 +116,15 @@ class Optimizers:
         }
         vectors = {id(parameter) for parameter in table_parameters(model)}
         tables = {name: parameter for name, parameter in parameters.items() if id(parameter) in vectors}
-        others = {name: parameter for name, parameter in parameters.items() if name not in tables}
+        networks = {name: parameter for name, parameter in parameters.items() if name not in tables}
         self._fused = model.fused_optimizer
         self._scheduled: list[tuple[KeyedOptimizer, SparseOptimizerConfig | DenseOptimizerConfig]] = [
             (self._fused, sparse)
         ]
         if tables:
             self._scheduled.append((_sparse_optimizer(tables, sparse), sparse))
-        if others:
-            self._scheduled.append((_dense_optimizer(others, dense), dense))
+        if networks:
+            self._scheduled.append((_dense_optimizer(networks, dense), dense))
         kind = OPTIMIZERS[sparse.name]
         self._fused_corrects_bias = kind.corrects_bias and kind.fused_class is not None
         self._dense = dense
@@ -196,9 +197,9 @@ def table_parameters(model: nn.Module) -> list[nn.Parameter]:
         if isinstance(collection, _COLLECTIONS)
         for attribute in _VECTORS
         if isinstance(vectors := getattr(collection, attribute, None), nn.ModuleDict)
-        for name, own in vectors.items()
+        for name, module in vectors.items()
         if name not in _dense_weights(collection)
-        for parameter in own.parameters()
+        for parameter in module.parameters()
     ]
 
 

@@ -69,8 +69,8 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
 def frozen_settings(fused_params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns FBGEMM's settings of a table without its optimizer: SGD at a rate of 0, which keeps no state."""
     optimizer_settings = {*OptimizerArgs._fields, "counter_based_regularization", "cowclip_regularization"}
-    kept = {setting: value for setting, value in fused_params.items() if setting not in optimizer_settings}
-    return {**kept, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
+    table_settings = {setting: value for setting, value in fused_params.items() if setting not in optimizer_settings}
+    return {**table_settings, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 
 
 class ReplicatedOptimizer(FusedOptimizer):
@@ -98,15 +98,17 @@ class ReplicatedOptimizer(FusedOptimizer):
         self.live: dict[Tensor, dict[str, Tensor]] = {}
         state: dict[Tensor, dict[str, Tensor]] = {}
         for key, weight in weights.items():
-            own = self._inner.state[weight]
-            if not own:
-                own.update(first_state(kind, weight, self._inner.param_groups[0]))
-            self.live[weight], prefix = own, key.split(".")[-2]
+            weight_state = self._inner.state[weight]
+            if not weight_state:
+                weight_state.update(first_state(kind, weight, self._inner.param_groups[0]))
+            self.live[weight], prefix = weight_state, key.split(".")[-2]
             by_row = [(state_name, per is NumberPer.ROW) for state_name, per in kind.states.items()]
             # FBGEMM calls every optimizer's first state momentum1
             state[weight] = {
-                f"{prefix}.{state_name if i else 'momentum1'}": own[state_name].view(-1) if is_row else own[state_name]
-                for i, (state_name, is_row) in enumerate(by_row)
+                f"{prefix}.{state_name if index else 'momentum1'}": weight_state[state_name].view(-1)
+                if is_row
+                else weight_state[state_name]
+                for index, (state_name, is_row) in enumerate(by_row)
             }
         super().__init__(weights, state, [{"params": list(weights.values()), "lr": settings["lr"]}])
 
@@ -119,9 +121,9 @@ class ReplicatedOptimizer(FusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Copies the learning rate to torch's optimizer, and clears gradients that a failed backward pass has left."""
-        (own,) = self.param_groups
+        (settings,) = self.param_groups
         for group in self._inner.param_groups:
-            group["lr"] = own["lr"]
+            group["lr"] = settings["lr"]
         if self.has_gradients:  # of a backward pass that failed: the next one would add to them
             for weight in self.live:
                 if weight.grad is not None:
@@ -169,7 +171,7 @@ class BackwardUpdates:
     def __init__(self, optimizers: Sequence[ReplicatedOptimizer], group: dist.ProcessGroup | None) -> None:
         self._number = next(self._numbers)
         self._optimizers, self._group = optimizers, group
-        self._weights: list[nn.Parameter] = [weight for own in optimizers for weight in own.params.values()]
+        self._weights: list[nn.Parameter] = [weight for optimizer in optimizers for weight in optimizer.params.values()]
         self._buffers: list[Tensor] = []
         self._gradients: dict[Tensor, Tensor] = {}
         for weight in self._weights:
@@ -218,12 +220,12 @@ class BackwardUpdates:
         """Copies all gradients into the buffers; from then on the weights' gradients are views of the buffers."""
         if not self._buffers:
             for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
-                own = [weight for weight in self._weights if weight.dtype == dtype]
-                sizes = [weight.numel() for weight in own]
-                buffer = torch.zeros(sum(sizes), dtype=dtype, device=own[0].device)
+                weights = [weight for weight in self._weights if weight.dtype == dtype]
+                sizes = [weight.numel() for weight in weights]
+                buffer = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
                 self._buffers.append(buffer)
-                parts = zip(own, buffer.split(sizes), strict=True)
-                self._gradients |= {weight: part.view_as(weight) for weight, part in parts}
+                slices = zip(weights, buffer.split(sizes), strict=True)
+                self._gradients |= {weight: gradient.view_as(weight) for weight, gradient in slices}
         for weight, view in self._gradients.items():
             if weight.grad is None:  # no gradient in this pass; a failed pass may have left one in the buffer
                 view.zero_()

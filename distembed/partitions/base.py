@@ -65,8 +65,8 @@ class Partition(ABC):
         """Returns whether another scheme is of the same class and was made with the same numbers."""
         if type(self) is not type(other):
             return NotImplemented
-        own, others = self._identity(), other._identity()
-        return own.keys() == others.keys() and all(_equal(own[key], others[key]) for key in own)
+        values, other_values = self._identity(), other._identity()
+        return values.keys() == other_values.keys() and all(_equal(values[key], other_values[key]) for key in values)
 
     def __hash__(self) -> int:
         return hash((type(self), self.num_embeddings, self.num_rows))
@@ -112,8 +112,8 @@ class Partition(ABC):
         candidates = self._candidates(rows)
         inside = (candidates >= 0) & (candidates < self.num_embeddings)
         # A candidate may be any number where no id has the rows: it is the answer only if it maps to these rows again.
-        same = (self.rows(torch.where(inside, candidates, 0)) == rows).all(dim=0)
-        return torch.where(inside & same, candidates, -1)
+        maps_back = (self.rows(torch.where(inside, candidates, 0)) == rows).all(dim=0)
+        return torch.where(inside & maps_back, candidates, -1)
 
     @abstractmethod
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:

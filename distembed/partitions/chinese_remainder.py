@@ -87,15 +87,15 @@ class ChineseRemainder(RemainderPartition):
         shared, pair = first_shared_factor(self.num_rows), self.colliding_ids()
         if shared is None and pair is None:
             return
-        found = f"{self.name}: moduli {list(self.num_rows)}"
+        fault = f"{self.name}: moduli {list(self.num_rows)}"
         if shared is not None:
-            found += f" are not pairwise coprime: {shared[0]} and {shared[1]} share the factor {shared[2]}"
+            fault += f" are not pairwise coprime: {shared[0]} and {shared[1]} share the factor {shared[2]}"
         else:
-            found += f" have the product {math.prod(self.num_rows)}, below num_embeddings={self.num_embeddings}"
+            fault += f" have the product {math.prod(self.num_rows)}, below num_embeddings={self.num_embeddings}"
         if pair is not None:
-            found += f", so ids {pair[0]} and {pair[1]} have the same rows"
+            fault += f", so ids {pair[0]} and {pair[1]} have the same rows"
         remedy = list(suggest_moduli(self.num_rows, self.num_embeddings, coprime=True))
-        raise UserError(f"{found}. The scheme takes pairwise coprime moduli: {remedy} do.")
+        raise UserError(f"{fault}. The scheme takes pairwise coprime moduli: {remedy} do.")
 
 
 def _multiply(values: Tensor, factor: int, modulus: int) -> Tensor:

@@ -193,23 +193,23 @@ class Explicit(Partition):
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         """Compares all ids with the wanted tuples, in one pass over the ids: an index of all ids would take memory."""
-        wanted = rows.reshape(len(self.num_rows), -1).cpu()
+        row_tuples = rows.reshape(len(self.num_rows), -1).cpu()
         # Wanted tuples are paths in a tree. Node t of level j stands for one distinct prefix of j + 1 rows, by its key
         # parent node * num_rows[j] + row; a level's keys are sorted, so ids find their node by bisection or drop out.
         levels = []
-        node = torch.zeros(wanted.shape[1], dtype=torch.int64)
-        for row, bound in zip(wanted, self.num_rows, strict=True):
+        node = torch.zeros(row_tuples.shape[1], dtype=torch.int64)
+        for row, bound in zip(row_tuples, self.num_rows, strict=True):
             prefixes, node = (node * bound + row.clamp(0, bound - 1)).unique(return_inverse=True)
             levels.append(prefixes)
         node_ids = torch.full((len(levels[-1]),), -1)
-        for start in range(0, self.num_embeddings if wanted.numel() else 0, _CHUNK_IDS):
+        for start in range(0, self.num_embeddings if row_tuples.numel() else 0, _CHUNK_IDS):
             stop = min(start + _CHUNK_IDS, self.num_embeddings)
             ids, nodes = torch.arange(start, stop), torch.zeros(stop - start, dtype=torch.int64)
             for assigned, bound, prefixes in zip(self.assignments, self.num_rows, levels, strict=True):
                 keys = nodes * bound + assigned[ids]
                 nodes = torch.searchsorted(prefixes, keys).clamp(max=len(prefixes) - 1)
-                found = prefixes[nodes] == keys
-                ids, nodes = ids[found], nodes[found]
+                has_prefix = prefixes[nodes] == keys
+                ids, nodes = ids[has_prefix], nodes[has_prefix]
             node_ids[nodes] = ids
         return node_ids[node].view(rows.shape[1:]).to(rows.device)
 
@@ -221,8 +221,9 @@ def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.
         rows: NDArray[np.integer] = assigned.numpy()
         # before keys exceed 63 bits, keys and rows are numbered without gaps: both are then below the number of ids
         if count * bound > MAX_NUM_EMBEDDINGS:
-            (distinct, keys), (rows_that_occur, rows) = (np.unique(own, return_inverse=True) for own in (keys, rows))
-            count, bound = len(distinct), len(rows_that_occur)
+            distinct_keys, keys = np.unique(keys, return_inverse=True)
+            distinct_rows, rows = np.unique(rows, return_inverse=True)
+            count, bound = len(distinct_keys), len(distinct_rows)
         keys, count = keys * bound + rows, count * bound
     return keys
 

@@ -45,16 +45,16 @@ class MixedRadix(DigitPartition):
 
     @property
     def description(self) -> str:
-        first, *others = self.num_rows
+        first, *further = self.num_rows
         equations = [f"p_1(x) = x mod {first}"]
-        for j, modulus in enumerate(others, start=2):
+        for j, modulus in enumerate(further, start=2):
             equations.append(f"p_{j}(x) = (x \\ {math.prod(self.num_rows[: j - 1])}) mod {modulus}")
         return ", ".join(equations)
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
         """Returns the moduli; the last one is raised where their product would be too small."""
-        *lower, last = self.moduli
-        return {"moduli": [*lower, max(last, -(-num_embeddings // math.prod(lower)))]}
+        *lower, highest = self.moduli
+        return {"moduli": [*lower, max(highest, -(-num_embeddings // math.prod(lower)))]}
 
 
 def _require_complementary(num_embeddings: int, moduli: tuple[int, ...]) -> None:

@@ -58,9 +58,9 @@ def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
     """
     searched = min(num_partitions, _MOST_COPRIMES)
     for total in itertools.count(sum(balanced_moduli(num_embeddings, searched))):
-        found = _coprimes_with_sum(total, searched, num_embeddings, ())
-        if found is not None:
-            return tuple(reversed(found)) + (1,) * (num_partitions - searched)
+        moduli = _coprimes_with_sum(total, searched, num_embeddings, ())
+        if moduli is not None:
+            return tuple(reversed(moduli)) + (1,) * (num_partitions - searched)
     raise AssertionError("large enough sums hold coprime moduli")
 
 
@@ -74,20 +74,20 @@ def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, 
     # the smallest of the remaining moduli is at most their mean; the further below, the smaller the largest product:
     # once the rest cannot reach `needed`, smaller moduli cannot either
     for modulus in range(total // count, max(chosen, default=1) - 1, -1):
-        needed = -(-product // modulus)
-        if _largest_product(total - modulus, count - 1) < needed:
+        least_product = -(-product // modulus)
+        if _largest_product(total - modulus, count - 1) < least_product:
             return None
         if _is_coprime(modulus, chosen):
-            found = _coprimes_with_sum(total - modulus, count - 1, needed, (*chosen, modulus))
-            if found is not None:
-                return found
+            moduli = _coprimes_with_sum(total - modulus, count - 1, least_product, (*chosen, modulus))
+            if moduli is not None:
+                return moduli
     return None
 
 
 def _largest_product(total: int, count: int) -> int:
     """Returns the largest product of ``count`` integers that sum to ``total``: no two of them differ by more than 1."""
-    share, rest = divmod(total, count)
-    return (share + 1) ** rest * share ** (count - rest)
+    smaller, num_larger = divmod(total, count)
+    return (smaller + 1) ** num_larger * smaller ** (count - num_larger)
 
 
 def _is_coprime(modulus: int, others: Sequence[int]) -> bool:
@@ -166,8 +166,8 @@ def suggest_moduli(moduli: Sequence[int], num_embeddings: int, coprime: bool) ->
     candidates = []
     for j, modulus in enumerate(suggested):
         before, after = suggested[:j], suggested[j + 1 :]
-        enough = -(-num_embeddings * modulus // product)
-        increased = _next_coprime(enough, before + after) if coprime else enough
+        least = -(-num_embeddings * modulus // product)
+        increased = _next_coprime(least, before + after) if coprime else least
         candidates.append((*before, increased, *after))
     return min(candidates, key=sum)
 

@@ -18,4 +18,4 @@ class SchemeSettings:
 
 def setting_names(settings: type[SchemeSettings]) -> tuple[str, ...]:
     """Returns the names of the fields of a settings class, which are keywords of its scheme's constructor."""
-    return tuple(each.name for each in dataclasses.fields(settings))
+    return tuple(field.name for field in dataclasses.fields(settings))

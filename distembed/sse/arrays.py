@@ -46,9 +46,9 @@ def as_float64(values: Array) -> Array:
     return values.double() if isinstance(values, Tensor) else values.astype(np.float64)
 
 
-def assign(target: Array, places: Array, values: Array) -> None:
+def assign(target: Array, indices: Array, values: Array) -> None:
     """Sets ``target[places]`` to the values, in the target's type."""
-    target[places] = values.to(target.dtype) if isinstance(target, Tensor) else values
+    target[indices] = values.to(target.dtype) if isinstance(target, Tensor) else values
 
 
 def count_each(numbers: Array, counted: Array, length: int) -> Array:

@@ -49,8 +49,8 @@ class TableSSEConfig:
     def _require_graph(self) -> "TableSSEConfig":
         """Refuses settings that mean nothing without a graph."""
         if self.graph is None and (self.rho != 1 or self.walk is not None):
-            given = f"rho is {self.rho}" if self.rho != 1 else "walk is given"
-            raise ValueError(f"{given}, which means nothing without graph; give the folder of one")
+            setting = f"rho is {self.rho}" if self.rho != 1 else "walk is given"
+            raise ValueError(f"{setting}, which means nothing without graph; give the folder of one")
         return self
 
 
@@ -87,18 +87,18 @@ def build_sse(
     settings = {name: config.for_table(name) for name in num_embeddings}
     graphs = {path: Graph.open(path) for path in graph_paths(config)}
     rules = {}
-    for name, own in settings.items():
-        if own.p0 > 0:
+    for name, table in settings.items():
+        if table.p0 > 0:
             rules[name] = SSE(
-                p0=own.p0,
-                rho=own.rho,
-                graph=None if own.graph is None else graphs[own.graph],
-                walk=None if own.walk is None else Walk(own.walk.restart, own.walk.max_steps),
-                schedule=own.schedule,
+                p0=table.p0,
+                rho=table.rho,
+                graph=None if table.graph is None else graphs[table.graph],
+                walk=None if table.walk is None else Walk(table.walk.restart, table.walk.max_steps),
+                schedule=table.schedule,
                 reserved=[id for id in reserved.get(name, ()) if id < num_embeddings[name]]
-                if own.reserved is None
-                else own.reserved,
-                keep_reserved=own.keep_reserved,
+                if table.reserved is None
+                else table.reserved,
+                keep_reserved=table.keep_reserved,
             )
     return rules
 
@@ -106,7 +106,7 @@ def build_sse(
 def graph_paths(config: SSEConfig) -> list[str]:
     """Returns the distinct folders of graphs in settings whose p0 is above 0, sorted."""
     settings = [config.default, *config.tables.values()]
-    return sorted({own.graph for own in settings if own.graph is not None and own.p0 > 0})
+    return sorted({table.graph for table in settings if table.graph is not None and table.p0 > 0})
 
 
 def graph_fingerprints(rules: Mapping[str, SSE]) -> dict[str, str]:

@@ -104,11 +104,11 @@ class Drawer:
         among_others = below(words, num_drawable - np.uint64(1))
         among_others += num_first
         draws = []
-        for i in range(num_steps):
-            step_bounds = bounds[i * num_streams : (i + 1) * num_streams + 1]
-            own = slice(step_bounds[0], step_bounds[-1])
+        for index in range(num_steps):
+            step_bounds = bounds[index * num_streams : (index + 1) * num_streams + 1]
+            step_ids = slice(step_bounds[0], step_bounds[-1])
             values: list[Any] = [streams, drawn.places, num_first, num_drawable, words, among_others, drawn.states]
-            draws.append(StepDraws(step_bounds - step_bounds[0], *(value[own] for value in values)))
+            draws.append(StepDraws(step_bounds - step_bounds[0], *(value[step_ids] for value in values)))
         return draws
 
 
@@ -160,18 +160,18 @@ def first_ids(draws: StepDraws, drawn_starts: Sequence[int], counts: Sequence[in
         starts: Index of each stream's first id in the batch.
     """
     place_in_stream = draws.places - np.asarray(drawn_starts, dtype=np.int64).take(draws.streams)
-    kept = np.flatnonzero(place_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
-    streams = draws.streams.take(kept)
+    within = np.flatnonzero(place_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
+    streams = draws.streams.take(within)
     return replace(
         draws,
         bounds=np.searchsorted(streams, np.arange(len(counts) + 1)),
         streams=streams,
-        places=place_in_stream.take(kept) + np.asarray(starts, dtype=np.int64).take(streams),
-        num_first=draws.num_first.take(kept),
-        num_drawable=draws.num_drawable.take(kept),
-        words=draws.words.take(kept),
-        among_others=draws.among_others.take(kept),
-        states=draws.states.take(kept),
+        places=place_in_stream.take(within) + np.asarray(starts, dtype=np.int64).take(streams),
+        num_first=draws.num_first.take(within),
+        num_drawable=draws.num_drawable.take(within),
+        words=draws.words.take(within),
+        among_others=draws.among_others.take(within),
+        states=draws.states.take(within),
     )
 
 

@@ -39,8 +39,8 @@ class _BatchCounts:
 
     def joined(self, later: "_BatchCounts") -> "_BatchCounts":
         """Adds up the counts of both batches, under the later batch's step."""
-        both = [each for each in (self.unchanged, later.unchanged) if each is not None]
-        unchanged = both[0] + both[1] if len(both) == 2 else both[0] if both else None
+        counts = [count for count in (self.unchanged, later.unchanged) if count is not None]
+        unchanged = counts[0] + counts[1] if len(counts) == 2 else counts[0] if counts else None
         return _BatchCounts(later.step, self.seen + later.seen, self.drawn + later.drawn, unchanged)
 
 
@@ -84,10 +84,10 @@ class Perturbation(nn.Module):
             until_step: Counts batches of earlier steps only; batches that a pipeline has prepared for later steps are
                 left for the next call. None for all.
         """
-        taken = [batch for batch in self._counts if until_step is None or batch.step < until_step]
-        self._counts = self._counts[len(taken) :]
-        none = np.zeros(len(self._streams), np.int64)
-        total = reduce(_BatchCounts.joined, taken, _BatchCounts(0, none, none, None))
+        batches = [batch for batch in self._counts if until_step is None or batch.step < until_step]
+        self._counts = self._counts[len(batches) :]
+        zeros = np.zeros(len(self._streams), np.int64)
+        total = reduce(_BatchCounts.joined, batches, _BatchCounts(0, zeros, zeros, None))
         replaced = total.drawn
         if isinstance(total.unchanged, Tensor):
             torch.cuda.synchronize(total.unchanged.device)  # a pipeline counts on a stream of its own
@@ -129,7 +129,7 @@ class FeaturePerturbation(Perturbation):
     def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
         super().__init__(streams, rank)
         self._keys: list[str] = []
-        self._places: list[int | None] = []
+        self._key_indices: list[int | None] = []
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Returns the batch with replaced ids, as one step; the batch itself in evaluation mode or without streams."""
@@ -142,8 +142,9 @@ class FeaturePerturbation(Perturbation):
         ids = features.values()
         self._follow_keys(features.keys())
         lengths, offsets = features.length_per_key(), features.offset_per_key()
-        counts = tuple([0 if place is None else lengths[place] for place in self._places])
-        replaced = self._replace(ids, counts, tuple([0 if place is None else offsets[place] for place in self._places]))
+        counts = tuple([0 if key is None else lengths[key] for key in self._key_indices])
+        starts = tuple([0 if key is None else offsets[key] for key in self._key_indices])
+        replaced = self._replace(ids, counts, starts)
         if replaced.data_ptr() == ids.data_ptr():  # no id was drawn, or the new ids are in the batch's own memory
             return features
         return KeyedJaggedTensor(
@@ -165,8 +166,8 @@ class FeaturePerturbation(Perturbation):
     def _follow_keys(self, keys: list[str]) -> None:
         """Finds the place of each stream's feature among a batch's keys."""
         if keys != self._keys:
-            places = {key: place for place, key in enumerate(keys)}
-            self._keys, self._places = keys, [places.get(stream.feature) for stream in self._streams]
+            index_of_key = {key: index for index, key in enumerate(keys)}
+            self._keys, self._key_indices = keys, [index_of_key.get(stream.feature) for stream in self._streams]
 
 
 class IdPerturbation(Perturbation):
@@ -279,9 +280,9 @@ def _perturbations(model: nn.Module) -> Iterator[Perturbation]:
 def _sums_by_table(counts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
     """Returns the sums of both counts over the entries of each table."""
     total: dict[str, tuple[int, int]] = {}
-    for table, (replaced, seen) in counts:
+    for table, (replaced, num_ids) in counts:
         before = total.get(table, (0, 0))
-        total[table] = before[0] + replaced, before[1] + seen
+        total[table] = before[0] + replaced, before[1] + num_ids
     return total
 
 

@@ -41,8 +41,9 @@ def stream_key(seed: int, *names: str) -> np.uint64:
 
 def place_key(step: int, rank: int) -> np.uint64:
     """Returns the key of a step of a rank; its exclusive or with a stream's key is the generator's state there."""
-    place = step.to_bytes(8, "little") + rank.to_bytes(8, "little")
-    return np.frombuffer(hashlib.blake2b(place, digest_size=8, person=b"distembed place.").digest(), dtype=np.uint64)[0]
+    message = step.to_bytes(8, "little") + rank.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8, person=b"distembed place.").digest()
+    return np.frombuffer(digest, dtype=np.uint64)[0]
 
 
 def state_offsets(uses: NDArray[np.int64]) -> Words:

@@ -102,21 +102,21 @@ class Replacer:
         if not len(draws.places):
             return ReplacedIds(ids, num_drawn)
         replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
-        array, places = as_array(replaced), sent_to_device(draws.places, self.device)
-        old, streams = as_int64(array.take(places)), sent_to_device(draws.streams, self.device)
+        array, positions = as_array(replaced), sent_to_device(draws.places, self.device)
+        old_ids, streams = as_int64(array.take(positions)), sent_to_device(draws.streams, self.device)
         outside = None
         if self._num_embeddings is not None:
-            outside = (old < 0) | (old >= self._num_embeddings.take(streams))
-        new, is_reserved = self._another(old, streams, draws)
+            outside = (old_ids < 0) | (old_ids >= self._num_embeddings.take(streams))
+        new_ids, is_reserved = self._another(old_ids, streams, draws)
         for graph in self._graphs:
             # an id outside of the table has no node in the graph: any node serves, as the result is discarded below
-            inside = old if outside is None else where(outside, self._num_first.take(streams), old)
-            graph.put_neighbors(new, inside, is_reserved, self._num_drawable.take(streams), draws)
+            inside = old_ids if outside is None else where(outside, self._num_first.take(streams), old_ids)
+            graph.put_neighbors(new_ids, inside, is_reserved, self._num_drawable.take(streams), draws)
         unchanged = outside
         if self._keep_reserved is not None:
             stays = is_reserved & self._keep_reserved.take(streams)
             unchanged = stays if unchanged is None else unchanged | stays
-        assign(array, places, new if unchanged is None else where(unchanged, old, new))
+        assign(array, positions, new_ids if unchanged is None else where(unchanged, old_ids, new_ids))
         num_unchanged = None if unchanged is None else count_each(streams, unchanged, self._num_streams)
         return ReplacedIds(replaced.view(ids.shape), num_drawn, num_unchanged)
 
@@ -131,10 +131,10 @@ class Replacer:
         is_reserved = old < sent_to_device(draws.num_first, self.device)
         # number of the old id when reserved ids are left out; the run from 0 on is left in, as in among_others
         position = old
-        others = [row.take(streams) for row in self._other_reserved]
-        for other in others:
-            is_reserved = is_reserved | (old == other)
-            position = position + (old > other) * -1
+        other_reserved = [row.take(streams) for row in self._other_reserved]
+        for reserved_id in other_reserved:
+            is_reserved = is_reserved | (old == reserved_id)
+            position = position + (old > reserved_id) * -1
         new = among_others + (among_others >= position)
         # a reserved id is not among the N ids that may be drawn: any of the N replaces it, none is stepped over
         if isinstance(is_reserved, Tensor):  # on a GPU: all are computed, since the host does not know which are needed
@@ -142,8 +142,8 @@ class Replacer:
         else:
             reserved = np.flatnonzero(is_reserved)
             new[reserved] = draws.among_all(reserved)
-        for other in others:
-            new = new + (new >= other)
+        for reserved_id in other_reserved:
+            new = new + (new >= reserved_id)
         return new, is_reserved
 
 
@@ -167,9 +167,9 @@ class NeighborDraw:
 
     def with_walk(self, walk: Walk | None) -> "NeighborDraw":
         """Returns a copy with another walk, which shares the graph's arrays."""
-        other = copy.copy(self)
-        other._set_walk(walk)
-        return other
+        draw_copy = copy.copy(self)
+        draw_copy._set_walk(walk)
+        return draw_copy
 
     def _set_walk(self, walk: Walk | None) -> None:
         self._restart, self._max_steps = (1.0, 1) if walk is None else (walk.restart, walk.max_steps)
@@ -253,14 +253,15 @@ class _GraphDraw:
         # n of the mixture: N - 1 drawable ids for a drawable old id, and N for a reserved one
         chosen = np.flatnonzero(self._has_graph.take(draws.streams))
         states = draws.states.take(chosen)
-        numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
-        words = [sent_to_device((word(states, n) >> np.uint64(1)).view(np.int64), self._device) for n in numbers]
-        own, streams = (sent_to_device(values, self._device) for values in (chosen, draws.streams.take(chosen)))
-        num_others = num_drawable.take(own) - 1
+        word_numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
+        drawn = [(word(states, number) >> np.uint64(1)).view(np.int64) for number in word_numbers]
+        words = [sent_to_device(values, self._device) for values in drawn]
+        graph_ids, streams = (sent_to_device(values, self._device) for values in (chosen, draws.streams.take(chosen)))
+        num_others = num_drawable.take(graph_ids) - 1
         if is_reserved is not None:
-            num_others = num_others + is_reserved.take(own)
-        is_neighbor, neighbors = self._neighbors(old.take(own), num_others, self._excess.take(streams), words)
-        assign(new, own, where(is_neighbor, neighbors, new.take(own)))
+            num_others = num_others + is_reserved.take(graph_ids)
+        is_neighbor, neighbors = self._neighbors(old.take(graph_ids), num_others, self._excess.take(streams), words)
+        assign(new, graph_ids, where(is_neighbor, neighbors, new.take(graph_ids)))
 
 
 def _graphs(streams: Sequence[IdStream], device: torch.device) -> Iterator[_GraphDraw]:
@@ -292,15 +293,15 @@ def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, 
     Returns:
         Bytes by table; a graph of several tables counts under the first of them, and tables without one have 0.
     """
-    found = dict.fromkeys(sse, 0)
+    bytes_by_table = dict.fromkeys(sse, 0)
     counted: set[int] = set()
     for table, rule in sse.items():
         if rule.graph is None or not _draws_neighbors(rule) or id(rule.graph) in counted:
             continue
         counted.add(id(rule.graph))
         is_shared_file = device_kind == "cpu" and rule.graph.folder is not None
-        found[table] = 0 if is_shared_file else rule.graph.nbytes
-    return found
+        bytes_by_table[table] = 0 if is_shared_file else rule.graph.nbytes
+    return bytes_by_table
 
 
 def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
@@ -308,9 +309,9 @@ def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
 
     ``reserved`` is ascending. A stream with fewer reserved ids gives ``_NO_ID``, which no id equals or exceeds.
     """
-    rest = [s.sse.reserved[s.num_first_reserved :] for s in streams]
-    for i in range(max((len(ids) for ids in rest), default=0)):
-        yield [ids[i] if i < len(ids) else _NO_ID for ids in rest]
+    later_ids = [stream.sse.reserved[stream.num_first_reserved :] for stream in streams]
+    for index in range(max((len(ids) for ids in later_ids), default=0)):
+        yield [ids[index] if index < len(ids) else _NO_ID for ids in later_ids]
 
 
 def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:

@@ -135,14 +135,14 @@ def _require_probability(field: str, value: object) -> None:
 
 def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Returns the points of a schedule, if they are ones."""
-    wanted = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
+    remedy = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
     try:
         pairs = tuple((step, factor) for step, factor in points)
     except (TypeError, ValueError):
-        raise UserError(f"schedule is {points!r}; {wanted}.") from None
+        raise UserError(f"schedule is {points!r}; {remedy}.") from None
     for step, factor in pairs:
         if type(step) is not int or step < 0 or not _is_number(factor) or not 0 <= factor <= 1:
-            raise UserError(f"schedule has the point ({step!r}, {factor!r}); {wanted}, with factors from 0 to 1.")
+            raise UserError(f"schedule has the point ({step!r}, {factor!r}); {remedy}, with factors from 0 to 1.")
     steps = [step for step, _ in pairs]
     if steps != sorted(set(steps)):
         raise UserError(f"schedule has the steps {steps}; they must rise.")

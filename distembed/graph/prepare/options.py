@@ -26,8 +26,8 @@ class NodeIds:
 
     def __post_init__(self) -> None:
         if (self.data is None) != (self.table is None) or (self.data is None) == (self.num_embeddings is None):
-            given = {"data": self.data, "table": self.table, "num_embeddings": self.num_embeddings}
-            listed = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "neither"
+            settings = {"data": self.data, "table": self.table, "num_embeddings": self.num_embeddings}
+            listed = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None) or "neither"
             raise UserError(f"give data and table, or num_embeddings: which ids there are. Received: {listed}")
 
 

@@ -66,7 +66,7 @@ class EdgeReader:
         """Reads all rows into ``tables``, then yields distinct ascending edges; refuses bad rows and unknown values."""
         if self._options.attribute is None:
             schema = _WEIGHTED_KEYS if self._options.weighted else _KEYS
-            held = tables.add_named(self._named_edges(tables, schema), schema)
+            in_memory = tables.add_named(self._named_edges(tables, schema), schema)
         else:
             tables.database.add("pairs", self._pairs(tables), _NAMED_VALUES)
         num_bytes = sum(source.bytes for source in self._rows.sources())
@@ -77,36 +77,36 @@ class EdgeReader:
                 f"{self._first_unknown}. {self._num_unknown:,} of {self.num_rows:,} rows have such a "
                 "value: mend them, or leave these rows out (unknown=drop, on the command line --unknown drop)"
             )
-        return tables.named(held) if self._options.attribute is None else tables.of_values()
+        return tables.named(in_memory) if self._options.attribute is None else tables.value_edges()
 
     def _named_edges(self, tables: EdgeTables, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yields batches of edge keys; weighted edges have their input position too, which orders equal keys."""
-        options, place = self._options, 0
+        options, first_position = self._options, 0
         for rows in self._blocks(tables):
             sources, source_known = self._ids(rows, options.source)
             targets, target_known = self._ids(rows, options.target)
-            known = self._known(source_known & target_known)
-            weights = self._weights(rows, options.weight)[known] if options.weight is not None else None
-            sources, targets = sources[known], targets[known]
+            has_ids = self._count_unknown(source_known & target_known)
+            weights = self._weights(rows, options.weight)[has_ids] if options.weight is not None else None
+            sources, targets = sources[has_ids], targets[has_ids]
             stored = stored_edges(self._values.num_nodes, sources, targets, weights, options.directed)
             tables.dropped["self_loops"] += int(np.count_nonzero(sources == targets))
             columns: list[NDArray[Any]] = [stored.keys]
             if stored.weights is not None:
-                columns += [place + np.arange(len(stored)), stored.weights]
+                columns += [first_position + np.arange(len(stored)), stored.weights]
             yield pa.record_batch(columns, schema=schema)
-            place += len(stored)
+            first_position += len(stored)
 
     def _pairs(self, tables: EdgeTables) -> Iterator[pa.RecordBatch]:
         """Yields (attribute value, id) pairs, one for each value of a row's list; values are converted to text."""
         for rows in self._blocks(tables):
-            ids, known = self._ids(rows, self._options.source)
+            ids, has_id = self._ids(rows, self._options.source)
             lengths, values = _list_values(self._column(rows, str(self._options.attribute), INTEGER, TEXT, LIST))
             tables.dropped["missing"] += int(np.count_nonzero(lengths == 0))
             # a row without a value makes no pair: it counts as ``missing``, even where its id is unknown
-            known = self._known(known | (lengths == 0))
-            ids, known = np.repeat(ids, lengths), np.repeat(known, lengths)
-            values = values.filter(pa.array(known)).cast(pa.string())
-            yield pa.record_batch([values, ids[known]], schema=_NAMED_VALUES)
+            has_id = self._count_unknown(has_id | (lengths == 0))
+            ids, has_id = np.repeat(ids, lengths), np.repeat(has_id, lengths)
+            values = values.filter(pa.array(has_id)).cast(pa.string())
+            yield pa.record_batch([values, ids[has_id]], schema=_NAMED_VALUES)
 
     def _blocks(self, tables: EdgeTables) -> Iterator[NamedRows]:
         for rows in self._rows.blocks(min(_MOST_READ_BYTES, self._memory_bytes), tables.report):
@@ -129,14 +129,14 @@ class EdgeReader:
         """Returns each row's id and a mask of the rows that have one; refuses malformed and missing values at once."""
         column = self._column(rows, name, INTEGER)
         values = coded(column, _MISSING)
-        found = self._values.find(values.distinct)
+        ids_of_values = self._values.find(values.distinct)
         # Code 0 stands for a missing value, which is malformed; code i for the distinct value i - 1.
-        ids = np.concatenate([[0], found.ids])[values.codes]
-        malformed = np.concatenate([[True], found.malformed])[values.codes]
-        unknown = np.concatenate([[False], found.unknown])[values.codes]
+        ids = np.concatenate([[0], ids_of_values.ids])[values.codes]
+        malformed = np.concatenate([[True], ids_of_values.malformed])[values.codes]
+        unknown = np.concatenate([[False], ids_of_values.unknown])[values.codes]
         self._require_well_formed(rows, name, column, malformed, self._values.allowed)
         if not self._first_unknown and unknown.any():
-            place = self._place(rows, name, column, int(unknown.argmax()))
+            place = self._row_text(rows, name, column, int(unknown.argmax()))
             self._first_unknown = f"{place}, which {self._values.unknown_means}"
         return ids, ~unknown
 
@@ -150,19 +150,19 @@ class EdgeReader:
         self, rows: NamedRows, name: str, column: pa.Array, malformed: NDArray[np.bool_], allowed: str
     ) -> None:
         if malformed.any():
-            raise UserError(f"{self._place(rows, name, column, int(malformed.argmax()))}; it must be {allowed}")
+            raise UserError(f"{self._row_text(rows, name, column, int(malformed.argmax()))}; it must be {allowed}")
 
-    def _place(self, rows: NamedRows, name: str, column: pa.Array, row: int) -> str:
+    def _row_text(self, rows: NamedRows, name: str, column: pa.Array, row: int) -> str:
         """Returns a text like ``edges.csv, row 3: source is 'x'``, for an error."""
         value = column[row].as_py()
         number = self._rows.num_lines[rows.source] - len(rows.lines) + row + 1
         shown = "nothing" if value is None or value == "" else repr(value)
         return f"{self._rows.inputs[rows.source].place}, row {number}: {name} is {shown}"
 
-    def _known(self, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _count_unknown(self, has_id: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Adds the rows outside the mask to the count of rows without an id, and returns the mask unchanged."""
-        self._num_unknown += int(np.count_nonzero(~known))
-        return known
+        self._num_unknown += int(np.count_nonzero(~has_id))
+        return has_id
 
 
 def _list_values(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
@@ -191,11 +191,11 @@ class CoOccurrenceReader:
         self._manifest = Manifest.load(dataset)
         features = {feature.name: feature for feature in self._manifest.schema.categorical}
         one_of("table", table, features)
-        self._other = ITEM if table == USER else USER
-        if self._other not in features:
+        self._other_feature = ITEM if table == USER else USER
+        if self._other_feature not in features:
             raise UserError(
-                f"{dataset} has no column {self._other!r}: co_occurrence reads datasets of `distembed prepare ratings` "
-                "or `prepare sequences`"
+                f"{dataset} has no column {self._other_feature!r}: co_occurrence reads datasets of `distembed prepare "
+                "ratings` or `prepare sequences`"
             )
         if within is not None and not features[table].multi_hot:
             raise UserError(
@@ -213,10 +213,10 @@ class CoOccurrenceReader:
         """Reads the training split into ``tables``, then yields distinct edges in ascending order of their keys."""
         if self._within is not None:
             tables.database.add("entries", _list_entries(self._columns(tables.report, self._table)), _ENTRIES)
-            return tables.of_steps(self._within)
-        columns = self._columns(tables.report, self._other, self._table)
+            return tables.step_edges(self._within)
+        columns = self._columns(tables.report, self._other_feature, self._table)
         tables.database.add("pairs", map(_pairs, columns), _PAIRS)
-        return tables.of_values()
+        return tables.value_edges()
 
     def _columns(self, report: ProgressCallback, *names: str) -> Iterator[list[pa.Array]]:
         """Yields columns of the training split, a row group at a time."""
@@ -235,8 +235,8 @@ def _list_entries(columns: Iterator[list[pa.Array]]) -> Iterator[pa.RecordBatch]
         rows, ids = pc.list_parent_indices(lists).to_numpy(), lists.flatten()
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
         # position in the flattened column minus the position where the entry's list begins
-        places = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
-        yield pa.record_batch([rows + num_lists, places, _integers(ids)], schema=_ENTRIES)
+        positions = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+        yield pa.record_batch([rows + num_lists, positions, _integers(ids)], schema=_ENTRIES)
         num_lists += len(lists)
 
 

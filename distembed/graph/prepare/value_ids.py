@@ -81,10 +81,10 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
     id_map = column_id_map(Path(dataset), manifest, column)
 
     def find(values: pa.Array) -> FoundIds:
-        found = value_keys(values)
-        ids = id_map.ids(found.keys)
+        keys = value_keys(values)
+        ids = id_map.ids(keys.keys)
         is_vocabulary = isinstance(id_map, VocabularyMap)
-        return FoundIds(ids, found.wrong, is_vocabulary & ~found.wrong & (ids == OUT_OF_VOCABULARY_ID))
+        return FoundIds(ids, keys.wrong, is_vocabulary & ~keys.wrong & (ids == OUT_OF_VOCABULARY_ID))
 
     return ValueIds(node_ids["num_embeddings"], allowed, "is not in the table's vocabulary", find), node_ids
 
@@ -124,8 +124,8 @@ def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Ma
     graph_ids = graph.details.get("ids", {})
     if "fingerprint" not in graph_ids:
         return
-    found = describe_ids(dataset, manifest, table)
-    if graph_ids["fingerprint"] != found["fingerprint"]:
+    dataset_ids = describe_ids(dataset, manifest, table)
+    if graph_ids["fingerprint"] != dataset_ids["fingerprint"]:
         raise UserError(
             f"the graph {graph.folder} was prepared for table {graph_ids.get('table')!r} of a dataset with other ids "
             f"than table {table!r} of {dataset}; prepare it again with --data {dataset} --table {table}."
