@@ -61,13 +61,14 @@ class CompositionalEmbeddingBag(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        # a table of one feature does the work: this module holds its weights and calls it
         self.table = CompositionalEmbeddingBagConfig(
-            type(self).__name__,
-            num_embeddings,
-            embedding_dim,
-            ["input"],
-            partition,
-            composition,
+            name=type(self).__name__,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            feature_names=["input"],
+            partition=partition,
+            composition=composition,
             pooling=mode,
             seed=int(torch.randint(2**62, ())) if seed is None else seed,
             id_policy=id_policy,

@@ -77,7 +77,7 @@ class ChunkIds:
     ids: Int64[Tensor, " ids"]  # in ascending order
     first: int | None  # the first id, where ids follow each other without gaps
 
-    def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
+    def indices_of(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
         """Returns the index of each given id in this chunk (arbitrary if absent), and whether the chunk has it."""
         last_index = len(self.ids) - 1
         if self.first is not None:
@@ -95,17 +95,17 @@ class ReadChunk:
     # the composed vector of each id, detached; pass their gradients to :meth:`TableShare.add_gradients`
     vectors: Float[Tensor, "ids dim"]
     # the columns that this rank composed, by range; empty without gradients
-    parts: "Sequence[_ComposedPart]" = ()
+    composed: "Sequence[_ComposedRange]" = ()
     ids_by_rank: Sequence[int] = ()  # number of ids in each rank's chunk, where ranks compose columns for one another
 
 
 @dataclass(frozen=True)
-class _ComposedPart:
+class _ComposedRange:
     """A range of columns of some ids' vectors, with the leaves of its autograd graph."""
 
     vectors: Float[Tensor, "ids columns"]
     leaves: list[Tensor]  # for each weight: its rows for the ids, in float32; functions' weights as a whole
-    places: "list[Int64[Tensor, ' ids'] | slice]"  # for each weight: the rows that the leaf was taken from
+    rows_read: "list[Int64[Tensor, ' ids'] | slice]"  # for each weight: the rows that the leaf was taken from
 
 
 class TableShare:
@@ -177,9 +177,9 @@ class TableShare:
         ``totals`` has a gradient of each of :attr:`weights`, in order. The chunk was read with gradients. All ranks
         call it.
         """
-        self._add(chunk.parts, [gradients] if chunk.parts else [], totals)
+        self._add(chunk.composed, [gradients] if chunk.composed else [], totals)
 
-    def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedPart]":
+    def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedRange]":
         """Composes this rank's columns of the ids' vectors, each range in an autograd graph of its own."""
         # in a full table, consecutive ids have consecutive rows: a slice of the weight in place of an index
         ids, first = chunk_ids.ids, chunk_ids.first
@@ -193,7 +193,7 @@ class TableShare:
             if with_gradients:
                 leaves = [leaf.requires_grad_() for leaf in leaves]
             with torch.set_grad_enabled(with_gradients):
-                composed.append(_ComposedPart(self._vectors(leaves, columns, rows), leaves, places))
+                composed.append(_ComposedRange(self._vectors(leaves, columns, rows), leaves, places))
         return composed
 
     def _vectors(self, leaves: list[Tensor], columns: ShareColumns, rows: Int64[Tensor, "k ids"] | None) -> Tensor:
@@ -205,12 +205,12 @@ class TableShare:
         return self.table.combine.embed(leaves, in_leaves)
 
     @staticmethod
-    def _add(composed_parts: Sequence[_ComposedPart], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def _add(composed_parts: Sequence[_ComposedRange], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
         """Adds the gradients of each part's leaves, from the gradients of its vectors, to the totals."""
         remaining = iter(totals)
         for composed, gradient in zip(composed_parts, gradients, strict=True):
             leaf_gradients = torch.autograd.grad(composed.vectors, composed.leaves, gradient)
-            for leaf_gradient, rows, total in zip(leaf_gradients, composed.places, remaining, strict=False):
+            for leaf_gradient, rows, total in zip(leaf_gradients, composed.rows_read, remaining, strict=False):
                 if isinstance(rows, slice):
                     total[rows].add_(leaf_gradient)
                 else:

@@ -103,7 +103,9 @@ class ColumnShare(TableShare):
             [(num_ids, _num_columns(own_ranges)) for num_ids in chunk.ids_by_rank],
         )
         if own_ranges:
-            self._add(chunk.parts, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals)
+            self._add(
+                chunk.composed, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals
+            )
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Sends matrix r to rank r, or nothing; returns each rank's matrix, whose rows and columns ``received`` has."""

@@ -141,17 +141,20 @@ class DistinctGroup(Group):
     @classmethod
     def distinct_work(cls, load: TableLoad) -> LookupWork:
         """Returns the work of finding distinct ids, looking each up, composing it, then pooling."""
-        table_slice, num_distinct = load.slice, load.num_composed
-        # vectors are copied out of the padding, and their gradients into it
-        unpadding = 4 * num_distinct * sum(part.num_columns for part in table_slice.partitions) * FLOAT_BYTES
-        pooling = 2 * (load.num_ids + load.num_vectors) * table_slice.num_columns * FLOAT_BYTES
-        finding = load.num_ids * (_FINDING_BYTES if load.finds_distinct else _TAKING_BYTES)
-        functions = sum(part.dim for part in table_slice.table.function_tables())
+        columns, num_distinct = load.slice, load.num_composed
+        finding_bytes = load.num_ids * (_FINDING_BYTES if load.finds_distinct else _TAKING_BYTES)
+        # vectors are copied out of the padding (read, write), and their gradients into it (read, write)
+        looked_up_columns = sum(part.num_columns for part in columns.partitions)
+        padding_bytes = 4 * num_distinct * looked_up_columns * FLOAT_BYTES
+        # forward and backward, an id's vector and its bag's
+        pooling_bytes = 2 * (load.num_ids + load.num_vectors) * columns.num_columns * FLOAT_BYTES
+        function_weights = sum(part.dim for part in columns.table.function_tables())
         return LookupWork(
-            [(num_distinct, num_distinct)] * len(table_slice.partitions),
-            finding + unpadding + pooling + composing_bytes(table_slice, num_distinct),
+            # in every partition, each distinct id is looked up as a bag of its own: (ids, bags)
+            [(num_distinct, num_distinct)] * len(columns.partitions),
+            finding_bytes + padding_bytes + pooling_bytes + composing_bytes(columns, num_distinct),
             # a multiplication and an addition, and in the backward pass two of each
-            operations=6 * num_distinct * functions,
+            operations=6 * num_distinct * function_weights,
         )
 
     @classmethod
@@ -250,12 +253,13 @@ class ProductGroup(PerIdGroup):
     def distinct_work(cls, load: TableLoad) -> LookupWork:
         num_rows = load.slice.table.scheme.num_rows
         buckets_per_bag = count_buckets_per_bag(num_rows)
-        few = not buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag)
-        if few or not load.finds_distinct:
+        is_faster = buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag)
+        if not (is_faster and load.finds_distinct):
             return super().distinct_work(load)
-        num_buckets, codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
+        num_buckets, num_codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
         largest = num_rows.index(max(num_rows))
-        lookups = [(load.num_ids, num_buckets) if j == largest else (codes, codes) for j in range(len(num_rows))]
+        # (ids, bags): ids are summed into buckets by the largest partition; each code of the others is looked up once
+        lookups = [(load.num_ids, num_buckets) if j == largest else (num_codes,) * 2 for j in range(len(num_rows))]
         # numbers moved per column: 4 a bucket (sums and their gradients), 3 a bag (pooled sums and their gradients)
         moved = (4 * num_buckets + 3 * load.num_bags) * load.slice.num_columns * FLOAT_BYTES
         return LookupWork(lookups, moved + load.num_ids * _SPLITTING_BYTES)

@@ -240,7 +240,7 @@ class _Tiles:
         bias = torch.zeros(len(ids), device=ids.device) if self._bias is None else self._bias.detach()[ids].float()
         if self._items.num_excluded:
             bias = bias.masked_fill(ids < self._items.num_excluded, _EXCLUDED)
-        target_columns, is_here = read.chunk_ids.places(self._queries.targets)
+        target_columns, is_here = read.chunk_ids.indices_of(self._queries.targets)
         prepared = self._products.items(read.vectors, bias)
         for start in range(0, len(self._queries.vectors), self._items.queries_at_once):
             rows = slice(start, start + self._items.queries_at_once)
@@ -276,7 +276,7 @@ class _Tile:
 
     rows: slice
     scores: Float[Tensor, "queries ids"]
-    places: Int64[Tensor, "queries 1"]
+    target_columns: Int64[Tensor, "queries 1"]
     is_here: Bool[Tensor, "queries 1"]
 
 
@@ -286,7 +286,7 @@ def _forward(queries: _Queries, bias: Tensor | None, items: SoftmaxItems) -> tup
     target_score = torch.zeros_like(log_sum)
     for _, tiles in _Tiles(queries, None, bias, items).chunks(with_gradients=False):
         for tile in tiles:
-            target_score[tile.rows] += tile.scores.gather(1, tile.places).mul_(tile.is_here).squeeze(1)
+            target_score[tile.rows] += tile.scores.gather(1, tile.target_columns).mul_(tile.is_here).squeeze(1)
             highest = tile.scores.amax(1)
             # the largest probability is share = exp(highest) / sum, so log(sum) = highest - log(share); the softmax
             # overwrites the tile in one pass, where logsumexp would allocate another tensor of its size
@@ -316,7 +316,7 @@ def _backward(
     for read, tiles in all_tiles.chunks(with_gradients=True):
         item_gradients = torch.zeros(len(read.vectors), factors.shape[1], device=factors.device)
         for tile in tiles:
-            tile.scores.exp_().scatter_add_(1, tile.places, -tile.is_here.float())
+            tile.scores.exp_().scatter_add_(1, tile.target_columns, -tile.is_here.float())
             all_tiles.add_products(tile, read.vectors, factors, query_gradients, item_gradients)
         items.share.add_gradients(read, item_gradients[:, :-1], weight_gradients)
         if bias_gradients is not None:
