@@ -59,17 +59,17 @@ def predict_command(
     from distembed.serving.requests import RawRequest, find_run_for_rows, seen_items_note
 
     request = RawRequest(input, key or [], max_rejected)
-    found = find_run_for_rows(run, data, checkpoint)
-    request.require_usable(found.manifest, output)
+    trained = find_run_for_rows(run, data, checkpoint)
+    request.require_usable(trained.manifest, output)
     from distembed.serving.raw_predictions import predict_rows
     from distembed.training.inference import open_run
 
-    with open_run(found) as loaded:
+    with open_run(trained) as loaded:
         if loaded.ranks.is_first:
-            note(seen_items_note(found))
-        written = predict_rows(loaded, found, lambda: request.open(found), output, raw_values=not ids)
-        if written is not None:
-            say(f"{output}: {written.num_lines:,} predictions{_null_ones(written.rejected)}")
+            note(seen_items_note(trained))
+        predicted = predict_rows(loaded, trained, lambda: request.open(trained), output, raw_values=not ids)
+        if predicted is not None:
+            say(f"{output}: {predicted.num_lines:,} predictions{_null_ones(predicted.rejected)}")
 
 
 def _null_ones(rejected: dict[str, int]) -> str:

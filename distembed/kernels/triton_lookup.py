@@ -203,7 +203,7 @@ def update_tables(
     Returns:
         One entry for each weight of each storage: the gradient of a replicated weight, None for FBGEMM's.
     """
-    dense = {
+    dense = {  # gradients of replicated weights, by partition
         j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for j, (storage, rows) in enumerate(zip(storages, batch.rows, strict=True))
         if storage.optimizer is None
@@ -211,13 +211,15 @@ def update_tables(
     if len(batch.ids) > 0 and batch.num_bags > 0:
         step = _Backward.of(tables, batch, gradients)
         updated = [j for j, storage in enumerate(storages) if storage.optimizer is not None]
+        # In a product, a row's gradient reads the rows of the other partitions. So sums are made before any update, but
+        # for the largest partition, whose sums would take most memory: it is summed last, and updated row by row.
         largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
-        waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
-        sums = {j: step.sum_rows(j) for j in waiting}
+        summed_first = [j for j in updated if j != largest] if tables.formula.is_product else []
+        sums = {j: step.sum_rows(j) for j in summed_first}
         for j, gradient in dense.items():
             step.reduce(j, _Target(gradient, _WRITE_GRADIENT))
         for j in updated:
-            if j not in waiting:
+            if j not in summed_first:
                 step.reduce(j, _Target.of_update(batch.rows[j], storages[j]))
         for j, row_sums in sums.items():
             step.update_by(row_sums, _Target.of_update(batch.rows[j], storages[j]))
@@ -265,13 +267,8 @@ def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[in
     row_sum_bytes = [
         min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)
     ]
-    return (
-        key_and_owner_bytes
-        + sorted_bytes
-        + max(sort_bytes, partial_sum_bytes)
-        + sum(row_sum_bytes)
-        - row_sum_bytes[num_keys.index(max(num_keys))]
-    )
+    del row_sum_bytes[num_keys.index(max(num_keys))]  # the largest partition is updated row by row
+    return key_and_owner_bytes + sorted_bytes + max(sort_bytes, partial_sum_bytes) + sum(row_sum_bytes)
 
 
 def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:

@@ -128,8 +128,9 @@ def constrained_request(
         raise UserError("No sharder takes a collection of the model; add the sharders that default_sharders() returns.")
     ids_per_row, weighted = dict[str, float](), set[str]()
     for table in (table for tables in request.tables_by_collection.values() for table in tables):
-        given, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
-        factors = given.pooling_factors * len(features) if len(given.pooling_factors) == 1 else given.pooling_factors
+        constraint, features = constraints.get(table.name, ParameterConstraints()), table.feature_names
+        factors = constraint.pooling_factors
+        factors = factors * len(features) if len(factors) == 1 else factors
         if len(factors) != len(features):
             raise UserError(
                 f"ParameterConstraints of table {table.name!r}: pooling_factors has {len(factors)} numbers, and the "
@@ -137,12 +138,12 @@ def constrained_request(
             )
         if not all(0 <= factor < math.inf for factor in factors):
             raise UserError(
-                f"ParameterConstraints of table {table.name!r}: pooling_factors is {given.pooling_factors}; give "
+                f"ParameterConstraints of table {table.name!r}: pooling_factors is {constraint.pooling_factors}; give "
                 "numbers of ids, 0 or more."
             )
         ids_per_row |= dict(zip(features, factors, strict=True))
-        weighted |= {*features} if given.is_weighted else set()
-    caches = [constraint.cache_params for constraint in constraints.values()]
+        weighted |= {*features} if constraint.is_weighted else set()
+    caches = [limits.cache_params for limits in constraints.values()]
     ratios = {cache.load_factor for cache in caches if cache is not None} - {None}
     if len(ratios) > 1:
         raise UserError(
@@ -185,11 +186,8 @@ class CompositionalShardingPlanner(ShardingPlanner):
         together: Sequence[Sequence[str]] = (),
         device: str | None = None,
     ) -> None:
-        self._topology, self._batch_size, self._device = (
-            topology,
-            BATCH_SIZE if batch_size is None else batch_size,
-            device,
-        )
+        self._topology, self._device = topology, device
+        self._batch_size = BATCH_SIZE if batch_size is None else batch_size
         self._constraints, self._storage_reservation = dict(constraints or {}), storage_reservation
         self._ranks, self._together = dict(ranks or {}), [list(group) for group in together]
         self.estimated: EstimatedPlan | None = None

@@ -159,14 +159,14 @@ def first_ids(draws: StepDraws, drawn_starts: Sequence[int], counts: Sequence[in
         counts: Number of ids of each stream in the batch.
         starts: Index of each stream's first id in the batch.
     """
-    place_in_stream = draws.places - np.asarray(drawn_starts, dtype=np.int64).take(draws.streams)
-    within = np.flatnonzero(place_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
+    index_in_stream = draws.places - np.asarray(drawn_starts, dtype=np.int64).take(draws.streams)
+    within = np.flatnonzero(index_in_stream < np.asarray(counts, dtype=np.int64).take(draws.streams))
     streams = draws.streams.take(within)
     return replace(
         draws,
         bounds=np.searchsorted(streams, np.arange(len(counts) + 1)),
         streams=streams,
-        places=place_in_stream.take(within) + np.asarray(starts, dtype=np.int64).take(streams),
+        places=index_in_stream.take(within) + np.asarray(starts, dtype=np.int64).take(streams),
         num_first=draws.num_first.take(within),
         num_drawable=draws.num_drawable.take(within),
         words=draws.words.take(within),

@@ -181,8 +181,8 @@ class CategoricalColumn:
             "max_length is of lists; give a separator or is_list: true too, or leave it out": self.max_length
             and not self.holds_lists,
         }
-        if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
-            raise ValueError("; ".join(made))
+        if messages := [mistake for mistake, is_made in mistakes.items() if is_made]:
+            raise ValueError("; ".join(messages))
         return self
 
 

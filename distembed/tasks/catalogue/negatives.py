@@ -189,9 +189,10 @@ def _left_over(
     cumulative: Int64[Tensor, " items_plus_1"], excluded: UserItems
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " users"]]:
     """Returns the ascending keys of the excluded pairs, as the module describes, and the weight left over by user."""
+    # in the module's example, of user 0 alone: items 1 3, excluded_before 0 3 5, left_before 1-0 5-3, remaining 8-5
     total = cumulative[-1]
-    lengths = excluded.offsets.diff()
-    users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)
+    num_excluded = excluded.offsets.diff()
+    users = torch.repeat_interleave(torch.arange(excluded.num_users, device=num_excluded.device), num_excluded)
     items = excluded.keys - users * excluded.num_items
     # the running sum over all users may overflow int64; differences of two sums are still exact modulo 2^64
     excluded_before = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])

@@ -263,12 +263,12 @@ def training_windows(users: NDArray[np.int32], splits: NDArray[np.uint8], max_le
     begins, ends, lengths = begins[lengths > 1], ends[lengths > 1], lengths[lengths > 1]
     if windows != ALL:
         return Windows(np.maximum(begins, ends - max_length - 1), ends)
-    # Windows are laid out from a user's end in steps of max_length, so that only the first window may be short. The
-    # last window has the number 0 from the end.
-    counts = -(-(lengths - 1) // max_length)
-    number_from_end = np.repeat(np.cumsum(counts), counts) - np.arange(counts.sum()) - 1
-    stops = np.repeat(ends, counts) - number_from_end * max_length
-    return Windows(np.maximum(np.repeat(begins, counts), stops - max_length - 1), stops)
+    # Windows are laid out from a user's end in steps of max_length, so that only the first window may be short. Users
+    # of 3 and 6 items with max_length 2: num_windows 1 3, number_from_end 0 | 2 1 0, stops 3 | 5 7 9.
+    num_windows = -(-(lengths - 1) // max_length)
+    number_from_end = np.repeat(np.cumsum(num_windows), num_windows) - np.arange(num_windows.sum()) - 1
+    stops = np.repeat(ends, num_windows) - number_from_end * max_length
+    return Windows(np.maximum(np.repeat(begins, num_windows), stops - max_length - 1), stops)
 
 
 def evaluation_windows(users: NDArray[np.int32], splits: NDArray[np.uint8], split: int) -> Windows:
