@@ -98,8 +98,9 @@ def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
     Before the validation the default's settings were copied into each table (``names.complete_tables``).
     """
 
+    # loc is (section, "default", setting, ...), of 2 + n keys, or (section, "tables", table's name, setting, ...)
     def identity(mistake: Any, depth: int) -> Any:
-        # equal places and inputs are one mistake; a mistake of a whole table is known by its message, as inputs differ
+        # equal keys and inputs are one mistake; a mistake of a whole table is known by its message, as inputs differ
         path = mistake["loc"][depth:]
         return mistake["loc"][0], path, mistake["input"] if path else mistake["msg"]
 

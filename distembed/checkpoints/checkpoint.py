@@ -185,20 +185,20 @@ def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, co
     A checkpoint without a run's random state or progress is a :class:`DamagedCheckpoint`.
     """
     rank, world_size = collectives.rank, collectives.world_size
-    saved, read = _load(checkpoint, model, optimizer, collectives, with_run_state=True)
-    if "random.cpu.0" not in read or any(key not in saved.progress for key in _RUN_KEYS):
+    saved, saved_tensors = _load(checkpoint, model, optimizer, collectives, with_run_state=True)
+    if "random.cpu.0" not in saved_tensors or any(key not in saved.progress for key in _RUN_KEYS):
         raise not_read(checkpoint, DamagedFile("it is not the checkpoint of a run"))
     random: dict[str, Tensor] = {}
     tensors: dict[str, list[Tensor]] = {}
-    for key, tensor in read.items():
+    for key, tensor in saved_tensors.items():  # keys are random.DEVICE.RANK and ranks.NAME.RANK
         section, _, name = key.partition(".")
-        name, _, number = name.rpartition(".")
+        name, _, saved_rank = name.rpartition(".")
         if section == "ranks":
             tensors.setdefault(name, []).append(tensor)
-        elif number == str(rank) and saved.world_size == world_size:
+        elif saved_rank == str(rank) and saved.world_size == world_size:
             random[name] = tensor
     try:
-        restore_random_state(read["random.cpu.0"], random, rank, world_size)
+        restore_random_state(saved_tensors["random.cpu.0"], random, rank, world_size)
     except RuntimeError as error:
         raise not_read(checkpoint, DamagedFile(f"its random state cannot be restored: {error}")) from error
     return ResumedRun(saved.progress, tensors)

@@ -91,7 +91,7 @@ class _OtherPlacements:
         faster = [alternative for alternative in alternatives if alternative.added_milliseconds < -_ROUNDING_MS]
         if fitting := [alternative for alternative in faster if alternative.fits]:
             allowed_ms = self._request.config.time_tolerance * self._ms
-            if all(-way.added_milliseconds <= allowed_ms and way.added_memory_bytes > 0 for way in fitting):
+            if all(-other.added_milliseconds <= allowed_ms and other.added_memory_bytes > 0 for other in fitting):
                 return "hardly slower than others, with fewer bytes on the fullest rank"
             return "fastest that was found"
         kernel = layout.compute_kernel
@@ -106,10 +106,11 @@ class _OtherPlacements:
         if is_replicated and cost.all_reduce_ms < min(self._exchange_ms(other.cost) for other in tried):
             num_parameters = sum(part.num_parameters for part in self._tables.tables[table].table.partition_tables())
             return f"{format_bytes(FLOAT_BYTES * num_parameters)} of gradients cost less than its exchange"
-        equal = [way for way in alternatives if way.fits and way.added_milliseconds <= _ROUNDING_MS]
-        if not equal:
-            return "fastest" if any(alternative.fits for alternative in alternatives) else "others do not fit"
-        if all(alternative.added_memory_bytes > 0 for alternative in equal):
+        fitting = [alternative for alternative in alternatives if alternative.fits]
+        equally_fast = [alternative for alternative in fitting if alternative.added_milliseconds <= _ROUNDING_MS]
+        if not equally_fast:
+            return "fastest" if fitting else "others do not fit"
+        if all(alternative.added_memory_bytes > 0 for alternative in equally_fast):
             return "as fast as others, with fewer bytes on the fullest rank"
         return "no other is faster"
 
@@ -117,7 +118,10 @@ class _OtherPlacements:
         """Returns remarks, each after ``; ``: a dense kernel, host memory, pinned ranks, and tables kept together."""
         optimizers, config = self._request.table_optimizers, self._tables.tables[table].table
         layout = self._tables.layout(table, self._option(table))
-        members = [self._tables.tables[number].table for number in self._tables.tables_of[self._tables.unit_of[table]]]
+        members = [
+            self._tables.tables[number].table
+            for number in self._tables.tables_by_unit[self._tables.unit_by_table[table]]
+        ]
         names = ", ".join(member.name for member in members if member.name != config.name)
         ranks = self._tables.layouts.ranks(members)
         note = "" if optimizers.is_fused else f"; dense kernel: FBGEMM has no {optimizers.sparse}"
@@ -128,7 +132,7 @@ class _OtherPlacements:
 
     def tried(self, table: int) -> list[_Tried]:
         """Returns other placements of a table (with its unit), the best first; some leave it whole."""
-        loads, planned, unit = self._loads, self._option(table), self._tables.unit_of[table]
+        loads, planned, unit = self._loads, self._option(table), self._tables.unit_by_table[table]
         other_options = (option for option in self._problem.options_of(unit) if option != planned)
         options = sorted(other_options, key=lambda option: self._problem.mean_ms[option])
         # the options with the least work, and the options that leave the table whole
@@ -141,18 +145,18 @@ class _OtherPlacements:
         return sorted(tried, key=lambda other: other.alternative.sort_key)
 
     def _option(self, table: int) -> int:
-        return int(self._loads.assignment.option[self._tables.unit_of[table]])
+        return int(self._loads.assignment.option[self._tables.unit_by_table[table]])
 
     def _try(self, table: int, option: int, planned: int) -> _Tried:
-        loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_of[table]
+        loads, layout, unit = self._loads, self._tables.layout(table, option), self._tables.unit_by_table[table]
         places, _ = loads.try_option(option, self._aim)
         loads.put(unit, option, places)
         by_rank, num_bytes = loads.milliseconds(), float(loads.num_bytes.max())
         fits = self._aim.fits(loads.num_bytes, loads.host_bytes)
-        is_slowest = unit in loads.tables_of[int(by_rank.argmax())]
+        is_slowest = unit in loads.tables_by_rank[int(by_rank.argmax())]
         loads.take(unit)
         sent_bytes, sent_before = (
-            sum(self._tables.cost(member, tried_option).sent_bytes for member in self._tables.tables_of[unit])
+            sum(self._tables.cost(member, tried_option).sent_bytes for member in self._tables.tables_by_unit[unit])
             for tried_option in (option, planned)
         )
         num_shards = int(self._problem.num_shards[self._problem.option_blocks[option]].sum())

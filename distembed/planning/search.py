@@ -232,7 +232,9 @@ class _Search:
             needed[ranks] = needed.get(ranks, 0.0) + min(in_all for in_all, _ in possible)
             most = float(capacity[list(ranks or range(world_size))].max())
             if needed_by_one > most:
-                names = [f"table {self._tables.tables[member].table.name!r}" for member in self._tables.tables_of[unit]]
+                names = [
+                    f"table {self._tables.tables[member].table.name!r}" for member in self._tables.tables_by_unit[unit]
+                ]
                 pinned = f"the largest of ranks {format_ranges(ranks)}, to which it is pinned," if ranks else "a rank"
                 raise InsufficientMemory(
                     f"The embedding tables do not fit in the memory of {world_size} rank(s): "

@@ -42,8 +42,8 @@ class PlannedTable:
 class TableProblem:
     """The tables of a request as a :class:`Problem`, whose tables are the request's units.
 
-    ``unit_of[table]`` is the unit of a table of the request, ``tables_of[unit]`` the numbers of a unit's tables.
-    Raises a ``UserError`` where the config allows no layout for a table or for a unit.
+    ``unit_by_table[table]`` is the unit of a table of the request, ``tables_by_unit[unit]`` the numbers of a unit's
+    tables. Raises a ``UserError`` where the config allows no layout for a table or for a unit.
     """
 
     def __init__(self, request: PlanRequest, costs: PlacementCosts) -> None:
@@ -55,19 +55,19 @@ class TableProblem:
         tables = [(table, path) for path, configs in request.tables_by_collection.items() for table in configs]
         unit_numbers: dict[str, int] = {}  # by the first table's name
         first_names = [self.layouts.together_with(table)[0] for table, _ in tables]
-        self.unit_of = [unit_numbers.setdefault(name, len(unit_numbers)) for name in first_names]
-        self.tables_of: list[list[int]] = [[] for _ in unit_numbers]
-        for number, unit_number in enumerate(self.unit_of):
-            self.tables_of[unit_number].append(number)
+        self.unit_by_table = [unit_numbers.setdefault(name, len(unit_numbers)) for name in first_names]
+        self.tables_by_unit: list[list[int]] = [[] for _ in unit_numbers]
+        for number, unit_number in enumerate(self.unit_by_table):
+            self.tables_by_unit[unit_number].append(number)
         # Units with equal keys form a class, and share the layouts of the class's first unit, table by table:
-        #   tables a b c d, of which b and d are planned together: unit_of 0 1 2 1, tables_of [0] [1 3] [2]
+        #   tables a b c d, of which b and d are planned together: unit_by_table 0 1 2 1, tables_by_unit [0] [1 3] [2]
         #   a and c have equal keys: _class_of 0 1 0, _first_of_class [0] [1 3]; c has the layouts of a
         layouts: dict[int, Sequence[Layout]] = {}
         class_of_key: dict[Hashable, int] = {}
         unit_layouts: Sequence[Sequence[Layout]]
         self._class_of: list[int] = []
         self._first_of_class: list[list[int]] = []  # by class, the tables of its first unit
-        for numbers in self.tables_of:
+        for numbers in self.tables_by_unit:
             unit = [tables[number] for number in numbers]
             key = tuple(
                 (costs.table_class(table, path), repr(self.layouts.table_config(table))) for table, path in unit
@@ -110,7 +110,7 @@ class TableProblem:
 
     def layout(self, table: int, option: int) -> Layout:
         """Returns a table's layout under an option of its unit, given by its number in the whole problem."""
-        return self.tables[table].layouts[option - self.problem.options_of(self.unit_of[table]).start]
+        return self.tables[table].layouts[option - self.problem.options_of(self.unit_by_table[table]).start]
 
     def cost(self, table: int, option: int) -> PlacementCost:
         return self._cost(self.tables[table], self.layout(table, option))
@@ -125,7 +125,7 @@ class TableProblem:
     def sharding(self, assignment: Assignment, table: int) -> ParameterSharding:
         """Returns TorchRec's form of one table's place in an assignment."""
         # ranks by range of columns, one for each place; a place that is a node stands for all of its ranks
-        unit, cluster = self.unit_of[table], self._request.cluster
+        unit, cluster = self.unit_by_table[table], self._request.cluster
         option = int(assignment.option[unit])
         layout, blocks = self.layout(table, option), self.problem.options[option].blocks
         ranks = list(range(cluster.world_size)) if is_on_every_rank(layout.sharding_type) else []

@@ -373,8 +373,11 @@ class CompositionalShardEstimator(ShardEstimator):
             return
         cost = costs.cost(planned.table, layout, planned.collection)
         for number in numbers:
-            at = 0 if layout.lies_on_one_node(cluster) else min(number, len(cost.shards) - 1)
-            shard_costs = [cost.everywhere, *cost.shards[at : at + 1]]  # no shard of a table that is on every rank
+            cost_index = 0 if layout.lies_on_one_node(cluster) else min(number, len(cost.shards) - 1)
+            shard_costs = [
+                cost.everywhere,
+                *cost.shards[cost_index : cost_index + 1],
+            ]  # no shard of a table that is on every rank
             replicated_ms, *shard_ms = (shard_cost.lookup_ms for shard_cost in shard_costs)
             exchange_ms = sum(shard_cost.exchange_ms(cluster.world_size - 1) for shard_cost in shard_costs)
             num_bytes = round(sum(shard_cost.num_bytes for shard_cost in shard_costs))

@@ -97,7 +97,7 @@ def test_the_search_adds_up_the_times_of_tables_together_that_are_reported() -> 
     own = request(PlanConfig(together=[["t0", "t3"], ["t1", "t2", "t4"]]))
     tables = TableProblem(own, PlacementCosts(own))
     assert tables.problem.num_tables == 2
-    assert tables.unit_of == [0, 1, 1, 0, 1]
+    assert tables.unit_by_table == [0, 1, 1, 0, 1]
     found = find_plan(own)
     placed = step_times(plan_placements(own.model, found.plan, 3), PlacementCosts(own), own.cluster)
     assert max(time.total for time in placed) == pytest.approx(max(rank.times.total for rank in found.ranks))

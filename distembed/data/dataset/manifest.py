@@ -76,11 +76,8 @@ def read_checksums(path: Path, sizes: Sequence[int]) -> Pieces:
         return np.array([(size, bytes.fromhex(file_checksum(file, size))) for size in sizes], PIECE)
 
 
-def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int, int]:
-    """Returns the first byte and last byte + 1 of a row group; ``before`` twice if it has no bytes.
-
-    ``before`` is the end of the preceding row group.
-    """
+def _row_group_bounds(row_group: pq.RowGroupMetaData, previous_stop: int) -> tuple[int, int]:
+    """Returns the first byte and last byte + 1 of a row group; the preceding one's stop twice if it has no bytes."""
     starts, stops = [], []
     for column in (row_group.column(index) for index in range(row_group.num_columns)):
         # a column without rows may have a dictionary and no page, which is then said to be at 0
@@ -88,7 +85,7 @@ def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int,
         if pages and column.total_compressed_size:
             starts.append(min(pages))
             stops.append(min(pages) + column.total_compressed_size)
-    return (min(starts), max(stops)) if starts else (before, before)
+    return (min(starts), max(stops)) if starts else (previous_stop, previous_stop)
 
 
 def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:

@@ -142,15 +142,17 @@ class BatchAssembler:
         A block has one lane's rows of all these batches, batch after batch, equally many in each. A batch has the rows
         of its lanes in the order of the blocks; without blocks it has none. Rows with lists make one batch a call.
         """
-        layout, schema, count = self.layout, self._schema, len(global_sizes)
-        empty = np.empty((count, 0, layout.width), layout.dtype)
-        block_records = (block.records.reshape(count, len(block.records) // count, layout.width) for block in blocks)
+        layout, schema, num_steps = self.layout, self._schema, len(global_sizes)
+        empty = np.empty((num_steps, 0, layout.width), layout.dtype)
+        block_records = (
+            block.records.reshape(num_steps, len(block.records) // num_steps, layout.width) for block in blocks
+        )
         records = np.concatenate([empty, *block_records], axis=1)
         floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + len(layout.numbers)]
         numbers = {}
         for field in (field for field in schema.fields if not field.is_jagged):
-            first = layout.numbers.index(field.columns[0]) if field.columns else 0
-            columns = first if field.is_vector else slice(first, first + len(field.columns))
+            first_column = layout.numbers.index(field.columns[0]) if field.columns else 0
+            columns = first_column if field.is_vector else slice(first_column, first_column + len(field.columns))
             numbers[field.name] = np.ascontiguousarray(floats[:, :, columns])
         ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
         for index, global_size in enumerate(global_sizes):

@@ -256,9 +256,9 @@ class BatchReader:
 
         Raises a UserError if the state is of another dataset, split or order.
         """
-        mine = {"version": STATE_VERSION, **self._identity}
-        wrong = (name for name in mine if state.get(name) != mine[name])
-        differences = [f"{name} is {state.get(name)!r} in the state and {mine[name]!r} here" for name in wrong]
+        expected = {"version": STATE_VERSION, **self._identity}
+        wrong = (name for name in expected if state.get(name) != expected[name])
+        differences = [f"{name} is {state.get(name)!r} in the state and {expected[name]!r} here" for name in wrong]
         if differences:
             raise UserError(
                 f"the reader's state does not fit: {'; '.join(differences)}. Use the same settings, or start anew"

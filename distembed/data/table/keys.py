@@ -238,6 +238,7 @@ def with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np
     # Merges hashed values by text, not by key: a collision of two texts is reported later, where they get ids.
     encoded = (pa.array(keys.keys, mask=keys.wrong) if keys.texts is None else keys.texts).dictionary_encode("encode")
     if len(encoded.dictionary) < len(keys.keys):
+        # keys 10, 10, 7 have the key codes 0, 0, 1: codes 1, 2, 3 become 1, 1, 2, and 0, a missing value, stays 0
         key_codes = encoded.indices.to_numpy()
         codes = np.concatenate([np.zeros(1, np.int32), key_codes + np.int32(1)])[codes]
         keys = keys.take(np.unique(key_codes, return_index=True)[1])

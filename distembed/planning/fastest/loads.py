@@ -57,8 +57,8 @@ class Aim:
 class Loads:
     """Milliseconds and bytes of all ranks under an assignment.
 
-    :meth:`put` and :meth:`take` change the given assignment itself. ``tables_of`` has the tables with a shard on each
-    rank. Arrays are by rank.
+    :meth:`put` and :meth:`take` change the given assignment itself. ``tables_by_rank`` has the tables with a shard on
+    each rank. Arrays are by rank.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
@@ -73,7 +73,7 @@ class Loads:
         self._others_ms = self._sums[3 + phases : 3 + 2 * phases]  # a rank's work for other ranks' shards
         self._in_group = self._sums[3 + 2 * phases :]  # number of the rank's shards in each group
         self._exchange_users = [0] * len(problem.exchange_start_ms)
-        self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
+        self.tables_by_rank: list[set[int]] = [set() for _ in range(world_size)]
         # all tables of the assignment are added at once
         self._ms += problem.base_ms
         tables = np.flatnonzero(assignment.option >= 0)
@@ -85,12 +85,12 @@ class Loads:
             for block, ranks in self._placed(option, assignment.places[table]):
                 shards += ((block, rank) for rank in ranks)
                 for rank in ranks:
-                    self.tables_of[rank].add(table)
+                    self.tables_by_rank[rank].add(table)
         blocks, shard_ranks = np.array(shards, np.int64).reshape(-1, 2).T
-        # one sum over all shards for each row and rank
+        # one sum over all shards for each cell, row * world_size + rank
         num_rows = len(self._sums)
-        places = np.arange(0, num_rows * world_size, world_size)[:, None] + shard_ranks
-        added = np.bincount(places.ravel(), problem.block_sums.T[:, blocks].ravel(), minlength=num_rows * world_size)
+        cells = np.arange(0, num_rows * world_size, world_size)[:, None] + shard_ranks
+        added = np.bincount(cells.ravel(), problem.block_sums.T[:, blocks].ravel(), minlength=num_rows * world_size)
         self._sums += added.reshape(num_rows, world_size)
         self._start_ms = self._starts(slice(None))
 
@@ -205,12 +205,12 @@ class Loads:
         return [(block, self._ranks(block, place)) for block, place in zip(blocks, places.tolist(), strict=True)]
 
     def _change(self, table: int, option: int, places: Ints, sign: int) -> None:
-        """Adds a table to the loads and to ``tables_of`` for sign 1; removes it for sign -1."""
+        """Adds a table to the loads and to ``tables_by_rank`` for sign 1; removes it for sign -1."""
         self._change_everywhere(option, sign)
         for block, ranks in self._placed(option, places):
             self._change_block(block, ranks, sign)
             for rank in ranks:
-                (self.tables_of[rank].add if sign > 0 else self.tables_of[rank].discard)(table)
+                (self.tables_by_rank[rank].add if sign > 0 else self.tables_by_rank[rank].discard)(table)
 
     def _change_everywhere(self, option: int, sign: int) -> None:
         """Adds ``sign`` times an option's cost to every rank, as if its shards were all on other ranks.

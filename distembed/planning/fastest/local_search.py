@@ -133,7 +133,7 @@ class LocalSearch:
         # tables, to swap one of its shards for another rank's, and to divide a table differently
         scores = self._scores(loads)
         worst = int(scores.argmax())
-        tables = sorted(loads.tables_of[worst])
+        tables = sorted(loads.tables_by_rank[worst])
         if len(tables) > _TRIES_PER_STEP:  # a sample evenly spread over the sizes
             tables.sort(key=lambda table: self._problem.longest_ms[loads.assignment.option[table]])
             tables = [tables[int(i)] for i in np.linspace(0, len(tables) - 1, _TRIES_PER_STEP)]
@@ -221,7 +221,7 @@ class LocalSearch:
 
     def _tables_to_replace(self, loads: Loads) -> list[int]:
         """Returns up to 6 distinct random tables in random order, about half of them from the worst rank."""
-        worst = sorted(loads.tables_of[int(self._scores(loads).argmax())])
+        worst = sorted(loads.tables_by_rank[int(self._scores(loads).argmax())])
         count = int(self._random.integers(2, _MAX_REPLACED + 1))
         drawn = self._random.permutation(worst)[: (count + 1) // 2].tolist()
         drawn += self._random.permutation(self._problem.num_tables)[: count // 2].tolist()

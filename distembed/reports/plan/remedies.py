@@ -169,13 +169,13 @@ def find_remedies(
             """Returns whether the change of a size fits; False if settings refuse it, or if time is up."""
             nonlocal is_complete
             try:
-                _, model, on = kind.change(size)
-                if model.table_bytes() > max_table_bytes(plannable, present, on):
+                _, model, changed_cluster = kind.change(size)
+                if model.table_bytes() > max_table_bytes(plannable, present, changed_cluster):
                     return False
-                if on.world_size > MAX_RANKS or time.monotonic() >= deadline:
+                if changed_cluster.world_size > MAX_RANKS or time.monotonic() >= deadline:
                     is_complete = False
                     return False
-                return is_fitting(model, on)
+                return is_fitting(model, changed_cluster)
             except UserError:
                 return False
 

@@ -315,14 +315,14 @@ def cluster_text(cluster: Cluster) -> str:
 
 def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
     """Returns lines on the fullest rank, the slowest rank, the rows of a step, and the lower bound of its time."""
-    fullest, speed = memory.sorted_groups[0], assessment.rows_per_second
+    fullest, rows_per_second = memory.sorted_groups[0], assessment.rows_per_second
     depth = pipeline_depth(assessment.cluster.device.kind, assessment.cluster.world_size)
     return [
         f"fullest: {_ranks(fullest)}, {format_bytes(fullest[0].total_bytes)} of "
         f"{format_bytes(fullest[0].capacity_bytes)}; fullest moment of its step: {fullest[0].moment}",
         _slowest_line(time),
         f"a step has {assessment.workload.batch_size:,} rows on all ranks"
-        + ("" if speed is None else f", {speed:,.0f} rows (samples) a second")
+        + ("" if rows_per_second is None else f", {rows_per_second:,.0f} rows (samples) a second")
         + f", and {depth} batch(es) are on a device at once; times are estimates",
         *_bound_lines(assessment),
     ]
@@ -342,9 +342,13 @@ def _slowest_line(time: RankQuantity) -> str:
         kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(sent).items() if num_bytes), reverse=True)
         by_kind = ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
         line += f"; {'it' if len(group) == 1 else 'each'} sends {format_bytes(sent.total)} ({by_kind})"
-    waits = sum(len(faster) * (total - faster[0].times.total) for faster in faster_groups)
-    wait = waits / (num_others or 1)
-    return line if wait < _LEAST_MS else f"{line}; the others wait {format_milliseconds(wait)} ms on average"
+    total_wait_ms = sum(len(faster) * (total - faster[0].times.total) for faster in faster_groups)
+    mean_wait_ms = total_wait_ms / (num_others or 1)
+    return (
+        line
+        if mean_wait_ms < _LEAST_MS
+        else f"{line}; the others wait {format_milliseconds(mean_wait_ms)} ms on average"
+    )
 
 
 def _ranks(group: RankGroup) -> str:

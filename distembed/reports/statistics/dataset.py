@@ -397,6 +397,7 @@ def _statistics(
     feature: CategoricalFeature, num_rows: Mapping[str, int], totals: Mapping[str, Any], num_empty: Mapping[str, int]
 ) -> FeatureStatistics:
     """Returns the statistics of a feature, given its row of :func:`_totals`, and rows and empty lists by split."""
+    # ids that occur equally often are counted together: counts[i] is how often, num_ids[i] the number of such ids
     counts, num_ids, is_plain = np.array(totals["sizes"] or [], np.float64).reshape(-1, 3).T
     total = max(float(counts @ num_ids), 1.0)
     entropy_bits = -(num_ids * counts / total * np.log2(counts / total)).sum()
@@ -427,7 +428,7 @@ def _statistics(
         zipf_exponent=_zipf_exponent(by_rank) if cardinality > 2 else None,
         counts_by_rank=by_rank,
         commonest=tuple(commonest),
-        splits={name: totals for name, totals in splits.items() if num_rows[name]},
+        splits={name: ids for name, ids in splits.items() if num_rows[name]},
     )
 
 

@@ -126,8 +126,8 @@ def _try_rows(file: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[s
     ids_by_cell = inputs["values"].split(lengths.flatten().tolist())
     with torch.inference_mode():
         for num_rows in (len(rows), 1, 0):
-            own = [ids_by_cell[line * len(rows) + row] for line in range(len(lengths)) for row in range(num_rows)]
-            first_rows = {"values": torch.cat([inputs["values"][:0], *own]), "lengths": lengths[:, :num_rows]}
+            ids = [ids_by_cell[feature * len(rows) + row] for feature in range(len(lengths)) for row in range(num_rows)]
+            first_rows = {"values": torch.cat([inputs["values"][:0], *ids]), "lengths": lengths[:, :num_rows]}
             if "dense" in inputs:
                 first_rows["dense"] = inputs["dense"][:num_rows]
             program(*first_rows.values())

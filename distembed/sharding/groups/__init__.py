@@ -74,8 +74,7 @@ def _may_fuse(table: CompositionalEmbeddingConfig) -> bool:
 def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
     """Returns the class of the group that looks a table up by FBGEMM's tables, one TBE for each partition."""
     # the first rule that holds decides; a maximum over a bag commutes with no composition
-    pools = is_pooled(table)
-    if not pools:
+    if not is_pooled(table):
         return SequenceGroup
     if table.function_tables():
         return PathGroup

@@ -210,19 +210,18 @@ class Group(ABC):
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of :meth:`lookup_memory`, plus the stacks and gradients of replicated weights."""
         load = replace(load, finds_distinct=device_kind == "cpu")
-        lookup, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
-        # weights are stacked during the lookup: of the saved bytes only rows exist yet, and nothing is pooled
-        indices = len(load.dims) * load.num_ids * LONG_BYTES
-        stacking = (
-            stacked + lookup.update_bytes + indices - lookup.saved_bytes - load.output_bytes if load.stacks else 0
-        )
-        update = lookup.update_bytes + (stacked if load.averages_gradients else 0)
+        lookup, stacked_bytes = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
+        forward_bytes = lookup.forward_bytes
+        if load.stacks:
+            # weights are stacked during the lookup: of the saved bytes only row indices exist yet, nothing is pooled
+            index_bytes = len(load.dims) * load.num_ids * LONG_BYTES
+            stacking_bytes = stacked_bytes + lookup.update_bytes + index_bytes - lookup.saved_bytes - load.output_bytes
+            forward_bytes = max(forward_bytes, stacking_bytes)
+        update_bytes = lookup.update_bytes + (stacked_bytes if load.averages_gradients else 0)
         if device_kind == "cuda":
-            update += load.num_ids * _SORT_BYTES
-        gradients = 0 if load.averages_gradients else stacked
-        return LookupMemory(
-            lookup.saved_bytes, max(lookup.forward_bytes, stacking), lookup.backward_bytes, update, gradients
-        )
+            update_bytes += load.num_ids * _SORT_BYTES
+        gradient_bytes = 0 if load.averages_gradients else stacked_bytes
+        return LookupMemory(lookup.saved_bytes, forward_bytes, lookup.backward_bytes, update_bytes, gradient_bytes)
 
     @classmethod
     @abstractmethod

@@ -89,7 +89,10 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
             run, trial, outcome = processes.wait_for_one()
             value = _validated(run, metric)[1] if outcome.status == "finished" else math.nan
             state = TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL
-            study.tell(trial, value) if math.isfinite(value) else study.tell(trial, state=state)
+            if math.isfinite(value):
+                study.tell(trial, value)
+            else:
+                study.tell(trial, state=state)
             outcomes[run.name] = outcome
             sweep.record(outcomes)
             progress = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"

@@ -172,17 +172,15 @@ class SlurmJob:
 
     def _task(self) -> str:
         """Returns the shell script that every node runs."""
-        return (
-            (ELASTIC_TASK if self.elastic else FIXED_TASK)
-            .substitute(
-                exports="\n".join(f"export {name}={_shell_text(value)}" for name, value in self.environment.items()),
-                program=" ".join(_shell_text(word) for word in self.program),
-                log_dir=shlex.quote(str(self.log_dir)),
-                rank0_variable=RANK0_VARIABLE,
-                record=RECORD.strip(),
-            )
-            .rstrip("\n")
+        template = ELASTIC_TASK if self.elastic else FIXED_TASK
+        script = template.substitute(
+            exports="\n".join(f"export {name}={_shell_text(value)}" for name, value in self.environment.items()),
+            program=" ".join(_shell_text(word) for word in self.program),
+            log_dir=shlex.quote(str(self.log_dir)),
+            rank0_variable=RANK0_VARIABLE,
+            record=RECORD.strip(),
         )
+        return script.rstrip("\n")
 
 
 def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
