@@ -1,7 +1,6 @@
 """The search, alone and polished by HiGHS, against every plan of small problems: its time, its bound, what fits."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,13 @@ import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
-from distembed.base.errors import InsufficientMemory, UserError
+from distembed.base.errors import InsufficientMemory
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
 from distembed.planning.costs import PlacementCosts, step_times
 from distembed.planning.devices import Cluster, find_device
-from distembed.planning.fastest import polish
 from distembed.planning.fastest.exact import ExactSearch
 from distembed.planning.fastest.loads import Aim, Loads
 from distembed.planning.fastest.local_search import Budget
@@ -26,10 +24,9 @@ from distembed.planning.search import EstimatedPlan, find_plan, plan_placements,
 from distembed.planning.table_problem import TableProblem
 from tests.planning.drawn_requests import draw, request_of
 from tests.planning.every_plan import EveryPlan
-from tests.planning.test_fastest import CAPACITIES, drawn_problem, fastest_of_all
 
 MOST = 50_000
-FEW = 4_000
+FEW = 1_500
 EQUAL = 1 + 1e-9
 
 
@@ -72,7 +69,7 @@ def check(seed: int, most: int) -> None:
     assert bound_ms is not None and bound_ms <= min(best_ms, own_ms) * EQUAL
     if found.is_complete:
         assert own_ms <= best_ms * (1 + request.config.time_tolerance) * EQUAL
-    if seed % 3 == 0:
+    if seed % 5 == 0:
         again = found_plan(dataclasses.replace(request))
         assert again is not None and places(again) == places(found)
 
@@ -86,7 +83,7 @@ def check_all_plans(request: PlanRequest, every: EveryPlan, best: int | None) ->
         assert fullest(request, plan) == every.needed_bytes(number)
 
 
-@pytest.mark.parametrize("seed", range(0, 27, 4))
+@pytest.mark.parametrize("seed", [0, 4, 10, 17, 20, 25])
 def test_the_plan_is_the_best_of_all(seed: int) -> None:
     check(seed, FEW)
 
@@ -119,8 +116,7 @@ def test_bytes_decide_between_times_that_are_nearly_equal_and_only_there(toleran
     assert fullest(request, found.plan) == least
 
 
-@pytest.mark.parametrize(("ranks", "only"), [(1, None), (2, "data_parallel"), (2, "row_wise")])
-@pytest.mark.parametrize("num_tables", [3, 12])
+@pytest.mark.parametrize(("ranks", "only", "num_tables"), [(1, None, 12), (2, "data_parallel", 3), (2, "row_wise", 12)])
 def test_the_bound_of_the_only_plan_is_its_time(ranks: int, only: str | None, num_tables: int) -> None:
     config = PlanConfig([only] if only else None, time_tolerance=0.0)  # type: ignore[list-item]
     request = bags(range(100, 100 + num_tables), [1.0] * num_tables, config, ranks)
@@ -131,7 +127,7 @@ def test_the_bound_of_the_only_plan_is_its_time(ranks: int, only: str | None, nu
 
 @pytest.mark.parametrize("seed", [4, 8, 13])
 def test_the_search_adds_up_the_times_that_are_reported(seed: int) -> None:
-    request, _ = draw(seed, FEW)
+    request, _ = draw(seed, 200)
     tables, random = TableProblem(request, PlacementCosts(request)), np.random.default_rng(seed)
     problem = tables.problem
     for _ in range(20):
@@ -159,36 +155,13 @@ def test_the_exact_search_spends_no_more_than_its_budget_on_one_table(nodes: int
     assert budget.units > -2
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(60)]
-)
-def test_the_program_has_the_time_of_the_best_of_all(seed: int) -> None:
-    problem, capacity = drawn_problem(seed), CAPACITIES[seed % 5 % 3]
-    best = fastest_of_all(problem, capacity)
-    found, bound = polish.solve(problem, Aim(capacity), None, 60, gap=0.0)
-    assert (found is None) == np.isinf(best)
-    if found is not None:
-        loads = Loads(problem, found)
-        assert loads.milliseconds().max() == pytest.approx(best, rel=1e-5)
-        assert loads.num_bytes.max() <= capacity * (1 + 1e-6)
-        assert bound == pytest.approx(best, rel=1e-5)
-        again, _ = polish.solve(problem, Aim(capacity), found, 60, gap=0.0)
-        assert again is None or Loads(problem, again).milliseconds().max() == pytest.approx(best, rel=1e-5)
-
-
-@pytest.mark.parametrize("seed", [1, 13, pytest.param(22, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [13, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 22))])
 def test_a_polished_plan_fits_and_is_no_slower(seed: int) -> None:
     request, _ = draw(seed, 500)
-    polished = replace(request, config=replace(request.config, polish_seconds=5.0))
+    polished = replace(request, config=replace(request.config, polish_seconds=2.0))
     before, after = (find_plan(own) for own in (request, polished))
     slowest, own = (max(rank.times.total for rank in plan.ranks) for plan in (before, after))
     assert after.fits >= before.fits
     assert own <= slowest * (1 + request.config.time_tolerance)
     assert before.lower_bound_ms <= after.lower_bound_ms <= own * (1 + 1e-9)
     assert after.is_complete >= before.is_complete
-
-
-def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(UserError, match=r"pip install 'distembed\[polish\]'"):
-        polish.solve(drawn_problem(0), Aim(1000.0), None, 1.0)
